@@ -1,7 +1,7 @@
 """`python -m hpc_parallel cancel RUN|SWEEP ...`: end runs; each saves its state first if it can.
 
 A RUN or SWEEP is a path, a run id, a job id or a unique part of a name. Exit codes: 0 the runs are ending,
-1 no run was going on or you answered no, 2 a RUN or SWEEP is unknown, 3 Slurm refused.
+1 no run was running on or you answered no, 2 a RUN or SWEEP is unknown, 3 Slurm refused.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ def parser() -> argparse.ArgumentParser:
 
 def _cancel(options: argparse.Namespace) -> int:
     targets = _targets(options.runs)
-    going = [target for target in targets if target.refusal is None]
+    running = [target for target in targets if target.refusal is None]
     if not options.json:
         for target in targets:
             if target.refusal:
                 warn(f"{label(target.run.path)} {target.refusal}")
-    if going and not options.yes:
+    if running and not options.yes:
         if options.json or not sys.stdin.isatty():
             raise ConfigError(["Nobody can be asked here. Try --yes."])
-        if not _agreed(going):
+        if not _agreed(running):
             return FAILED
-    refused = end_runs(going, warn=warn)
+    refused = end_runs(running, warn=warn)
     if options.json:
         print_json([_object(target, refused.get(target.run.path)) for target in targets])
-        return REFUSED if refused else DONE if going else FAILED
-    for target in going:
+        return REFUSED if refused else DONE if running else FAILED
+    for target in running:
         if message := refused.get(target.run.path):
             warn(f"{target}: {message}")
         else:
             say(f"asked to end: {target}")
-    return REFUSED if refused else DONE if going else FAILED
+    return REFUSED if refused else DONE if running else FAILED
 
 
 def _targets(names: Sequence[str]) -> list[Target]:
@@ -85,10 +85,10 @@ def _is_foreign_sweep(path: Path) -> bool:
     return is_sweep_folder(path) and (path / MANIFEST).lstat().st_uid != os.geteuid()
 
 
-def _agreed(going: Sequence[Target]) -> bool:
-    for target in going:
+def _agreed(running: Sequence[Target]) -> bool:
+    for target in running:
         say(str(target))
-    count = f"{len(going)} runs" if len(going) > 1 else "this run"
+    count = f"{len(running)} runs" if len(running) > 1 else "this run"
     try:
         return input(f"end {count}? [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         lines = list(site_lines(checked_run(line)))
     except ConfigError as error:
         lines = [Line(ERROR, "configuration", str(problem)) for problem in error.problems]
-        console().print(_table([*lines, *_lines_of_the_site(line)]))
+        console().print(_table([*lines, *_site_lines_if_wrong(line)]))
         return WRONG
     console().print(_table(lines))
     errors = [line for line in lines if line.state == ERROR]
@@ -52,8 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     return FAILED if errors else DONE
 
 
-def _lines_of_the_site(line: CommandLine) -> list[Line]:
-    """The other checks of a wrong configuration, with the words about the site if these are legal."""
+def _site_lines_if_wrong(line: CommandLine) -> list[Line]:
+    """Check the site although the configuration is wrong; legal overrides about the site count."""
     flags = [word for word in line.words if word not in line.overrides]
     site_overrides = [word for word in line.overrides if key_of(word).partition(".")[0] in _SITE_KEYS]
     groups = [word for word in site_overrides if key_of(word) in ("cluster", "launcher")]

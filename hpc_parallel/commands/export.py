@@ -1,6 +1,6 @@
 """`python -m hpc_parallel export RUN`: the weights of a run's checkpoint as one safetensors file.
 
-Weights and running statistics by full names, of the newest checkpoint that is sound or of `--step`.
+Exports weights and running statistics under their full names, of the newest sound checkpoint or of `--step`.
 Exit codes: 0 done, 1 the file can't be written, 2 what was asked for is wrong or damaged.
 """
 

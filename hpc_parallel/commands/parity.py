@@ -128,5 +128,5 @@ def run_quietly(run: PreparedRun) -> str | None:
         code = launcher.launch(run)
     if code == DONE:
         return None
-    failure = Failure.read(run.folder)
-    return failure.line if failure else printed.getvalue().strip().rpartition("\n")[2]
+    failure = Failure.read(run.folder) or Failure()
+    return failure.line or printed.getvalue().strip().rpartition("\n")[2] or f"exit code {code}"

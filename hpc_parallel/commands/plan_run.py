@@ -47,12 +47,9 @@ def checked_config(
     overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | None
 ) -> tuple[RunConfig, dict[str, Any]]:
     """Compose and check a configuration, also as plain values. Raises ConfigError with all problems."""
-    known = (
-        [f"device={hardware.device.kind}"]
-        if not any(word.startswith("device=") for word in overrides)
-        else []
-    )
-    line = command_line([*overrides, *known], user_folder=user_folder)
+    is_set = any(word.startswith("device=") for word in overrides)
+    device = [] if is_set else [f"device={hardware.device.kind}"]
+    line = command_line([*overrides, *device], user_folder=user_folder)
     with reporting_all_problems(line):
         cell = compose_run(line.overrides, **line.places)
         composed, overrides = cell.config, cell.overrides
@@ -80,7 +77,7 @@ def planned_run(
 def report(
     config: RunConfig, plan: tuple[Work, StepTime], *, hardware: Hardware, tokens: float, explain: bool
 ) -> Iterator[str]:
-    """One figure a line, with its formula if `explain`; then what the plan assumes."""
+    """One figure per line, with its formula if `explain`; then what the plan assumes."""
     yield from headline(config, plan[0], hardware)
     for figure in figures(config, plan, hardware=hardware, tokens=tokens):
         yield f"  {figure.label:<24} {figure.text}" + f" = {figure.formula}" * explain

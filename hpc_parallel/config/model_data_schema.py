@@ -165,6 +165,13 @@ class ParquetDataConfig:
     validation_share: float = key(0.05, HELD_OUT)
 
 
+@dataclass
+class OwnDataConfig(DatasetDataConfig):
+    """What data of a user's own class may have."""
+
+    max_bytes: int | None = key(None, count())
+
+
 # The classes of the files in `conf/model` and `conf/data`, by the names of their schemas.
 MODELS: dict[str, type[Any]] = {
     "transformer": TransformerConfig, "moe": MoeTransformerConfig, "huggingface": HuggingFaceConfig,
@@ -182,4 +189,4 @@ def schema_of(group: str, target: Any) -> type | None:
 
     Data of a user's own class may have the keys that every data set has.
     """
-    return _BY_CLASS.get(str(target), DatasetDataConfig if group == "data" else None)
+    return _BY_CLASS.get(str(target), OwnDataConfig if group == "data" else None)

@@ -1,6 +1,7 @@
 """The pipeline schedules and their rules for stages and microbatches.
 
-torch.distributed.pipelining raises by the same rules; the login half reads them here without torch.
+torch.distributed.pipelining raises by the same rules; the login half reads them here without torch. Its class
+is named in `strategies/pipeline.py`, the order of its actions in `planning/pipeline_orders.py`.
 """
 
 from __future__ import annotations

@@ -59,7 +59,10 @@ RUN = ShellWord('"$hpc_parallel_run"')  # the run folder of an array task
 
 
 def sbatch_flags(run: PreparedRun) -> Flags:
-    """The resources and the queue of a run, as long sbatch flags; True means a flag without a value."""
+    """The resources and the queue of a run, as long sbatch flags; True means a flag without a value.
+
+    A flag with a key of its own also stands in `LauncherConfig` and in `LAUNCHER_FLAGS` (site_checks.py).
+    """
     config, launcher = run.config, run.config.launcher
     receiver = "B:" if config.cluster.start == "mpirun" else ""  # its script; else each process of the step
     flags: Flags = {

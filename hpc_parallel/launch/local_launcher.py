@@ -67,9 +67,9 @@ def follow_agent(
 ) -> int:
     """Start the agent, show the run until it ends, and return the exit code: 0 if it completed.
 
-    variables: additional environment variables of the run's processes; is_script: of `Follower`.
+    variables: additional environment variables of the run's processes; is_script: passed to `Follower`.
 
-    At the first Ctrl-C, or if the terminal is closed, the agent ends the ranks in order, which save before.
+    At the first Ctrl-C, or if the terminal is closed, the agent lets the ranks save, then ends them.
     The second Ctrl-C kills all processes at once. If this process dies, the agent and the ranks end too.
     """
     with counting_signals() as signals:
@@ -156,7 +156,7 @@ class Agent:
         return _has_ended(self._process.pid)
 
     def stop(self, signals: list[int]) -> None:
-        """Let the agent end in order after the first of the received `signals`; kill it after the second."""
+        """Let the agent save and end after the first of the received `signals`; kill it after the second."""
         _signal(self._process, signals)
 
     def end(self, *, signals: Sequence[int] = ()) -> None:

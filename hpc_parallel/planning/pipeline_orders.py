@@ -55,8 +55,10 @@ def orders(pipeline: Pipeline) -> Orders:
     rules = SCHEDULES[pipeline.schedule]
     if rules.splits_backward:
         return _list_scheduled(pipeline)
-    by_schedule = {"1f1b": _one_forward_one_backward, "interleaved": _interleaved}
-    order = by_schedule.get(pipeline.schedule, _in_turn if rules.in_turn else _all_forward_first)
+    order = {
+        "naive": _in_turn, "gpipe": _all_forward_first, "looped_bfs": _all_forward_first,
+        "1f1b": _one_forward_one_backward, "interleaved": _interleaved,
+    }[pipeline.schedule]  # fmt: skip
     return [order(pipeline, rank) for rank in range(pipeline.ranks)]
 
 

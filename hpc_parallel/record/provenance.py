@@ -101,7 +101,9 @@ def _installed_packages() -> list[tuple[str, str]]:
     """By name. `Distribution.metadata` parses each file as a mail, which takes ten times as long."""
     packages = []
     for distribution in distributions():
-        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+        # As importlib looks for it: of a wheel, of a folder .egg-info, and a file .egg-info.
+        texts = map(distribution.read_text, ("METADATA", "PKG-INFO", ""))
+        text = next(filter(None, texts), "")
         head = dict(_HEADER.findall(text.partition("\n\n")[0]))
         if name := head.get("Name"):
             packages.append((name, head.get("Version", "")))

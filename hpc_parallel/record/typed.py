@@ -95,6 +95,11 @@ def _is_optional(hint: Any) -> bool:
     return NoneType in get_args(hint)
 
 
+def _may_be_none(hint: Any) -> bool:
+    """Whether null is a value of these items, and no unknown one."""
+    return hint is Any or _is_optional(hint)
+
+
 def _reader(hint: Any) -> Reader:
     origin, parts = get_origin(hint), get_args(hint)
     if hint in _PLAIN:
@@ -105,9 +110,9 @@ def _reader(hint: Any) -> Reader:
         (inner,) = (part for part in parts if part is not NoneType)
         return _reader(inner)
     if origin in (list, tuple):
-        return partial(_items, origin, _reader(parts[0]), _is_optional(parts[0]))
+        return partial(_items, origin, _reader(parts[0]), _may_be_none(parts[0]))
     if origin in (dict, Mapping):
-        return partial(_entries, _reader(parts[1]), _is_optional(parts[1]))
+        return partial(_entries, _reader(parts[1]), _may_be_none(parts[1]))
     return partial(build, hint)
 
 

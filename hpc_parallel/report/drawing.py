@@ -97,12 +97,12 @@ def panels_of(items: Sequence[T], key: Callable[[T], object]) -> list[list[T]]:
 
 
 def drawn_of(groups: Iterable[Sequence[object]], count: int) -> str:
-    """A sentence for the caption if these groups of curves or bars are not all of `count`."""
+    """A sentence for the caption if these groups have fewer than `count` curves or bars."""
     return first_of(sum(map(len, groups)), count)
 
 
 def words_of(rows: Sequence[Row]) -> list[Sequence[str]]:
-    """The parts of the label of each run among these runs only: what they have in common is left out."""
+    """The parts of each label that differ among these runs."""
     labels = labels_of([row.run for row in rows], [row.layout_text for row in rows])
     return [label.words for label in labels]
 
@@ -165,7 +165,7 @@ def is_wide() -> bool:
 
 
 def add_legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Below the axes, in columns if labels are short and the figure is wide, which grows by its height."""
+    """Add a legend below the axes, in columns if there is room, and make the figure taller by it."""
     short_labels = max(map(len, labels), default=0) <= ROOM
     columns = (4 if max(map(len, labels), default=0) <= 18 else 2) if is_wide() and short_labels else 1
     line = ROOM if not is_wide() else 2 * ROOM
@@ -228,7 +228,7 @@ def short(label: str) -> str:
 
 
 def first_of(drawn: int, count: int) -> str:
-    """A sentence for the caption if only `shown` of `count` curves or bars are drawn."""
+    """A sentence for the caption if only `drawn` of `count` curves or bars are drawn."""
     return f" The first {drawn} of {count}." if count > drawn else ""
 
 

@@ -21,7 +21,7 @@ _AVAILABLE = (
 
 
 def environment_line(config: RunConfig, *, environment: Mapping[str, str] = os.environ) -> Line:
-    """The shell's variables of NCCL, gloo and OpenMP: a job gets them, and a rank sets only unset ones."""
+    """The shell's variables of NCCL, gloo and OpenMP: a job gets them, and no rank replaces one."""
     inherited = {name: value for name, value in sorted(environment.items()) if _INHERITED.fullmatch(name)}
     if not inherited:
         return Line(OK, "environment", "this shell sets no NCCL_*, GLOO_* or OMP_NUM_THREADS")
@@ -69,5 +69,7 @@ def scratch_lines(config: RunConfig, *, environment: Mapping[str, str] = os.envi
         path = Template(config.cluster.scratch).safe_substitute(environment)
         presence = "exists here" if os.path.isdir(path) else "is not on this host"
         yield Line(
-            OK, "scratch", f"{path} {presence}; each host of a job is asked again, and stops without it"
+            OK,
+            "scratch",
+            f"{path} {presence}; each host of a job is asked again, and stops without it",
         )

@@ -47,7 +47,7 @@ def run(
                     out, err = process.communicate(stdin, timeout=timeout_s)
                     return subprocess.CompletedProcess(command, process.returncode, out, err)
                 except subprocess.TimeoutExpired as error:
-                    reason = str(error)
+                    reason, stdin = str(error), None  # it was sent
                 if not is_worth_waiting():
                     break
         finally:  # also after Ctrl-C
@@ -58,19 +58,20 @@ def run(
 class Inquiry:
     """Queries to Slurm for a user who waits.
 
-    A busy controller has 20 seconds to answer. A controller that is down, or a missing slurm.conf, costs
+    A busy controller has `patience_s` to answer. A controller that is down, or a missing slurm.conf, costs
     three seconds once, and all later queries return at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, patience_s: float = _PATIENCE_S) -> None:
         self.silent = False
+        self._patience_s = patience_s
 
     def ask(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command that only reads. The return code is `UNANSWERED` if there is no answer."""
         if self.silent:
             return subprocess.CompletedProcess(command, UNANSWERED, stdout="", stderr="")
         environment = {**os.environ, "SLURM_BITSTR_LEN": "0"}  # list all pending tasks of an array
-        waits_s = (_PROMPT_S, _PATIENCE_S)
+        waits_s = (_PROMPT_S, self._patience_s)
         return run(*command, waits_s=waits_s, is_worth_waiting=self._answers, environment=environment)
 
     def _answers(self) -> bool:
@@ -78,9 +79,9 @@ class Inquiry:
         return not self.silent
 
 
-def printed(*command: str) -> str | None:
+def printed(*command: str, patience_s: float = _PATIENCE_S) -> str | None:
     """What a command that only reads prints; None if it is not there, fails or does not answer."""
-    answer = Inquiry().ask(*command)
+    answer = Inquiry(patience_s=patience_s).ask(*command)
     return answer.stdout if answer.returncode == 0 else None
 
 

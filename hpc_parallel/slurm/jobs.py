@@ -107,10 +107,10 @@ def _queued(job_ids: Sequence[str], slurm: Inquiry) -> tuple[dict[str, JobState]
 
 
 def never_starting(job_ids: Sequence[str], *, within_s: float) -> dict[str, str]:
-    """Job id -> the reason why it can never start, for those of which the scheduler says so in this time.
+    """Job id -> the reason why it can never start, for the jobs that the scheduler rejects within `within_s`.
 
     Many sites queue a job that requests more than exists (EnforcePartLimits=NO). The error of `--test-only`
-    is not enough: Slurm prints the same one if hosts are only down.
+    is not enough: Slurm prints the same one if hosts are down for a while.
     """
     deadline = time.monotonic() + within_s
     while any(map(_is_unexamined, (states := job_states(job_ids)).values())) and time.monotonic() < deadline:

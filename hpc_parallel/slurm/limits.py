@@ -14,6 +14,7 @@ from hpc_parallel.slurm.client import minute, printed
 from hpc_parallel.slurm.text import gpu_count, minutes_of
 
 _FORMAT = "%P|%D|%m|%l|%G|%c"
+_PATIENCE_S = 5.0  # for what is only a warning or a default: no submission waits long for it
 _KIND_OF_NODE = re.compile(r"^([^|\n]+)\|(\d+)\|(\d+)\+?\|?([^|\n]*)\|?([^|\n]*)\|?(\d*)", re.MULTILINE)
 _UNSET_MB = 1  # what Slurm shows of nodes whose memory the site has not configured
 
@@ -121,4 +122,4 @@ def node_kinds() -> Iterator[NodeKind]:
 
 @lru_cache(maxsize=1)
 def _sinfo(minute: int) -> str:
-    return printed("sinfo", "-h", "-o", _FORMAT) or ""
+    return printed("sinfo", "-h", "-o", _FORMAT, patience_s=_PATIENCE_S) or ""

@@ -21,6 +21,7 @@ _RECORD = re.compile(r"^(?=(?:NodeName|PartitionName)=)", re.MULTILINE)
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w/]*)=(\S*)")
 _SETTING = re.compile(r"^(\w+)\s+= ?(.*)$", re.MULTILINE)
 _SHOW = (("show", "config"), ("--oneliner", "show", "partition"), ("--oneliner", "show", "node"))
+_ACCOUNTING_S = 5.0  # for a line of `check`
 _UNSET = 0xFFFFFFF0  # Slurm's NO_VAL and INFINITE lie above
 _NO_NAMES = ("", "(null)", "ALL")
 _UNSET_MB = 1  # the memory of nodes for which the site has configured none
@@ -76,8 +77,12 @@ class SlurmRecords:
 
 def ask_records() -> SlurmRecords | None:
     """The records of this machine's Slurm; None if it does not answer."""
-    texts = [printed("scontrol", *words) for words in _SHOW]
-    return None if None in texts else read_records(text for text in texts if text)
+    texts = []
+    for words in _SHOW:
+        if (text := printed("scontrol", *words)) is None:
+            return None
+        texts.append(text)
+    return read_records(filter(None, texts))
 
 
 def accounts_of(user: str) -> list[str]:
@@ -87,7 +92,7 @@ def accounts_of(user: str) -> list[str]:
 
 
 def has_accounting() -> bool:
-    return printed("sacct", "-n", "-X", "-S", "now") is not None
+    return printed("sacct", "-n", "-X", "-S", "now", patience_s=_ACCOUNTING_S) is not None
 
 
 def release() -> str:

@@ -1,6 +1,6 @@
 """The agent of a local run: it forks all ranks on this machine from one process that has imported torch.
 
-The ranks of a user's script are programs of their own, which it starts.
+It starts each rank of a user's script as a separate program.
 
 `python -m hpc_parallel.job agent RUN_FOLDER`. The nodes are simulated: each rank sees the variables that
 torchrun sets.
@@ -50,8 +50,10 @@ _PERIOD_S = 0.02
 _GRACE_S = 2.0  # after the first failure, so that other ranks can write their records
 _PATIENCE_S = 1.5  # from SIGTERM to SIGKILL
 _SAVE_S = 60.0  # the same, if the ranks were asked to save their state
-_SPINS = "1000"  # about as fast as endless spinning on a quiet machine; PASSIVE took 1.5 times as long
-_WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # how long OpenMP's threads spin
+_SPINS = (
+    "1000"  # about as fast as endless spinning on a quiet machine; OMP_WAIT_POLICY=PASSIVE took 1.5 times
+)
+_SPIN_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # how long OpenMP's threads spin
 _GIVE_UP_S = 10.0  # after SIGKILL: a process may hang in the kernel, on a GPU or a file server
 
 
@@ -72,7 +74,7 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
         conclude(folder, returncode=-number, cancelled=True, asked_by=asked_by, environment={})
         os._exit(1)
 
-    # Both before the import of torch: OpenMP reads its variables when it is loaded.
+    # Both calls come before the import of torch: OpenMP reads its variables when it is loaded.
     site_variables(config["cluster"]["environment"], os.environ)
     share_cores(
         os.environ, ranks=config["nodes"] * (config["gpus_per_node"] if is_script(config) else per_node)
@@ -82,8 +84,8 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
             signal.signal(number, leave)
         code = _attempt(folder, config=config, per_node=per_node, load_entry=load_entry)
         summary = Summary.read(folder)
-        asks = summary is not None and summary.outcome == "preempted"  # a script, by its exit code
-        if code == 0 or not (asks or may_restart(folder)):
+        asks_to_restart = summary is not None and summary.outcome == "preempted"  # a script's exit code
+        if code == 0 or not (asks_to_restart or may_restart(folder)):
             return code
         print("restarting", flush=True)
 
@@ -198,7 +200,9 @@ class Watch:
                 terminate_at = min(terminate_at, now)
                 patience_s = _SAVE_S if cancelled else _PATIENCE_S
             for rank, returncode in self._newly_ended():
-                if returncode == 0 and self.folder.stopped.exists():  # srun gives the other ranks as long
+                if (
+                    returncode == 0 and self.folder.stopped.exists()
+                ):  # srun gives the other ranks the same time
                     terminate_at = min(terminate_at, now + _SAVE_S)
                 if returncode == 0 or cancelled:
                     continue
@@ -208,8 +212,9 @@ class Watch:
                         self.folder, world=self.worlds[rank], returncode=returncode, stopped=stopped
                     )
                 terminate_at = min(terminate_at, now + _GRACE_S)
-            for rank in self.alive.keys() & self.supervisors.keys() if not self.signals else ():
-                self.supervisors[rank].check()
+            if not self.signals:
+                for rank in self.alive.keys() & self.supervisors.keys():
+                    self.supervisors[rank].check()
             if now >= terminate_at and kill_at == math.inf:
                 self._send(signal.SIGTERM)
                 kill_at = now + patience_s
@@ -312,7 +317,7 @@ def _start_script(
 
 
 def _prepare_parent(agent: int) -> None:
-    """Run in the parent of a rank before its program: it ends its script if the agent ends."""
+    """Run in the parent of a rank before its program. If the agent ends, this parent ends its script."""
     die_with_parent(agent, by=signal.SIGTERM)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -347,7 +352,7 @@ def share_cores(environment: MutableMapping[str, str], *, ranks: int) -> None:
     times as long.
     """
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    if not environment.keys() & _WAITING:
+    if not environment.keys() & _SPIN_VARIABLES:
         environment["GOMP_SPINCOUNT"] = _SPINS
 
 

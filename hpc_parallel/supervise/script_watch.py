@@ -1,4 +1,4 @@
-"""The hang report of a script of the user's, which does not report its progress."""
+"""The hang report of a user's own script, which does not report its progress."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ScriptSupervisor(Supervisor):
     """Finds out that no rank of a script writes anything, and where each rank stands.
 
     A script does not report its progress, so rank 0's parent looks at the logs of all ranks. At the alarm
-    each parent stops its rank by SIGSTOP. It reads the stack, which ends the rank, only when all ranks stand
-    still: otherwise some would fail because they lose a peer, before their stack is read.
+    each parent stops its rank by SIGSTOP. Reading a stack ends the rank, so it waits until all ranks stand
+    still: else the others would lose a peer, and fail before their stacks are read.
     """
 
     is_script = True

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf, open_dict, read_write
 
 from hpc_parallel.config.compose import UnresolvedError, with_batch_size
 from hpc_parallel.config.default_batch import usual_batch_size
+from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.schema import SweepConfig
 from hpc_parallel.config.sweep_compose import Cell, Cells
 from hpc_parallel.launch.prepare import PreparedRun, prepare
@@ -128,6 +129,9 @@ class _Planner:
     runs: list[PlannedRun] = field(default_factory=list)
     kept: list[KeptRun] = field(default_factory=list)
     duplicates: int = 0
+    _launcher: str | None = (
+        None  # what launcher.kind=auto means in the whole sweep, however long it is planned
+    )
     _errors: list[tuple[Cell, ConfigError]] = field(default_factory=list)
     _identities: set[str] = field(default_factory=set)
     _plan: Callable[..., Snapshot] = field(default_factory=lambda: cached_plan_snapshot())
@@ -137,8 +141,12 @@ class _Planner:
         if OmegaConf.select(cell.config, "training.global_batch_size", default=0) is None:
             size = usual_batch_size(OmegaConf.select(cell.config, "model"))  # the same for all layouts
             cell = replace(cell, config=with_batch_size(cell.config, size))
+        config = cell.config
+        if (is_auto := OmegaConf.select(config, "launcher.kind", default=None) == AUTO) and self._launcher:
+            config = config.copy()
+            config.launcher.kind = self._launcher
         try:
-            run = prepare(cell.config, overrides=overrides, config_dir=self.config_dir, keep=self._plan)
+            run = prepare(config, overrides=overrides, config_dir=self.config_dir, keep=self._plan)
         except UnresolvedError:
             raise
         except ConfigError as error:
@@ -146,6 +154,8 @@ class _Planner:
             if self.earlier is not None:  # the command includes it, so it counts as found
                 self.earlier.find(overrides)
             return
+        if is_auto:
+            self._launcher = run.config.launcher.kind
         identity = repr({**run.values, "run_dir": run.config.run_dir})
         if identity in self._identities:
             self.duplicates += 1

@@ -114,7 +114,7 @@ def outcome_line(folder: RunFolder) -> tuple[str, str]:
     summary = Summary.read(folder) or Summary()
     outcome = summary.outcome or "failed"
     if outcome == "failed" and (failure := Failure.read(folder)) is not None:
-        return outcome, f"failed: {failure.line}"
+        return outcome, printable(f"failed: {failure.line}" if failure.line else outcome)
     if outcome == "cancelled" and (stopped := Stop.read(folder)) is not None:
         return outcome, printable(stopped.line or outcome)
     parts = [outcome]

@@ -27,7 +27,7 @@ def held_bytes(parameters: Sequence[Parameter]) -> dict[str, int]:
 def state_by_rank(held_bytes: Mapping[str, int], optimizer: ModelOptimizer) -> list[dict[str, int]] | None:
     """`rank_state_bytes` of `summary.json`; None if this start has trained no step.
 
-    `held_bytes`: of `Step`. The same on all ranks; all must call it together.
+    `held_bytes`: `Step.held_bytes`. Returns the same on all ranks, which must call it together.
     """
     if not held_bytes:
         return None

@@ -32,7 +32,7 @@ from hpc_parallel.worker.traced_rank import Measured, TracedRank
 def measure(config: RunConfig, ranks: Sequence[int], *, microbatches: int | None = None) -> list[Measured]:
     """What each of `ranks` of the run's world would hold. Each is measured in a process of its own.
 
-    microbatches: of the traced step, if it is not that of the run.
+    microbatches: in the traced step; None: as many as the run has.
 
     torch keeps names of process groups in caches, so a process can't have one world after another. Raises
     ConfigError as `assemble` does, for tiles in a pipeline, and for data whose shape must be read.
@@ -47,7 +47,7 @@ def measure_here(config: RunConfig, rank: int, microbatches: int | None = None) 
     size = config.nodes if config.strategy.execution == DATAPARALLEL else config.devices
     # How many rows an expert gets depends on the numbers.
     needs_numbers = any(isinstance(module, Experts) for module in model.modules())
-    needs_numbers |= config.optimizer._target_ == "torch.optim.Adafactor"  # as do its steps
+    needs_numbers |= config.optimizer._target_ == "torch.optim.Adafactor"  # so do its steps
     fakes = nullcontext() if needs_numbers else torch_internals.fake_tensors()
     with torch_internals.fake_world(rank, size=size):
         return TracedRank(model, config, fakes=fakes).measure(microbatches=microbatches)

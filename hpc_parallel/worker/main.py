@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    gc.disable()  # a fifth of the start would be a search for garbage, and modules leave none
+    gc.disable()  # collecting garbage would take a fifth of the start, and imports leave none
 
 import torch
 import torch.distributed as dist
@@ -166,7 +166,7 @@ def prepare_device(config: RunConfig, world: World) -> torch.device:
 
 
 def unused_gpus(config: RunConfig, device: torch.device, *, host: str) -> str | None:
-    """A warning if the job asked for GPUs and torch finds none, so that it trains without; else None."""
+    """A warning if the job asked for GPUs and torch finds none, so that it trains without them; else None."""
     asked = config.launcher.kind == "slurm" and config.cluster.gpus
     if not asked or config.device != "auto" or device.type != "cpu":
         return None
@@ -184,9 +184,9 @@ def use_deterministic_kernels() -> None:
 
 
 def beyond_shared_gpu(config: RunConfig) -> str | None:
-    """What the strategy does that gloo can't do with tensors on a GPU: it sums and broadcasts them only.
+    """Returns what the strategy does beyond sums and broadcasts: gloo can do no more with tensors on a GPU.
 
-    It refuses to send them, and ends the process (SIGSEGV, torch 2.11) where it should gather or scatter.
+    gloo refuses to send them, and ends the process (SIGSEGV, torch 2.11) where it should gather or scatter.
     """
     strategy = config.strategy
     layout = layout_of(strategy, devices=config.devices)
@@ -204,7 +204,7 @@ def join(
 
     Returns the store that all ranks share.
 
-    reasons: for the variables that this rank has set so far.
+    reasons: why this rank has set each variable so far.
     """
     store = meet(folder, world=world, cluster=config.cluster, device=str(device))
     require_signatures(store.derived_secret("objects"))
@@ -224,7 +224,7 @@ def join(
         timeout=timeout,
         device_id=device if device.type == "cuda" and not shared else None,
     )
-    dist.barrier()  # connects what the last barrier needs, when rank 0 and its store may end first
+    dist.barrier()  # opens all connections now: at the last barrier rank 0 and its store may end first
     rank_info = {"host": world.host, "address": fabric.own_address(os.environ), "device": str(device)}
     print(
         f"rank {world.rank} of {world.world_size} on {world.host} ({rank_info['address']}), {device}",
@@ -284,7 +284,7 @@ def prepare_network(
 def by_differing_host(settings: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Each different set of variables and reasons once, with its `hosts`; empty if all hosts have the same.
 
-    NCCL's log is another file for each rank, which is no difference.
+    Each rank has its own file for NCCL's log; that does not count.
     """
     shared = {
         host: {key: {name: text for name, text in table.items() if name != nccl_log.FILE}

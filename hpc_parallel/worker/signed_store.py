@@ -4,7 +4,7 @@ torch's TCPStore answers anyone who connects to its port. `SignedStore` wraps it
 the same interface. It stores each value as records with an HMAC-SHA256 (RFC 2104) over the key and the
 value, and verifies every record that it reads. Other users can still delete keys, overwrite them,
 and restore an older signed value of the same key. The start then usually fails, but it never uses a value
-that no rank wrote. A counter keeps a record for each `add`: torch counts the ranks of a new group with it.
+that no rank wrote. torch counts the ranks of a new group by `add`; each `add` is one record.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class SignedStore(Store):
     A key's stored bytes are a sequence of records: one that sets the value, and those that append to it or
     add to it. A record that appends or adds carries a random nonce, so that a repeated record is detected.
     A call takes an idle connection, or opens one: TCPStore holds a lock for as long as a `get` waits. There
-    are as many as calls at one time, not as threads: gloo has two threads for each group, and rank 0's host
-    serves the connections of all ranks.
+    are as many connections as calls at the same time, not as threads: gloo has two threads for each group,
+    and rank 0's host serves the connections of all ranks.
 
     The methods are those that torch's C++ code calls (PythonStore in torch/csrc/distributed/c10d/init.cpp).
     Each raises ForgedError for a value that fails the verification.

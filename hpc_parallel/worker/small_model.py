@@ -95,7 +95,7 @@ class SmallRun:
 def build_small(config: RunConfig, *, as_random: bool = True) -> LayeredModel:
     """Build the model of `config` on meta, with the sizes of `LayeredModel.small` and few blocks.
 
-    It starts with random numbers (random_weights.py), or not `as_random` with its own starting weights.
+    It starts with random numbers (`randomise`), or not `as_random` with its own starting weights.
 
     The first blocks and the last one stay. All stay if their weights have different shapes, because they may
     not fit together, or if they share weights.

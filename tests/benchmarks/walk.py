@@ -75,7 +75,7 @@ def is_our_function(code: CodeType) -> bool:
 
 def walk_of_run(*words: str) -> Walk:
     """The walk of the command `run`, started in this process; its output is dropped."""
-    from hpc_parallel.commands.run import main
+    from hpc_parallel.commands.run_command import main
 
     walk = Walk()
     with (

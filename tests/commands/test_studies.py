@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from hpc_parallel.config import compose
 from hpc_parallel.config.compose import find_folder
 from hpc_parallel.config.sweep_compose import compose_cells
 from hpc_parallel.run import main
@@ -39,6 +40,16 @@ def planned(*words: str, extra_dir: str | None = None) -> SweepPlan:
     )  # fmt: skip
     assert cells is not None
     return plan_sweep(cells, command=words)
+
+
+def test_a_sweep_has_one_answer_for_launcher_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller that answers now and then would give some runs to Slurm and others to this machine."""
+    answers = iter([("slurm", "it answers"), ("local", "it is silent")] * 9)
+    monkeypatch.setattr(
+        compose, "choose_launcher", lambda kind: next(answers) if kind == "auto" else (kind, "")
+    )
+    plan = planned("training.steps=1,2,3")
+    assert [each.run.config.launcher.kind for each in plan.runs] == ["slurm"] * 3
 
 
 def test_all_studies_are_there() -> None:

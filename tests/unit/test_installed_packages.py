@@ -33,3 +33,12 @@ def test_a_description_or_a_broken_package_names_nothing(
         (tmp_path / f"{folder}.dist-info" / "METADATA").write_text(text)
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     assert provenance.installed_packages() == {"one": "1.0"}
+
+
+def test_a_file_of_an_old_setup_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`setup.py install` of distutils wrote no folder."""
+    (tmp_path / "old-1.5.egg-info").write_text("Metadata-Version: 1.0\nName: old\nVersion: 1.5\n")
+    (tmp_path / "folder.egg-info").mkdir()
+    (tmp_path / "folder.egg-info" / "PKG-INFO").write_text("Name: folder\nVersion: 2\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    assert provenance.installed_packages() == {"folder": "2", "old": "1.5"}

@@ -50,6 +50,13 @@ def test_the_end_of_a_run_has_no_exponents(planned: PlannedRun) -> None:
     assert outcome_line(folder) == ("completed", "completed, loss 12346, 1520 samples/s")
 
 
+def test_a_failure_without_a_line_says_that_it_failed(planned: PlannedRun) -> None:
+    write_json(planned.run.folder.failure, {})
+    assert outcome_line(planned.run.folder) == ("failed", "failed")
+    write_json(planned.run.folder.failure, {"line": "rank 1\x1b[2J"})
+    assert outcome_line(planned.run.folder)[1] == r"failed: rank 1\x1b[2J"
+
+
 def test_ctrl_c_is_called_ctrl_c(planned: PlannedRun) -> None:
     folder = planned.run.folder
     write_json(folder.summary, {"outcome": "cancelled"})

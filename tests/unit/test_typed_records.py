@@ -73,6 +73,13 @@ def test_a_value_of_another_type_is_unknown(key: str, odd: Any) -> None:
     assert value is None or key == "more" or (isinstance(value, types[key]) and value == value)
 
 
+def test_null_is_a_value_where_anything_is() -> None:
+    details = {"step": 3, "parameter": None}
+    failure = build(Failure, {"details": details})
+    assert failure is not None
+    assert failure.details == details
+
+
 def test_items_of_another_type() -> None:
     links = [{"host": 1}, {"host": "n1", "rate": "fast"}, {"host": "n2"}]
     odd = {"names": ["x", 1], "places": [1, "x", 3], "links": links, "rates": {"a": 1, "b": "x"}}

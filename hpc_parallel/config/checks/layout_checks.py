@@ -6,7 +6,7 @@ import math
 
 from hpc_parallel.config.axes import AXES, DEGREE
 from hpc_parallel.config.batch_plan import batch_of
-from hpc_parallel.config.checks import axis_checks, memory_checks, pipeline_checks, shares_checks
+from hpc_parallel.config.checks import axis_checks, device_memory_checks, pipeline_checks, shares_checks
 from hpc_parallel.config.checks.suggestions import multiples_near
 from hpc_parallel.config.counts import count
 from hpc_parallel.config.layout import Layout, divisors, servers
@@ -38,7 +38,7 @@ def find_problems(config: RunConfig) -> Problems:
     unshared = shares_checks.without_shares(config) if shares_problems else config
     yield from _batch(unshared, layout)
     yield from axis_checks.find_problems(config, layout)
-    yield from memory_checks.find_problems(config, layout)
+    yield from device_memory_checks.find_problems(config, layout)
 
 
 def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, free: list[str]) -> Problem:

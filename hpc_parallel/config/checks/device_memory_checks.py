@@ -1,4 +1,7 @@
-"""Refuse a reference decoder whose weights, gradients and optimizer state alone exceed a device's memory."""
+"""Refuse a reference decoder whose weights, gradients and optimizer state alone exceed a device's memory.
+
+What a job asks of its nodes (`launcher.memory_gb`) is compared with the partition in `config/site_limits.py`.
+"""
 
 from __future__ import annotations
 
