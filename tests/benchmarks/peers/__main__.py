@@ -1,6 +1,6 @@
 """`make bench`: ours beside its peers, in one run; prints a table and writes JSON.
 
-    python -m tests.benchmarks.peers [ENTRY ...] [--models tiny,20m] [--seconds 60] [--json bench.json]
+    python -m tests.benchmarks.peers [ENTRY ...] [--models tiny,20m] [--seconds 60] [--clock cpu]
 
 A ratio is ours divided by theirs in throughput, so above 1 ours is faster: the median of at least ten
 alternating pairs with its 95 % interval. Needs an otherwise idle machine with two cores.
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.peers import entries, first_step, submission, world_size
+from tests.benchmarks.peers import entries, first_step, side_by_side, submission, world_size
 from tests.workers import Workers
 
 ALONE: dict[str, Callable[[str], dict[str, Any]]] = {
@@ -54,6 +54,9 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--models", default=",".join(entries.MODELS))
     parser.add_argument("--seconds", type=float, default=60.0, help="the longest contest of one row")
+    parser.add_argument(
+        "--clock", choices=side_by_side.CLOCKS, default="wall", help="which time of a step counts"
+    )
     parser.add_argument("--steps", type=int, default=1000, help="the most steps of one row")
     parser.add_argument("--json", type=Path, default=Path("bench.json"))
     parser.add_argument("--peers", default=".venv/peers", help="where requirements.txt is installed")
@@ -71,8 +74,9 @@ def guarded(name: str, model: str | None, *, workers: Workers, options: argparse
         if model is None:
             return {"entry": name, **ALONE[name](options.peers)}
         return entries.measure(
-            workers, name, model=model, peers=options.peers, limit_s=options.seconds, most_steps=options.steps
-        )
+            workers, name, model=model, peers=options.peers, limit_s=options.seconds,
+            most_steps=options.steps, clock=options.clock,
+        )  # fmt: skip
     except Exception as error:
         traceback.print_exc()
         return {"entry": name, "model": model, "met": False, "error": str(error).strip().splitlines()[-1]}

@@ -55,7 +55,7 @@ LAYERS = {"tiny": 4, "20m": 16}
 
 def measure(
     workers: Workers, name: str, *, model: str, peers: str, limit_s: float, most_steps: int = 1000,
-    extra: tuple[str, ...] = (),
+    extra: tuple[str, ...] = (), clock: str = "wall",
 ) -> dict[str, Any]:  # fmt: skip
     """One row. Raises AssertionError if a side fails or the loss curves differ.
 
@@ -67,9 +67,9 @@ def measure(
         words = (*words, f"strategy.cuts=[{LAYERS[model] // 2}]")
     steps = f"training.steps={most_steps}"
     run = workers.prepare(*words, steps)
-    times = workers.run(2, limited_contest, str(run.folder.path), entry.module, peers, (limit_s, most_steps))[
-        0
-    ]
+    times = workers.run(
+        2, limited_contest, str(run.folder.path), entry.module, peers, (limit_s, most_steps, clock)
+    )[0]
     row = row_of(times)
     if entry.coincides:
         row["largest_loss_difference"] = largest_difference(times["ours_losses"], times["theirs_losses"])
@@ -78,8 +78,11 @@ def measure(
     return {"entry": name, "peer": entry.peer, "model": model, "words": words, "target": entry.target, **row}
 
 
-def limited_contest(run_folder: str, module: str, peers: str, limits: tuple[float, int]) -> dict[str, Any]:
-    return contest(run_folder, module, peers, limit_s=limits[0], most_steps=limits[1])
+def limited_contest(
+    run_folder: str, module: str, peers: str, limits: tuple[float, int, str]
+) -> dict[str, Any]:
+    limit_s, most_steps, clock = limits
+    return contest(run_folder, module, peers, limit_s=limit_s, most_steps=most_steps, clock=clock)
 
 
 def row_of(times: Mapping[str, Any]) -> dict[str, Any]:

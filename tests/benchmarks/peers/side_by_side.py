@@ -35,6 +35,10 @@ CLOSE_ENOUGH = 0.03  # half of the interval: then the contest ends
 LOSS_TOLERANCE = 1e-3  # relative, in float32 over the steps of a contest
 
 
+CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+"""`cpu`: the processor time of a rank with its threads, which other guests of the machine do not lengthen."""
+
+
 class EnoughError(Exception):
     """Ends the training of ours on all ranks at the same step."""
 
@@ -46,6 +50,7 @@ class Turns(Progress):
     peer: Callable[[int], Tensor] = lambda index: torch.zeros(())
     limit_s: float = 60.0
     most_steps: int = 1000
+    clock: Callable[[], float] = time.perf_counter
     ours_s: list[float] = field(default_factory=list)
     theirs_s: list[float] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
@@ -54,7 +59,7 @@ class Turns(Progress):
 
     def mark(self, phase: str, step: int) -> None:
         """`data` is the first mark of a step, on every rank."""
-        now = time.perf_counter()
+        now = self.clock()
         super().mark(phase, step)
         if phase != "data":
             return
@@ -66,13 +71,13 @@ class Turns(Progress):
         if step > WARM_UP and step % BLOCK == 1 and self._enough():
             raise EnoughError
         dist.barrier()
-        self._began = time.perf_counter()
+        self._began = self.clock()
 
     def _run_peer(self) -> None:
         dist.barrier()
-        began = time.perf_counter()
+        began = self.clock()
         loss = self.peer(len(self.theirs_s))
-        self.theirs_s.append(time.perf_counter() - began)
+        self.theirs_s.append(self.clock() - began)
         self.losses.append(loss)
 
     def _enough(self) -> bool:
@@ -91,15 +96,20 @@ class Turns(Progress):
         return bool(flag)
 
 
-def contest(run_folder: str, module: str, peers: str, *, limit_s: float, most_steps: int) -> dict[str, Any]:
-    """On each rank: train the prepared run beside the peer `module`; the times of both and their losses."""
+def contest(
+    run_folder: str, module: str, peers: str, *, limit_s: float, most_steps: int, clock: str
+) -> dict[str, Any]:
+    """On each rank: train the prepared run beside the peer `module`; the times of both and their losses.
+
+    clock: of CLOCKS.
+    """
     sys.path.append(peers)
     folder = RunFolder(Path(run_folder))
     config, values = read_config(folder.config)
     recipe = recipe_of(config, steps=most_steps)
     with patch.dict(os.environ, rank_variables()), suppress(EnoughError):
         peer = import_module(f"tests.benchmarks.peers.{module}").build(recipe)
-        turns = Turns(peer=peer, limit_s=limit_s, most_steps=most_steps)
+        turns = Turns(peer=peer, limit_s=limit_s, most_steps=most_steps, clock=CLOCKS[clock])
         train(
             config, values=values, folder=folder, device=torch.device("cpu"), environment={}, progress=turns
         )
