@@ -191,7 +191,7 @@ def sends_by_group(folder: str) -> tuple[int, int]:
                 known[group_of(operator_arguments(function, args, kwargs)["process_group"])] += 1
             return function(*args, **(kwargs or {}))
 
-    tokens = torch.zeros(opened.batch.samples_per_replica, 16, dtype=torch.int64)
+    tokens = torch.zeros(opened.plan.batch.samples_per_replica, 16, dtype=torch.int64)
     opened.assembled.forward_backward.train(tokens, tokens)
     with Noting():
         opened.assembled.forward_backward.train(tokens, tokens)
