@@ -106,3 +106,5 @@ for iter_num in range(first, max_iters):
         dist.barrier()
 if ddp:
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # threads of gloo abort some processes at a plain exit (torch 2.13, docs/own-script.md)
