@@ -5,7 +5,10 @@
 A rank of a world whose other ranks don't exist takes two steps of `1b` with tensors that have shapes but no
 numbers, and the second one is counted. Only the experts' tensors have numbers, which decide how many rows are
 sent. An older commit is counted by this file too: make a work tree of it, and start this file there with
-PYTHONPATH set to that folder.
+PYTHONPATH set to that folder. The case `torchtitan` needs its packages, without theirs:
+
+    pip install --no-deps --target FOLDER torchtitan==0.3.0 tyro docstring_parser typeguard spmd_types triton
+    PYTHONPATH=FOLDER python tests/benchmarks/step_counts.py torchtitan -- model.layers=4
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -33,15 +38,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # after that of an older commit
+
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.profiling.traffic import KINDS, place_of
 from hpc_parallel.torch_internals import operator_arguments, operator_name
 
 SAMPLES = 4  # of a microbatch
 SEQ = 2048
-PLAIN = "plain loop"
+PLAIN, TITAN = "plain loop", "torchtitan"
 COMMON = (
-    "launcher=local", "device=cpu", "training.precision=bfloat16", f"training.microbatch_size={SAMPLES}",
+    "launcher=local", "launcher.snapshot=false", "device=cpu", "training.precision=bfloat16",
+    f"training.microbatch_size={SAMPLES}",
 )  # fmt: skip
 ONE_B = ("model=1b", f"data.sequence_length={SEQ}")
 EXPERTS = (
@@ -237,10 +245,10 @@ def count_here(name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The counts of a case on rank 0, in this process, which must have no process group, now or before."""
     from tests.composed import prepared
 
-    words = (CASES | OTHERS)["one device" if name == PLAIN else name]
+    words = (CASES | OTHERS)["one device" if name in (PLAIN, TITAN) else name]
     config = prepared(*COMMON, *words, "run_dir=/nowhere/run", *overrides).config
-    if name == PLAIN:
-        return plain_counts(config)
+    if name in (PLAIN, TITAN):
+        return loop_counts(config, build=plain_model if name == PLAIN else titan_model)
     fakes = nullcontext() if "expert" in name else FakeTensorMode(allow_non_fake_inputs=True)
     with patch.object(pipelining._PipelineSchedule, "_warmup_p2p", dynamic), alone(config.devices):
         return counts_of(config, fakes)
@@ -405,15 +413,14 @@ def allocate(
     return model
 
 
-def plain_counts(config: Any) -> dict[str, Any]:
+def loop_counts(config: Any, *, build: Callable[[Any], nn.Module]) -> dict[str, Any]:
     """A plain loop in one file: autocast, fused AdamW, clipping, two microbatches."""
-    from tests.benchmarks.peers.plain_transformer import PlainTransformer, cross_entropy
+    from tests.benchmarks.peers.plain_transformer import cross_entropy
 
-    seq = config.data["sequence_length"]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = PlainTransformer({"tied_head": True, "norm_eps": 1e-5, **config.model}, seq=seq)
+        model = build(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        tokens = torch.randint(256, (config.training.microbatch_size, seq))
+        tokens = torch.randint(256, (config.training.microbatch_size, config.data["sequence_length"]))
 
         def step() -> None:
             for _ in range(2):
@@ -425,6 +432,27 @@ def plain_counts(config: Any) -> dict[str, Any]:
             optimizer.zero_grad(set_to_none=True)
 
         return counted(step, [model], microbatches=2)
+
+
+def plain_model(config: Any) -> nn.Module:
+    from tests.benchmarks.peers.plain_transformer import PlainTransformer
+
+    shape = {"tied_head": True, "norm_eps": 1e-5, **config.model}
+    return PlainTransformer(shape, seq=config.data["sequence_length"])
+
+
+def titan_model(config: Any) -> nn.Module:
+    """The 1B of torchtitan 0.3.0, which has the shape of `1b`, with as many blocks as `config`.
+
+    Its own attention for language models needs masks of documents; its plain one takes its place.
+    """
+    from torchtitan.models import llama3
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    with patch.object(llama3, "get_attention_config", lambda _: ScaledDotProductAttention.Config()):
+        titan = llama3.llama3_configs["1B"]("")
+    model: nn.Module = replace(titan, layers=titan.layers[: config.model["layers"]]).build()
+    return model
 
 
 def row(name: str, counts: Mapping[str, Any]) -> str:
