@@ -18,7 +18,7 @@ from hpc_parallel.config.layout import (
 )
 from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.problems import printable
-from hpc_parallel.record.environment import Place
+from hpc_parallel.record.environment_file import Place
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.values import integer, table
 from hpc_parallel.terminal import cell

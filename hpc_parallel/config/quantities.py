@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hpc_parallel.slurm.text import minutes_of
+from hpc_parallel.slurm.short_forms import minutes_of
 
 _SPELLINGS = {  # of a unit of time, in seconds
     0.001: ("ms", "msec"),

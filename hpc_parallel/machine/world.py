@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hpc_parallel.slurm.text import expand_hosts, expand_tasks
+from hpc_parallel.slurm.short_forms import expand_hosts, expand_tasks
 
 
 class WorldError(RuntimeError):

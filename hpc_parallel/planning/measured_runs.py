@@ -20,7 +20,7 @@ from hpc_parallel.planning.run_work import unplanned, work_of_run
 from hpc_parallel.planning.step_time import step_time
 from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import ConfigError, Problem, printable
-from hpc_parallel.record.environment import Environment
+from hpc_parallel.record.environment_file import Environment
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.summary_file import Summary

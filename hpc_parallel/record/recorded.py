@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from hpc_parallel.record import attempts
 from hpc_parallel.record.endings import Failure, Stop
-from hpc_parallel.record.environment import Environment
+from hpc_parallel.record.environment_file import Environment
 from hpc_parallel.record.metrics_file import last_line, read_metrics
 from hpc_parallel.record.owner import Owner
 from hpc_parallel.record.run_folder import RunFolder

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpc_parallel.slurm.client import UNANSWERED, Inquiry
-from hpc_parallel.slurm.text import expand_numbers, seconds_of
+from hpc_parallel.slurm.short_forms import expand_numbers, seconds_of
 
 ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from hpc_parallel.slurm.client import minute, printed
-from hpc_parallel.slurm.text import gpu_count, minutes_of
+from hpc_parallel.slurm.short_forms import gpu_count, minutes_of
 
 _FORMAT = "%P|%D|%m|%l|%G|%c"
 _PATIENCE_S = 5.0  # for what is only a warning or a default: no submission waits long for it

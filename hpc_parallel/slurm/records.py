@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_parallel.slurm.client import printed
-from hpc_parallel.slurm.text import gpus_of, minutes_of
+from hpc_parallel.slurm.short_forms import gpus_of, minutes_of
 
 _RECORD = re.compile(r"^(?=(?:NodeName|PartitionName)=)", re.MULTILINE)
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w/]*)=(\S*)")

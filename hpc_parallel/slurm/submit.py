@@ -12,9 +12,9 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 from hpc_parallel.slurm.client import CONTROL_S, MISSING, UNANSWERED, Inquiry, is_installed, run
-from hpc_parallel.slurm.environment import overrides, submission_environment
 from hpc_parallel.slurm.jobs import jobs_by_script
 from hpc_parallel.slurm.limits import partitions
+from hpc_parallel.slurm.sbatch_environment import overrides, submission_environment
 
 ANSWER_S = 60.0  # time for a controller that lost an answer to say whether it has the job
 _JOB = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S+| on cluster \S+)?\s*$", re.MULTILINE)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpc_parallel.config.layout import processes_per_node, recorded_strategy
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.slurm.text import expand_numbers
+from hpc_parallel.slurm.short_forms import expand_numbers
 from hpc_parallel.supervise import failure, flight_recorder
 from hpc_parallel.supervise.desync import compare
 from hpc_parallel.supervise.failure import Record

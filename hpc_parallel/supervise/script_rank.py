@@ -26,7 +26,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import open_append, write_json
 from hpc_parallel.slurm.jobs import job_of
-from hpc_parallel.slurm.text import expand_hosts
+from hpc_parallel.slurm.short_forms import expand_hosts
 from hpc_parallel.supervise import flight_recorder
 from hpc_parallel.supervise.process_tree import receivers
 

@@ -40,7 +40,7 @@ from hpc_parallel.torch_internals import set_default_timeout
 from hpc_parallel.worker import rank_files, start_checks, stop, transport
 from hpc_parallel.worker.calibrate import calibrate
 from hpc_parallel.worker.collectives import measure_collectives
-from hpc_parallel.worker.environment import describe, tf32
+from hpc_parallel.worker.environment_facts import describe, tf32
 from hpc_parallel.worker.generation import generate
 from hpc_parallel.worker.inference import infer
 from hpc_parallel.worker.preflight_task import check_machine

@@ -21,7 +21,7 @@ from hpc_parallel.config.site_limits import site_warnings
 from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.slurm.records import read_records
-from hpc_parallel.slurm.text import gpus_of
+from hpc_parallel.slurm.short_forms import gpus_of
 
 register()
 OUTPUTS = Path(__file__).parent / "slurm_outputs"

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_parallel.slurm.text import MOST, expand_hosts, expand_numbers, expand_tasks, gpu_count, minutes_of
+from hpc_parallel.slurm.short_forms import (
+    MOST,
+    expand_hosts,
+    expand_numbers,
+    expand_tasks,
+    gpu_count,
+    minutes_of,
+)
 
 
 @pytest.mark.parametrize(

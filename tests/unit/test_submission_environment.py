@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from hpc_parallel.slurm import submit
-from hpc_parallel.slurm.environment import as_submitter, overrides, submission_environment
+from hpc_parallel.slurm.sbatch_environment import as_submitter, overrides, submission_environment
 
 SCRIPT = """#!/bin/bash
 #SBATCH --time=60

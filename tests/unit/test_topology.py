@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hpc_parallel.machine.topology import alike, topology
-from hpc_parallel.record.environment import Environment
+from hpc_parallel.record.environment_file import Environment
 from hpc_parallel.record.network import Topology, Transport, topology_lines, transport_lines
 from hpc_parallel.record.typed import build
 

@@ -11,7 +11,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.record.run_folder import is_run_folder, unreadable
 from hpc_parallel.record.safe_read import list_folder
-from hpc_parallel.slurm.text import minutes_of
+from hpc_parallel.slurm.short_forms import minutes_of
 
 # Flags of sbatch that the launchers set, with their configuration key (None: there is no key).
 LAUNCHER_FLAGS = {
