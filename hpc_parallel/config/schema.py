@@ -159,6 +159,9 @@ class TrainingConfig:
     # `full` recomputes whole blocks in the backward pass, `selective` all operations but matrix products.
     activation_checkpointing: str = key("none", one_of("none", "full", "selective"))
     compile: bool = False  # torch.compile compiles each block and the loss; `auto`: as `training.speed` says.
+    # With `training.compile`: one graph of the whole model. Small models are faster, and the compilation of
+    # many layers takes long ([Strategies](strategies.md#speed)).
+    compile_whole: bool = False
     # With `training.compile`: the share of activations, 0 to 1, that the compiler may keep for the backward
     # pass; it computes the cheapest of the others again. null: it keeps all.
     memory_budget: float | None = key(None, between(0, 1), legal=0.5)

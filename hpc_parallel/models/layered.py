@@ -110,8 +110,7 @@ class LayeredModel(nn.Module):
         part, state = "stem", inputs
         try:
             if self.stem is not None:
-                (x,) = inputs
-                state = as_tuple(self.stem(x, **self._stem_options(x)))
+                state = self.embed(*inputs)
             for name, block in self.blocks.items():
                 part = f"block {name}"
                 state = as_tuple(block(*state))
@@ -122,6 +121,11 @@ class LayeredModel(nn.Module):
         except Exception as error:
             mark(error, part)
             raise
+
+    def embed(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What the stem makes of the samples `x`: the inputs of the first block."""
+        assert self.stem is not None
+        return as_tuple(self.stem(x, **self._stem_options(x)))
 
     def _stem_options(self, x: Tensor) -> dict[str, Tensor]:
         if not self._stem_takes_positions:

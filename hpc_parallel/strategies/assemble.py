@@ -62,6 +62,7 @@ class Assembled:
     evaluation: WithMetrics  # the loss function; knows the names of the model's metrics after an evaluation
     server: ParameterServer | None = None  # where it alone has the optimizer
     compiled: bool = False  # whether torch.compile compiles the blocks
+    in_one_graph: bool = False  # or the whole model
     loss_scale: LossScale | None = None  # of float16
     traffic: Sequence[DeviceTraffic] | None = None  # of the devices of one process, where it drives several
 
@@ -148,6 +149,7 @@ def assemble(
         loss_scale=loss_scale,
         evaluation=evaluation,
         compiled=config.training.compile,
+        in_one_graph=config.training.compile_whole,
         traffic=replicas.traffic,
     )
 
@@ -315,7 +317,7 @@ def prepare(part: LayeredModel, *, config: RunConfig, mesh: DeviceMesh, device: 
     float8.apply(part, recipe=training.fp8, device=device)
     checkpointing.apply(part, keeps=training.activation_checkpointing, compiled=training.compile)
     if training.compile:
-        compiling.apply(part, memory_budget=training.memory_budget)
+        compiling.apply(part, memory_budget=training.memory_budget, whole=training.compile_whole)
     slices = slicing_axis(mesh) is not None
     if not slices or training.precision == "float16":  # norms and the like need more range than float16 has
         precision.apply(part, precision=training.precision, device_type=device.type)

@@ -1,4 +1,7 @@
-"""Compilation of each block by torch.compile (Ansel et al. 2024); blocks of equal shapes share their code."""
+"""Compilation by torch.compile (Ansel et al. 2024): of the whole model, or of each block.
+
+Blocks of equal shapes share their code.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +28,21 @@ from hpc_parallel.torch_internals import (
 SHAPES = 64  # that the inputs of a block may have: microbatches in training, each batch size in inference
 
 
-def apply(model: LayeredModel, *, memory_budget: float | None = None) -> LayeredModel:
+def apply(model: LayeredModel, *, memory_budget: float | None = None, whole: bool = False) -> LayeredModel:
     """Compile the full forward pass of every block of `model`, but not what wraps a block.
 
     So hooks on the block itself (fully_shard's) are never compiled, and parameters keep their names.
-    memory_budget: `training.memory_budget`.
+    memory_budget: `training.memory_budget`. whole: compile the stem, the blocks and the head as one graph;
+    nothing may wrap a block then.
     """
     set_memory_budget(1.0 if memory_budget is None else memory_budget)
     allow_recompiles(SHAPES * len(model.blocks))
     guard_sharded_modules()
     wrap_integers()
     run = partial(run_compiled, cache(partial(torch.compile, fullgraph=True, dynamic=False)), set())
+    if whole:
+        replace_forward(model, partial(run_whole, run, []), technique="Compiled")
+        return model
     for block in model.distinct_blocks:
         replace_forward(block, run, technique="Compiled")
     return model
@@ -70,6 +77,25 @@ def run_compiled(
         raise ConfigError([Problem("training.compile", True, rule, (False,))])
     looked_at.add(id(block))
     return output
+
+
+def run_whole(
+    run: Forward, last: list[Any], forward: Forward, model: LayeredModel, *inputs: Tensor
+) -> Tensor:
+    """Run the compiled model. `last`: the shape of the inputs of the last call.
+
+    For inputs of another shape, each block's `prepare_compiled` gets what the stem makes of them. (Blocks of
+    our models that have this method have inputs of one shape.)
+    """
+    shape = [x.shape for x in inputs]
+    if last != shape:
+        with torch.no_grad():
+            state = inputs if model.stem is None else model.embed(*inputs)
+        for block in model.distinct_blocks:
+            if prepare := getattr(block, "prepare_compiled", None):
+                prepare(*state)
+        last[:] = shape
+    return run(forward, model, *inputs)
 
 
 def _run(compiled: Any, forward: Forward, block: Module, inputs: Sequence[Tensor]) -> Tensor:

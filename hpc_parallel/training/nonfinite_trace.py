@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,19 +25,26 @@ FirstLayers = Mapping[str, tuple[str, str]]
 """OUTPUT or GRADIENT -> (name of the layer, its first value that is not finite), of one rank."""
 
 
-def trace(parts: Sequence[LayeredModel], *, compiled: bool, replay: Callable[[], object]) -> FirstLayers:
+def trace(
+    parts: Sequence[LayeredModel],
+    *,
+    compiled: bool,
+    whole: bool = False,
+    replay: Callable[[], object],
+) -> FirstLayers:
     """Returns the first layer of this rank's `parts` with such an output, and with such a gradient, if any.
 
     `replay`: runs the forward and backward passes of the step again; collective over all ranks. Of compiled
-    blocks, only the outputs of whole blocks are seen.
+    blocks, only the outputs of whole blocks are seen. A model compiled as a `whole` runs uncompiled here.
     """
     finding: dict[str, tuple[str, str]] = {}
     handles = []
     for part in parts:
-        for name, module in _layers(part, compiled=compiled):
+        for name, module in _layers(part, compiled=compiled and not whole):
             handles.append(module.register_forward_hook(partial(_after_forward, finding, name)))
     try:
-        replay()
+        with torch.compiler.set_stance("force_eager") if whole else nullcontext():
+            replay()
     finally:
         for handle in handles:
             handle.remove()

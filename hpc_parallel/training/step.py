@@ -143,6 +143,7 @@ class Step:
 
         def trace_step(bad_step: int) -> FirstLayers:
             replay = partial(self._schedule.train, *self._begin(batches.again(bad_step - 1)))
-            return trace(self._assembled.parts, compiled=self._assembled.compiled, replay=replay)
+            made = self._assembled
+            return trace(made.parts, compiled=made.compiled, whole=made.in_one_graph, replay=replay)
 
         self._guard.raise_if_nonfinite(step, trace=trace_step)

@@ -19,6 +19,7 @@ from hpc_parallel.models.layered import materialise
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.strategies import checkpointing, compiling, dropout, precision, shard, working_weights
 from hpc_parallel.strategies.dropout_shapes import whole_shapes
+from hpc_parallel.training.nonfinite_trace import trace
 from tests.dropout_models import Tokens
 from tests.parity import COMMON, EXACTNESS, Alone, assert_follows
 from tests.workers import Workers
@@ -26,6 +27,7 @@ from tests.workers import Workers
 LAYOUTS = {
     "fsdp over 2, recomputing": ("float64", "strategy=fsdp", "training.activation_checkpointing=selective"),
     "tensor over 2": ("float32", "strategy=tensor"),
+    "data over 2, in one graph": ("float64", "strategy=data", "training.compile_whole=true"),
 }
 
 
@@ -189,9 +191,9 @@ def test_compiled_decoder_with_recomputation(monkeypatch: pytest.MonkeyPatch, ke
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("keeps", ["none", "selective"])
+@pytest.mark.parametrize(("keeps", "whole"), [("none", False), ("selective", False), ("none", True)])
 def test_compiled_blocks_use_the_weights_that_a_step_casts(
-    monkeypatch: pytest.MonkeyPatch, keeps: str
+    monkeypatch: pytest.MonkeyPatch, keeps: str, whole: bool
 ) -> None:
     """New tensors take the place of the weights in each step, and no step compiles again."""
     from torch._dynamo.utils import counters
@@ -205,7 +207,7 @@ def test_compiled_blocks_use_the_weights_that_a_step_casts(
         model = Transformer(layers=3, dim=16, heads=2, kv_heads=2, ffn_dim=24, vocab_size=8)
         if compiled:
             checkpointing.apply(model, keeps=keeps, compiled=True)
-            compiling.apply(model)
+            compiling.apply(model, whole=whole)
         precision.apply(model, precision="bfloat16", device_type="cpu")
         materialise(model, seed=0, device="cpu", dtype=torch.float32)
         for _ in range(3):
@@ -220,3 +222,91 @@ def test_compiled_blocks_use_the_weights_that_a_step_casts(
     for gradient, other in zip(gradients, expected, strict=True):
         assert gradient.dtype == torch.float32
         torch.testing.assert_close(gradient, other, rtol=2**-6, atol=2**-8 * other.abs().max().item())
+
+
+def dropped_output(*, compiled: bool) -> list[Any]:
+    """Two trained microbatches of a model with dropout, then an evaluation of another number of samples."""
+    tokens = (torch.arange(128) * 37 % 256).reshape(8, 16)
+    with torch.device("meta"):
+        model = Tokens(layers=2, width=16, rate=0.3)
+    shapes = whole_shapes(model, sample_shape=(16,))
+    dropout.apply(model, shapes=shapes, part=dropout.Part(), seed=0, device=torch.device("cpu"))
+    if compiled:
+        compiling.apply(model, whole=True)
+    materialise(model, seed=0, device="cpu", dtype=torch.float64)
+    outputs = []
+    for step in range(2):
+        model.sample_indices.begin_batch(torch.arange(8) + 8 * step, device=torch.device("cpu"))
+        for index, samples in enumerate(tokens.chunk(2)):
+            model.sample_indices.begin_microbatch(index, count=2)
+            outputs.append(model(samples))
+            model.loss(outputs[-1], samples).backward()
+    with torch.no_grad():
+        outputs.append(model.eval()(tokens[:3]))
+    return [[output.detach() for output in outputs], {n: w.grad for n, w in model.named_parameters()}]
+
+
+def test_a_model_in_one_graph_drops_as_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each microbatch has drops of its own, and none is taken for a constant."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    (outputs, gradients), (expected, expected_gradients) = (
+        dropped_output(compiled=compiled) for compiled in (True, False)
+    )
+    torch._dynamo.reset()
+    assert not torch.equal(outputs[0], outputs[2])
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=0, atol=1e-11)
+
+
+def test_a_decoder_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph, whose rotary tables are made before it, for each length once in a row; names stay."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    tables: list[bool] = []
+    rotation = transformer.rotation
+
+    def noting(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        tables.append(torch.compiler.is_compiling())
+        return rotation(*arguments, **options)
+
+    monkeypatch.setattr(transformer, "rotation", noting)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    model, source = (
+        materialise(
+            Transformer(layers=3, dim=16, heads=2, kv_heads=2, ffn_dim=24, vocab_size=8),
+            seed=0, device="cpu", dtype=torch.float64,
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    names = list(model.state_dict())
+    compiling.apply(model, whole=True)
+    assert list(model.state_dict()) == names
+    for length, graphs in ((32, 1), (32, 1), (16, 2)):
+        tokens = torch.arange(2 * length).reshape(2, length) % 8
+        tables.clear()
+        model.loss(model(tokens), tokens).backward()
+        assert not any(tables)
+        assert counters["stats"]["unique_graphs"] == graphs
+        source.loss(source(tokens), tokens).backward()
+    torch._dynamo.reset()
+    for weight, other in zip(model.parameters(), source.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, other.grad, rtol=0, atol=1e-12)
+
+
+def test_a_layer_of_a_model_in_one_graph_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks of layers do not run inside the graph, so the step runs again without it."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    model = Transformer(layers=3, dim=16, heads=2, kv_heads=2, ffn_dim=24, vocab_size=8)
+    materialise(model, seed=0, device="cpu", dtype=torch.float32)
+    compiling.apply(model, whole=True)
+    tokens = torch.arange(64).reshape(2, 32) % 8
+    model(tokens)
+    with torch.no_grad():
+        model.blocks["1"].feed_forward.up.weight[3, 5] = torch.inf  # type: ignore[union-attr,index,operator]
+    findings = trace([model], compiled=True, whole=True, replay=lambda: model(tokens))
+    torch._dynamo.reset()
+    assert findings["output"][0] == "blocks.1.feed_forward.up"

@@ -27,6 +27,9 @@ def test_auto_means_what_the_speed_says(words: tuple[str, ...], compiles: bool) 
     assert prepared("launcher=local", "device=cpu", *words).config.training.compile is compiles
 
 
+WHOLE = ("training.compile=true", "training.compile_whole=true")
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -38,6 +41,13 @@ def test_auto_means_what_the_speed_says(words: tuple[str, ...], compiles: bool) 
         ),
         (("training.memory_budget=1.5", "training.compile=true"), "must lie between 0 and 1"),
         (("training.speed=fast",), "training.speed = fast is not one of safe, max"),
+        (("training.compile_whole=true",), "training.compile_whole = true needs training.compile=true"),
+        ((*WHOLE, "strategy=fsdp", "nodes=2"), "can't be used: strategy.shard=2 divides the model"),
+        ((*WHOLE, "strategy=hybrid", "nodes=2", "gpus_per_node=2"), "strategy.pipeline=2, strategy.tensor=2"),
+        ((*WHOLE, "strategy=parameter_server", "nodes=2"), "strategy=parameter_server does more around"),
+        ((*WHOLE, "training.activation_checkpointing=full"), "with training.activation_checkpointing=full"),
+        ((*WHOLE, "training.precision=bfloat16", "training.fp8=rowwise"), "with training.fp8=rowwise"),
+        ((*WHOLE, "model._target_=tests.own.Model"), "yours are compiled block by block"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_together_is_refused(words: tuple[str, ...], sentence: str) -> None:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from urllib.parse import urlparse
 
 from hpc_parallel.config.checks.torch_version import too_old
-from hpc_parallel.config.layout import Layout, layout_of
+from hpc_parallel.config.layout import SPMD, Layout, layout_of
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, Problems
@@ -27,6 +27,8 @@ def find_problems(config: RunConfig) -> Problems:
         yield Problem("training.on_nonfinite", "rollback", rule, ("stop", "skip"))
     if config.training.compile:
         yield from _compiler(config)
+    if config.training.compile_whole:
+        yield from _compile_whole(config, layout)
     yield from _memory_budget(config)
     for switch, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
         if getattr(config.training, switch) and find_spec(package) is None:
@@ -80,6 +82,37 @@ def _memory_budget(config: RunConfig) -> Problems:
     elif training.activation_checkpointing != "none":
         rule = "can't be combined with training.memory_budget, which decides the same"
         yield Problem("training.activation_checkpointing", training.activation_checkpointing, rule, ("none",))
+
+
+def _compile_whole(config: RunConfig, layout: Layout) -> Problems:
+    """One graph of the whole model leaves no place for what a strategy or switch puts around its blocks."""
+    training, strategy = config.training, config.strategy
+    divided = [
+        f"{axis}={degree}" for axis, degree in layout.degrees.items() if axis != "replicate" and degree > 1
+    ]
+    reasons = (
+        (not training.compile, "needs training.compile=true"),
+        (
+            bool(divided),
+            f"can't be used: strategy.{', strategy.'.join(divided)} divides the model or its samples",
+        ),
+        (strategy.execution != SPMD, f"can't be used: strategy={strategy.name} does more around the model"),
+        (
+            training.activation_checkpointing != "none",
+            f"can't be used with training.activation_checkpointing={training.activation_checkpointing}",
+        ),
+        (
+            training.fp8 != "off",
+            f"can't be used with training.fp8={training.fp8}: it was compared in blocks only",
+        ),
+        (
+            not str(config.model.get("_target_", "")).startswith("hpc_parallel.models."),
+            "is for the models of this package: yours are compiled block by block",
+        ),
+    )
+    for applies, rule in reasons:
+        if applies:
+            yield Problem("training.compile_whole", True, rule, (False,))
 
 
 def _compiler(config: RunConfig) -> Problems:
