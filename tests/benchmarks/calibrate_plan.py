@@ -3,7 +3,7 @@
     python tests/benchmarks/calibrate_plan.py                   # errors of the coefficients in the file
     python tests/benchmarks/calibrate_plan.py --fit             # fit them to 100 random rows, print both
     python tests/benchmarks/calibrate_plan.py --leave-out       # fit without a model size, plan that size
-    python tests/benchmarks/calibrate_plan.py --h200            # the runs of tests/data/h200_steps.json
+    python tests/benchmarks/calibrate_plan.py --hopper          # the runs of tests/data/hopper_steps.json
 
 Each coefficient starts from what a data sheet or a profile of a similar machine says
 (`planning/coefficient_fit.py`).
@@ -36,8 +36,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE, FOLDERS = ROOT / "tests" / "data" / "a100_iterations.csv", [ROOT / "conf" / "hardware"]
 NAME = "a100_80gb_node8_800gbit"
 SEED, ROWS = 0, 100
-H200 = "h200_sxm_node8_3200gbit"
-H200_WORDS = (
+HOPPER = {"h200": "h200_sxm_node8_3200gbit", "h100": "h100_sxm_node8_3200gbit"}
+HOPPER_WORDS = (
     "strategy=single", "launcher=local", "device=cuda", "training.precision=bfloat16",
 )  # fmt: skip
 # Coefficient: the expected value, and the tolerance of its logarithm.
@@ -132,36 +132,41 @@ def leave_out(rows: Sequence[Row], hardware: Hardware) -> None:
     print(line("all sizes left out in turn", together))
 
 
-def h200_runs() -> dict[str, list[MeasuredRun]]:
-    """Measured steps of one H200, by kind: those of the fit, other ones, and compiled ones."""
-    table = json.loads((ROOT / "tests" / "data" / "h200_steps.json").read_text())
+def hopper_runs(gpu: str) -> dict[str, list[MeasuredRun]]:
+    """Measured steps of one `gpu` of HOPPER, by kind. The fit took those of the H200 of its kind."""
+    table = json.loads((ROOT / "tests" / "data" / "hopper_steps.json").read_text())
     runs = defaultdict(list)
     for row in table["rows"]:
-        config = resolve(composed(*H200_WORDS, *row["words"].split()))[0]
-        run = MeasuredRun(row["name"], work_of_run(config), 1, table["device"], row["step_ms"] / 1e3)
+        config = resolve(composed(*HOPPER_WORDS, *row["words"].split()))[0]
+        run = MeasuredRun(row["name"], work_of_run(config), 1, gpu, row["step_ms"][gpu] / 1e3)
         runs[row["kind"]].append(run)
     return runs
 
 
-def h200() -> None:
-    """Print the errors of the file, and those of a fit to the same runs that starts from it."""
-    hardware, runs = read_hardware(H200, folders=FOLDERS), h200_runs()
-    again = calibrate(runs["fit"], hardware)
-    for name, machine in (("file", hardware), ("fitted again", again.hardware)):
-        for kind, several in runs.items():
-            sizes = [100 * abs(planned_s(run, machine) / run.step_s - 1) for run in several]
-            print(f"{name:<13} {kind:<9} {fmean(sizes):5.2f} % of {len(sizes)}, at most {max(sizes):.2f} %")
+def hopper() -> None:
+    """Print the errors of the two files, and those of a fit to H200's runs that starts from its file."""
+    for gpu, name in HOPPER.items():
+        hardware, runs = read_hardware(name, folders=FOLDERS), hopper_runs(gpu)
+        machines = {gpu: hardware}
+        if gpu == "h200":
+            machines[f"{gpu}, fitted again"] = calibrate(runs["fit"], hardware).hardware
+        for label, machine in machines.items():
+            for kind, several in runs.items():
+                sizes = [100 * abs(planned_s(run, machine) / run.step_s - 1) for run in several]
+                print(
+                    f"{label:<19} {kind:<9} {fmean(sizes):5.2f} % of {len(sizes)}, at most {max(sizes):.2f} %"
+                )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--leave-out", action="store_true")
-    parser.add_argument("--h200", action="store_true")
+    parser.add_argument("--hopper", action="store_true")
     parser.add_argument("--seed", type=int, default=SEED)
     options = parser.parse_args()
-    if options.h200:
-        h200()
+    if options.hopper:
+        hopper()
         return
     rows, hardware = read_table(TABLE), read_hardware(NAME, folders=FOLDERS)
     if options.leave_out:

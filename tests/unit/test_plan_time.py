@@ -30,7 +30,7 @@ from hpc_parallel.planning.planned_state import Division
 from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.step_time import StepTime, step_time
 from hpc_parallel.record.metrics_file import size
-from tests.benchmarks.calibrate_plan import FOLDERS, H200, NAME, TABLE, errors, good_choices, sample
+from tests.benchmarks.calibrate_plan import FOLDERS, HOPPER, NAME, TABLE, errors, good_choices, sample
 from tests.composed import composed
 
 ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv", "dualpipev")
@@ -227,7 +227,7 @@ def test_a_file_does_not_inherit_a_calibration(tmp_path: Path) -> None:
     calibrated = [
         name for name in hardware_names(FOLDERS) if read_hardware(name, folders=FOLDERS).calibration
     ]
-    assert calibrated == [NAME, H200]
+    assert calibrated == [NAME, HOPPER["h200"]]
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
