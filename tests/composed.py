@@ -5,9 +5,9 @@ from __future__ import annotations
 from hydra import version
 from omegaconf import DictConfig
 
-from hpc_parallel.config.compose import composing, find_folder
+from hpc_parallel.config.compose import Trials, composing
+from hpc_parallel.config.places import find_folder
 from hpc_parallel.config.schema import register
-from hpc_parallel.config.trials import Trials
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 
 register()

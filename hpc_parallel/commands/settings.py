@@ -9,8 +9,10 @@ from typing import Any
 
 import hydra
 
-from hpc_parallel.config.compose import composing, find_folder, resolve
+from hpc_parallel.config.compose import composing
 from hpc_parallel.config.node_devices import AUTO
+from hpc_parallel.config.places import find_folder
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import register
 from hpc_parallel.config.script import KINDS, TASK, name_of
 from hpc_parallel.record.values import flatten

@@ -22,15 +22,7 @@ from yaml import YAMLError
 
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.checks.key_checks import choices_of
-from hpc_parallel.config.compose import (
-    OWN_SITES,
-    REQUIRED,
-    composing,
-    flat,
-    missing_keys,
-    resolve,
-    unknown_keys,
-)
+from hpc_parallel.config.compose import COMPOSE_ERRORS, Trials, composing
 from hpc_parallel.config.file_problems import (
     RefusedKey,
     misplaced_file,
@@ -42,8 +34,9 @@ from hpc_parallel.config.key_suggestions import ACCUMULATION, choice_near, simil
 from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.ones_own import of_ones_own
+from hpc_parallel.config.places import OWN_SITES
 from hpc_parallel.config.quantities import same_quantity
-from hpc_parallel.config.trials import COMPOSE_ERRORS, Trials
+from hpc_parallel.config.resolve import REQUIRED, flat, missing_keys, resolve, unknown_keys
 from hpc_parallel.problems import ConfigError, Problem, nearest, spell
 
 PLUGINS = {"hydra/sweeper": "sweeper", "hydra/launcher": "launcher"}

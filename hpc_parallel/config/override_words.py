@@ -16,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from hpc_parallel.config.checks.key_checks import choices_of
-from hpc_parallel.config.compose import find_folder
+from hpc_parallel.config.places import find_folder
 from hpc_parallel.config.schema import RunConfig, register
 
 _SEVERAL = ("model", "data", "task")  # groups with a schema for each choice

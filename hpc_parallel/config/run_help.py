@@ -6,9 +6,8 @@ import textwrap
 
 from hydra.core.global_hydra import GlobalHydra
 
-from hpc_parallel.config.command_line import Places
-from hpc_parallel.config.compose import composing
-from hpc_parallel.config.trials import Trials
+from hpc_parallel.config.compose import Trials, composing
+from hpc_parallel.config.places import Places
 
 WIDTH = 100
 USAGE = """\

@@ -30,8 +30,7 @@ from hydra.errors import OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from hpc_parallel.config.compose import composing
-from hpc_parallel.config.trials import selects_group, without_hydra
+from hpc_parallel.config.compose import composing, selects_group, without_hydra
 from hpc_parallel.config.typed_text import problems_of_files
 from hpc_parallel.problems import ConfigError, Problem
 

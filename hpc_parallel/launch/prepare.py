@@ -18,10 +18,10 @@ from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.checks import starting_weights
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.checks.script_checks import script_warnings
-from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.container_paths import container_warnings
 from hpc_parallel.config.layout import processes_per_node, servers
 from hpc_parallel.config.model_bytes import trains
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK, kind_of
 from hpc_parallel.config.site_limits import site_warnings

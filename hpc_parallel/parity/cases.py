@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from hpc_parallel.config.axes import AXES
 from hpc_parallel.config.checks.all_checks import in_order
-from hpc_parallel.config.compose import UnresolvedError, composing, find_folder
+from hpc_parallel.config.compose import COMPOSE_ERRORS, Trials, composing
 from hpc_parallel.config.counts import is_reference_decoder
 from hpc_parallel.config.diagnose import diagnose
 from hpc_parallel.config.model_data_schema import (
@@ -22,8 +22,9 @@ from hpc_parallel.config.model_data_schema import (
     TransformerConfig,
     UNetConfig,
 )
+from hpc_parallel.config.places import find_folder
+from hpc_parallel.config.resolve import UnresolvedError
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.trials import COMPOSE_ERRORS, Trials
 from hpc_parallel.launch.import_check import check_models
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.parity.compare import TOLERANCES

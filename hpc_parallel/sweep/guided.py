@@ -16,11 +16,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
 from hpc_parallel.config.checks.all_checks import in_order
-from hpc_parallel.config.compose import UnresolvedError, composing, resolve
+from hpc_parallel.config.compose import Trials, composing
 from hpc_parallel.config.diagnose import diagnose, try_each
+from hpc_parallel.config.resolve import UnresolvedError, resolve
 from hpc_parallel.config.schema import RunConfig, SweepConfig
 from hpc_parallel.config.tasks import objective_problems, objectives
-from hpc_parallel.config.trials import Trials
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.problems import ConfigError, Problem, Problems, quoted
 from hpc_parallel.record.metrics_file import figure

@@ -13,7 +13,9 @@ import pytest
 import yaml
 from hydra import compose
 
-from hpc_parallel.config.compose import composing, find_folder, resolve
+from hpc_parallel.config.compose import composing
+from hpc_parallel.config.places import find_folder
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.sweep_compose import compose_cells
 from hpc_parallel.record.attempts import history

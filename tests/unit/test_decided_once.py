@@ -15,8 +15,8 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hpc_parallel.commands.run_command import main
 from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.command_line import CommandLine
-from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import _resolve
+from hpc_parallel.config.resolve import resolve
 
 ONCE: dict[str, Callable[..., object]] = {
     "parsed": CommandLine.parse.__func__,  # type: ignore[attr-defined]
