@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from hydra._internal.utils import get_args_parser
-
+from hpc_parallel.config.hydra_internals import flags_parser
 from hpc_parallel.config.key_suggestions import SYNONYMS
 from hpc_parallel.config.places import Places, find_folder
 from hpc_parallel.config.schema import RunConfig
@@ -43,7 +42,7 @@ class CommandLine:
         if "--version" in plain:
             print(f"hpc_parallel {sys.modules['hpc_parallel'].__version__}")  # an import would be upwards
             sys.exit(DONE)
-        flags, unknown = get_args_parser().parse_known_intermixed_args(plain)
+        flags, unknown = flags_parser().parse_known_intermixed_args(plain)
         if unknown:
             raise ConfigError([_unknown_flag(flag, plain) for flag in unknown])
         line = cls(plain, flags)

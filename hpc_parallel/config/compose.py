@@ -1,63 +1,125 @@
-"""Compose one configuration with many selections of overrides, and read the files of `conf/` once.
+"""Compose a run, every combination of a sweep, or one selection of overrides after the other.
 
-A composition takes a tenth of a second, almost all of it for the groups (`strategy=pipeline`). Values
-(`nodes=2`) are set in a copy, with Hydra's own function.
+A composition by Hydra takes a tenth of a second, almost all of it for the groups (`strategy=pipeline`), whose
+files it reads again each time. `Composer` composes each selection of groups once, and sets values (`nodes=2`)
+in a copy, with Hydra's own function.
+
+Combinations are ordered as by Hydra's basic sweeper. `sweep.also` is not part of Hydra: it adds combinations
+outside the product.
 """
 
 from __future__ import annotations
 
 import copy
+import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hydra import compose
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import SearchPathElement
-from hydra.core.global_hydra import GlobalHydra
+from hydra import version
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
-from omegaconf import DictConfig, open_dict, read_write
+from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
+
+from hpc_parallel.config.hydra_internals import (
+    combinations,
+    composing,
+    current_loader,
+    has_basic_sweeper,
+    selects_group,
+    set_values,
+)
+from hpc_parallel.config.typed_text import problems_of_files
+from hpc_parallel.problems import ConfigError, Problem
 
 # Hydra raises ValueError for `strategy=null`, and lets the errors of YAML through.
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, YAMLError)
 
 
-@contextmanager
-def composing(config_dir: str, *, extra_dir: str | None = None) -> Iterator[None]:
-    """Let `hydra.compose` find the files of `config_dir`, and of the user's folder `extra_dir`."""
-    GlobalHydra.instance().clear()
-    search_path = create_config_search_path(config_dir)
-    if extra_dir:
-        element = SearchPathElement("command-line", f"file://{Path(extra_dir).absolute()}")
-        search_path.get_path().insert(-1, element)  # before the schemas
-    Hydra.create_main_hydra2(task_name="run", config_search_path=search_path)
-    try:
-        yield
-    finally:
-        GlobalHydra.instance().clear()
+@dataclass(frozen=True)
+class Cell:
+    """One combination: its overrides, those of them that differ between cells, and the composed config."""
+
+    overrides: list[str]
+    swept: list[str]
+    config: DictConfig
 
 
-class Trials:
-    """Compositions of one configuration, for use inside `composing`. Each is made once."""
+class CellError(Exception):
+    """Hydra refuses a combination."""
 
-    def __init__(self, config_name: str) -> None:
+    def __init__(self, overrides: list[str], refusal: Exception) -> None:
+        super().__init__(f"{' '.join(overrides)}: {refusal}")
+        self.overrides = overrides
+        self.refusal = refusal
+
+
+@dataclass(frozen=True)
+class Cells:
+    """All combinations of a command, in the order of Hydra's basic sweeper.
+
+    folder: `hydra.sweep.dir`; settings: the keys of the sweep as a whole.
+
+    Resolve each combination before you take the next one: they may share nodes, and `${hydra:...}` refers to
+    the newest.
+    """
+
+    cells: Iterator[Cell]
+    folder: Path
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Composed:
+    """What Hydra composed."""
+
+    whole: DictConfig  # with Hydra's own part
+
+    @cached_property
+    def plain(self) -> DictConfig:
+        """A copy without Hydra's own part."""
+        plain = copy.deepcopy(self.whole)
+        with read_write(plain), open_dict(plain):
+            del plain["hydra"]
+        return plain
+
+    @cached_property
+    def refers_to_hydra(self) -> bool:
+        return "${hydra:" in OmegaConf.to_yaml(self.plain)
+
+
+class Composer:
+    """Compositions of one configuration, for use inside `composing`. Each is made once.
+
+    sweep: the configuration of a sweep, whose overrides of `hydra.` and whose `now` all its runs share.
+    """
+
+    def __init__(self, config_name: str, *, sweep: DictConfig | None = None) -> None:
         self._config_name = config_name
-        self._bases: dict[tuple[str, ...], DictConfig] = {}
+        self._loader = current_loader()
+        self._sweep = sweep
+        self._of_hydra: Any = [] if sweep is None else OmegaConf.to_container(sweep.hydra.overrides.hydra)
+        self._parser = OverridesParser.create()
+        self._parsed: dict[str, Override] = {}
+        self._values: dict[str, bool] = {}
+        self._bases: dict[tuple[str, ...], Composed] = {}
         self._results: dict[tuple[str, ...], DictConfig | Exception] = {}
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """Compose the configuration, without Hydra's own part. Raises what Hydra raises."""
+        """The configuration without Hydra's own part, the same object each time. Raises what Hydra raises."""
         key = tuple(overrides)
         if key not in self._results:
             try:
-                self._results[key] = self._compose(overrides)
+                self._results[key] = self.with_values(overrides, copy.deepcopy(self.base(overrides).plain))
             except COMPOSE_ERRORS as error:
                 self._results[key] = error
         result = self._results[key]
@@ -65,43 +127,203 @@ class Trials:
             raise result
         return result
 
-    def defaults(self) -> Mapping[str, Any]:
-        """The default choice of each group."""
-        return dict(self._base([]).hydra.runtime.choices)
+    def base(self, overrides: Sequence[str]) -> Composed:
+        """The composition of what Hydra itself must compose: groups, and settings of its own."""
+        words = tuple(text for text in overrides if not self.sets_a_value(text))
+        if words not in self._bases:
+            whole = self._loader.load_configuration(self._config_name, [*self._of_hydra, *words], RunMode.RUN)
+            if self._sweep is not None:
+                OmegaConf.copy_cache(from_config=self._sweep, to_config=whole)
+            self._bases[words] = Composed(whole)
+        return self._bases[words]
 
-    def _compose(self, overrides: Sequence[str]) -> DictConfig:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-        values = [override for override in parsed if _sets_a_value(override)]
-        texts = {override.input_line for override in values}
-        config = without_hydra(self._base([text for text in overrides if text not in texts]))
-        ConfigLoaderImpl._apply_overrides_to_config(values, config)
+    def with_values(self, overrides: Sequence[str], config: DictConfig) -> DictConfig:
+        """Set the values among the overrides in `config`, a copy of the base; returns it."""
+        values = [self.parsed(text) for text in overrides if self.sets_a_value(text)]
+        set_values(values, config)
         return config
 
-    def _base(self, overrides: Sequence[str]) -> DictConfig:
-        key = tuple(overrides)
-        if key not in self._bases:
-            self._bases[key] = compose(self._config_name, overrides=list(overrides), return_hydra_config=True)
-        return self._bases[key]
+    def defaults(self) -> Mapping[str, Any]:
+        """The default choice of each group."""
+        return dict(self.base([]).whole.hydra.runtime.choices)
+
+    def parsed(self, text: str) -> Override:
+        """The override as Hydra reads it. Raises OverrideParseException."""
+        if text not in self._parsed:
+            (self._parsed[text],) = self._parser.parse_overrides([text])
+        return self._parsed[text]
+
+    def sets_a_value(self, text: str) -> bool:
+        """Whether a copy can take the override: no group, nothing of Hydra's own, one value.
+
+        Runs of a sweep have the sweep's settings of Hydra: a copy refuses others.
+        """
+        if text not in self._values:
+            override = self.parsed(text)
+            sets_hydra = override.is_hydra_override() and self._sweep is None
+            by_hydra = sets_hydra or override.is_sweep_override()
+            self._values[text] = not (by_hydra or selects_group(override, loader=self._loader))
+        return self._values[text]
 
 
-def _sets_a_value(override: Override) -> bool:
-    """Whether a copy can take the override: no group, nothing of Hydra's own, one value."""
-    if override.is_hydra_override() or override.is_sweep_override():
-        return False
-    loader = GlobalHydra.instance().config_loader()
-    assert isinstance(loader, ConfigLoaderImpl)
-    return not selects_group(override, loader=loader)
+def compose_run(
+    words: Sequence[str], *, config_dir: str, config_name: str, extra_dir: str | None = None
+) -> Cell:
+    """Compose a command line without `-m`, as Hydra's own `main` does: a sweep of one combination.
+
+    `words`, `extra_dir`: as for `compose_cells`. Raises what Hydra raises, and ConfigError for overrides that
+    only a sweep or only Hydra's `main` uses.
+    """
+    version.setbase("1.3")
+    with composing(config_dir, extra_dir=extra_dir):
+        whole = current_loader().load_configuration(config_name, list(words), RunMode.RUN)
+        HydraConfig.instance().set_config(whole)
+        overrides = _task_overrides(whole)
+        problems = [*_only_of_sweeps(whole, overrides), *_without_effect(whole)]
+        if problems := problems + _problems_of_files(whole, extra_dir):
+            raise ConfigError(problems)
+        return Cell(overrides, [], Composed(whole).plain)
 
 
-def selects_group(override: Override, *, loader: ConfigLoaderImpl) -> bool:
-    """Whether the override selects a file of a group, by Hydra's own rule."""
-    value: Any = override.value()
-    return not isinstance(value, dict) and bool(loader.repository.group_exists(override.key_or_group))
+def _task_overrides(whole: DictConfig) -> list[str]:
+    """The overrides that are not Hydra's own."""
+    # Iterating over the list would resolve ${...} against Hydra's configuration.
+    overrides = OmegaConf.to_container(whole.hydra.overrides.task, resolve=False)
+    assert isinstance(overrides, list)
+    return overrides
 
 
-def without_hydra(base: DictConfig) -> DictConfig:
-    """A copy of the configuration without Hydra's own part."""
-    plain = copy.deepcopy(base)
-    with read_write(plain), open_dict(plain):
-        del plain["hydra"]
-    return plain
+def _problems_of_files(whole: DictConfig, extra_dir: str | None) -> list[str]:
+    return list(problems_of_files(whole.hydra.runtime.choices, folder=extra_dir)) if extra_dir else []
+
+
+def _only_of_sweeps(whole: DictConfig, overrides: Sequence[str]) -> Iterator[str]:
+    """Problems of overrides that need `-m`: `sweep.`, a study with unset swept keys, Hydra's callbacks."""
+    for override in overrides:
+        if override.startswith("sweep."):
+            yield f"{override}: only a sweep has this. Try -m {override}."
+    if whole.hydra.callbacks:
+        yield "hydra.callbacks: only a sweep calls them. Try the same line with -m."
+    study = whole.hydra.runtime.choices.get("jobs")
+    keys = {override.partition("=")[0].lstrip("+") for override in overrides}
+    swept = [text for text in _params(whole) if text.partition("=")[0] not in keys]
+    if study is not None and swept:
+        first = " ".join(combinations(OverridesParser.create().parse_overrides(swept))[0])
+        yield f"jobs={study}: a study has many runs. Try -m jobs={study}, or one run: jobs={study} {first}."
+
+
+def _params(whole: DictConfig) -> list[str]:
+    """The swept keys of a study, as overrides."""
+    return [f"{key}={value}" for key, value in (whole.hydra.sweeper.get("params") or {}).items()]
+
+
+def _without_effect(whole: DictConfig) -> Iterator[str]:
+    """Problems of settings that only Hydra's `main` uses, which starts no run here."""
+    if whole.hydra.job.env_set:
+        yield "hydra.job.env_set has no effect here. Try cluster.environment={NAME: value}."
+    if whole.hydra.job.chdir:
+        yield "hydra.job.chdir has no effect here: a run stays in the folder where it was started."
+
+
+def compose_cells(
+    words: Sequence[str], *, config_dir: str, config_name: str, extra_dir: str | None = None
+) -> Cells | None:
+    """Compose the combinations of a sweep.
+
+    `words`: overrides; `extra_dir`: the user's folder of configuration files (`--config-dir`).
+
+    Returns None if the command line chooses another sweeper or launcher, or callbacks: these need Hydra's
+    `main`. Raises what Hydra raises, and ConfigError for `sweep.also`; the cells raise CellError.
+    """
+    version.setbase("1.3")
+    with composing(config_dir, extra_dir=extra_dir):
+        sweep = current_loader().load_configuration(config_name, list(words), RunMode.MULTIRUN)
+        settings = OmegaConf.to_container(sweep.sweep, resolve=True)
+        assert isinstance(settings, dict)
+        batch = _combinations(sweep, also=settings["also"])
+        if batch is None:
+            return None
+        fixed = set(batch[0]).intersection(*batch) if len(batch) > 1 else set()
+        cells = (
+            Cell(overrides, [override for override in overrides if override not in fixed], config)
+            for overrides, config in _compose_each(batch, Composer(config_name, sweep=sweep))
+        )
+        folder = Path(os.path.expanduser(str(sweep.hydra.sweep.dir))).absolute()
+        return Cells(cells, folder, {str(key): value for key, value in settings.items()})
+
+
+def _combinations(sweep: DictConfig, *, also: Sequence[str]) -> list[list[str]] | None:
+    """The overrides of each cell, or None if the sweep needs Hydra's `main`."""
+    parser = OverridesParser.create(config_loader=current_loader())
+    overrides = parser.parse_overrides(_task_overrides(sweep))
+    _require_one_study(overrides)
+    if not has_basic_sweeper(sweep):
+        return None
+    swept = [*parser.parse_overrides(_params(sweep)), *overrides]  # the later one of a key takes precedence
+    batch = combinations(swept)
+    for text in also:
+        batch += combinations([*swept, *_read_also(text, parser)])
+    return batch
+
+
+def _read_also(text: str, parser: OverridesParser) -> list[Override]:
+    try:
+        return parser.parse_overrides(shlex.split(text))
+    except (ValueError, OverrideParseException) as error:
+        rule = "is not key=value, or several of them with spaces between"
+        suggestion = "Try 'sweep.also=[\"strategy=single nodes=1\"]'."
+        raise ConfigError([f"sweep.also: {text!r} {rule}. {suggestion}"]) from error
+
+
+def _require_one_study(overrides: Sequence[Override]) -> None:
+    """Hydra reads the swept keys of a study before it chooses the runs' files: several would lose theirs."""
+    for override in overrides:
+        if override.key_or_group == "jobs" and override.is_sweep_override():
+            studies = list(override.sweep_string_iterator())
+            rule = "is more than one study, and a sweep has one"
+            raise ConfigError([Problem("jobs", ",".join(studies), rule, tuple(studies))])
+
+
+def _compose_each(batch: Sequence[list[str]], composer: Composer) -> Iterator[tuple[list[str], DictConfig]]:
+    parsed = [composer.parsed(text) for text in {text for overrides in batch for text in overrides}]
+    refers_to_hydra = any("${hydra:" in str(override.value()) for override in parsed)
+    reuse = _can_reuse_copy(batch, composer)
+    current: Composed | None = None
+    for number, overrides in enumerate(batch):
+        with _naming(overrides):
+            base = composer.base(overrides)
+            refers_to_hydra = refers_to_hydra or base.refers_to_hydra
+            if base is not current:
+                HydraConfig.instance().set_config(base.whole)
+                current = base
+            if refers_to_hydra:
+                _set_hydra_job(number, overrides)
+            config = composer.with_values(overrides, base.plain if reuse else copy.deepcopy(base.plain))
+        yield overrides, config
+
+
+def _can_reuse_copy(batch: Sequence[list[str]], composer: Composer) -> bool:
+    """Whether every combination sets the same keys and none adds or deletes one: then one copy is enough."""
+    values = [[composer.parsed(text) for text in texts if composer.sets_a_value(text)] for texts in batch]
+    key_sets = {frozenset(override.key_or_group for override in overrides) for overrides in values}
+    return len(key_sets) == 1 and not any(
+        override.is_add() or override.is_force_add() or override.is_delete()
+        or isinstance(override.value(), dict) for overrides in values for override in overrides
+    )  # fmt: skip
+
+
+@contextmanager
+def _naming(overrides: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise CellError(overrides, error) from error
+
+
+def _set_hydra_job(number: int, overrides: list[str]) -> None:
+    """Let `${hydra:job.num}` and similar references in the user's values refer to this combination."""
+    hydra: Any = HydraConfig.get()
+    with read_write(hydra), open_dict(hydra):
+        hydra.job.num = number
+        hydra.job.id = str(number)
+        hydra.overrides.task = overrides

@@ -11,11 +11,11 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict, read_write
 
+from hpc_parallel.config.compose import Cell, Cells
 from hpc_parallel.config.default_batch import usual_batch_size
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.resolve import UnresolvedError, with_batch_size
 from hpc_parallel.config.schema import SweepConfig
-from hpc_parallel.config.sweep_compose import Cell, Cells
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.problems import ConfigError, Problem, quoted, spell
 from hpc_parallel.record.snapshot import Snapshot, plan_snapshot

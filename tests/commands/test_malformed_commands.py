@@ -70,6 +70,7 @@ UNKNOWN = [
     wrong("-m nodes=1,2 'sweep.also=[foo]'", "'foo' is not key=value"),
     wrong('-m nodes=1,2 \'sweep.also=["nodes=\\"1"]\'', "sweep.also"),
     wrong("-m nodes=1,2 'sweep.also=3'", "sweep.also"),
+    wrong("-m seed=1,2 'sweep.also=[\"hydra.job.chdir=true\"]'", "Could not override 'hydra.job.chdir'"),
     wrong("--config-name nope", "primary config 'nope'"),
     wrong("--config-dir nowhere", "--config-dir nowhere: this folder does not exist"),
     wrong("--config-path /nowhere", "/nowhere"),

@@ -12,6 +12,7 @@ from types import CodeType, FrameType
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
+import hpc_parallel
 from hpc_parallel.commands.run_command import main
 from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.command_line import CommandLine
@@ -25,6 +26,15 @@ ONCE: dict[str, Callable[..., object]] = {
     "laid out": _resolve,
     "planned": Plan.of.__func__,  # type: ignore[attr-defined]
 }
+
+
+ROOM = "config/hydra_internals.py"
+PACKAGE = Path(hpc_parallel.__file__).parent
+
+
+def test_the_private_parts_of_hydra_are_in_one_file() -> None:
+    users = [path for path in PACKAGE.rglob("*.py") if "from hydra._internal" in path.read_text()]
+    assert [path.relative_to(PACKAGE).as_posix() for path in users] == [ROOM]
 
 
 def calls(*words: str) -> Counter[str]:
