@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_parallel.config.default_batch import default_batch_size, usual_batch_size
+from hpc_parallel.config.batch_plan import default_batch_size, usual_batch_size
 from hpc_parallel.config.gpu_defaults import OF_CPUS, default_precision, default_share
 from hpc_parallel.config.key_suggestions import suggest
 from hpc_parallel.config.layout import DATAPARALLEL, SPMD

@@ -11,8 +11,8 @@ from typing import Any
 
 from omegaconf import OmegaConf, open_dict, read_write
 
+from hpc_parallel.config.batch_plan import usual_batch_size
 from hpc_parallel.config.compose import Cell, Cells
-from hpc_parallel.config.default_batch import usual_batch_size
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.resolve import UnresolvedError, with_batch_size
 from hpc_parallel.config.schema import SweepConfig
