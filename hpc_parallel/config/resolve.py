@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -37,12 +39,14 @@ class Resolved(NamedTuple):
     launcher_reason: str  # why `launcher.kind=auto` chose this launcher; empty if the user chose it
 
 
-def resolve(config: DictConfig) -> Resolved:
+def resolve(config: DictConfig, *, preset: Mapping[str, Any] = MappingProxyType({})) -> Resolved:
     """Answer what is `auto` and give the configuration its types.
+
+    preset: answers that are known already, by dotted key.
 
     Raises UnresolvedError with every key that is missing or unknown to the schemas.
     """
-    config = copy.deepcopy(config)  # once: a copy takes as long as all that is set here
+    config = with_values(config, preset)  # the only copy: it takes as long as all that is set here
     launcher_reason = _set_launcher(config)  # first: the others depend on it
     for set_default in (_set_devices, _set_gpu_defaults, _set_script, _set_batch, _set_time_budget):
         set_default(config)
@@ -155,10 +159,11 @@ def _set_time_budget(config: DictConfig) -> None:
     config.task.seconds = seconds
 
 
-def with_batch_size(config: DictConfig, size: int) -> DictConfig:
-    """A copy of the configuration in which the global batch has `size` samples."""
+def with_values(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
+    """A copy of the configuration with these values, by dotted key."""
     config = copy.deepcopy(config)
-    config.training.global_batch_size = size
+    for key, value in values.items():
+        OmegaConf.update(config, key, value)
     return config
 
 
