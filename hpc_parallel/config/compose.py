@@ -64,7 +64,7 @@ class CellError(Exception):
 
 
 @dataclass(frozen=True)
-class Cells:
+class SweepCells:
     """All combinations of a command, in the order of Hydra's basic sweeper.
 
     folder: `hydra.sweep.dir`; settings: the keys of the sweep as a whole.
@@ -227,7 +227,7 @@ def _without_effect(whole: DictConfig) -> Iterator[str]:
 
 def compose_cells(
     words: Sequence[str], *, config_dir: str, config_name: str, extra_dir: str | None = None
-) -> Cells | None:
+) -> SweepCells | None:
     """Compose the combinations of a sweep.
 
     `words`: overrides; `extra_dir`: the user's folder of configuration files (`--config-dir`).
@@ -249,7 +249,7 @@ def compose_cells(
             for overrides, config in _compose_each(batch, Composer(config_name, sweep=sweep))
         )
         folder = Path(os.path.expanduser(str(sweep.hydra.sweep.dir))).absolute()
-        return Cells(cells, folder, {str(key): value for key, value in settings.items()})
+        return SweepCells(cells, folder, {str(key): value for key, value in settings.items()})
 
 
 def _combinations(sweep: DictConfig, *, also: Sequence[str]) -> list[list[str]] | None:

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from hpc_parallel.config.batch_plan import usual_batch_size
-from hpc_parallel.config.compose import Cell, Cells
+from hpc_parallel.config.compose import Cell, SweepCells
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.resolve import UnresolvedError
 from hpc_parallel.config.schema import SweepConfig
@@ -87,7 +87,7 @@ class SweepPlan:
 
 
 def plan_sweep(
-    cells: Cells,
+    cells: SweepCells,
     *,
     command: Sequence[str],
     config_dir: str | None = None,
@@ -100,7 +100,7 @@ def plan_sweep(
     Raises ConfigError with the problems of all combinations if nothing may start, and UnresolvedError if
     the command itself is wrong.
     """
-    planner = _Planner(config_dir, earlier)
+    planner = _SweepChecker(config_dir, earlier)
     for cell in cells.cells:
         planner.add(cell)
     settings = SweepConfig(**cells.settings)
@@ -120,7 +120,7 @@ def plan_sweep(
 
 
 @dataclass
-class _Planner:
+class _SweepChecker:
     """Checks the combinations of a sweep one by one, and collects the results."""
 
     config_dir: str | None
