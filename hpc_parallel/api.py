@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.command_line import CommandLine
-from hpc_parallel.config.hydra_state import borrowed_hydra
+from hpc_parallel.config.hydra_internals import borrowed_hydra
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.checked_run import checked_run, with_resumed
 from hpc_parallel.launch.choose_launcher import launcher_of

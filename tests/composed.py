@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from hydra import version
 from omegaconf import DictConfig
 
-from hpc_parallel.config.compose import composing, find_folder
+from hpc_parallel.config.compose import Composer
+from hpc_parallel.config.hydra_internals import composing
+from hpc_parallel.config.places import find_folder
 from hpc_parallel.config.schema import register
-from hpc_parallel.config.trials import Trials
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 
 register()
-_TRIALS = Trials("config")  # a process of tests reads the files of a selection of groups once
+
+
+@cache  # a process of tests reads the files of a selection of groups once
+def _composer() -> Composer:
+    return Composer("config")
 
 
 def composed(*overrides: str) -> DictConfig:
     version.setbase("1.3")
     with composing(str(find_folder("conf"))):
-        return _TRIALS.compose(overrides).copy()
+        return _composer().compose(overrides).copy()
 
 
 def prepared(*overrides: str) -> PreparedRun:

@@ -46,9 +46,9 @@ def _starts_a_run(environment: Mapping[str, str]) -> bool:
 
 def run_parser() -> argparse.ArgumentParser:
     """The flags of Hydra, and the overrides."""
-    from hydra._internal.utils import get_args_parser
+    from hpc_parallel.config.hydra_internals import flags_parser
 
-    made: argparse.ArgumentParser = get_args_parser()
+    made = flags_parser()
     for action in made._actions:
         if action.dest == "overrides":
             action.completer = _overrides  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
-from hpc_parallel.config.compose import OWN_SITES, find_folder
+from hpc_parallel.config.places import OWN_SITES, find_folder
 from hpc_parallel.exit_codes import DONE, REFUSED
 from hpc_parallel.machine.fabric_kind import fabric_devices
 from hpc_parallel.problems import ConfigError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_parallel.commands.plan_run import command_line
-from hpc_parallel.config.sweep_compose import compose_run
+from hpc_parallel.config.compose import compose_run
 from hpc_parallel.launch.checked_run import reporting_all_problems
 from hpc_parallel.planning.auto_strategy import AUTO, Question, ask
 from hpc_parallel.planning.ranking import advantage, table, without_room

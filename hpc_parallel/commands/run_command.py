@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hydra import version
-from hydra._internal.utils import _run_hydra, get_args_parser
 
 from hpc_parallel.config.command_line import CommandLine
+from hpc_parallel.config.compose import CellError, compose_cells
+from hpc_parallel.config.hydra_internals import print_by_flag
 from hpc_parallel.config.run_help import run_help
 from hpc_parallel.config.schema import register
-from hpc_parallel.config.sweep_compose import CellError, compose_cells
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.launch.checked_run import all_problems, checked_run, with_resumed
 from hpc_parallel.launch.choose_launcher import launcher_of
@@ -85,13 +85,13 @@ def _sweep(line: CommandLine, earlier: Earlier | None) -> int:
 def explain(line: CommandLine) -> int:
     """Print the help, or let Hydra print what its flag requests: the configuration, a completion."""
     version.setbase("1.3")
-    configs, name = line.places["config_dir"], line.places["config_name"]
+    config_dir, config_name = line.places["config_dir"], line.places["config_name"]
     try:
         if line.flags.help:
             print(run_help(line.places))
             return DONE
         with _hydra_raises():
-            _run_hydra(line.flags, get_args_parser(), main, configs, name)
+            print_by_flag(line.flags, main, config_dir=config_dir, config_name=config_name)
     except Exception as error:
         raise ConfigError(all_problems(error, line)) from error
     return DONE

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import hydra
-
-from hpc_parallel.config.compose import composing, find_folder, resolve
+from hpc_parallel.config.compose import Composer
+from hpc_parallel.config.hydra_internals import composing
 from hpc_parallel.config.node_devices import AUTO
+from hpc_parallel.config.places import find_folder
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import register
 from hpc_parallel.config.script import KINDS, TASK, name_of
 from hpc_parallel.record.values import flatten
@@ -36,7 +37,7 @@ def defaults() -> dict[str, Any]:
     """The configuration of the command without overrides, by dotted keys."""
     register()
     with composing(str(find_folder("conf"))):
-        return flatten(resolve(hydra.compose("config")).values)
+        return flatten(resolve(Composer("config").compose([])).values)
 
 
 def changed(config: Mapping[str, Any]) -> dict[str, Change]:

@@ -1,17 +1,24 @@
-"""The plan of a run: its layout, and the split of the global batch over replicas and microbatches."""
+"""The plan of a run: its layout, its global batch, and the split of that over replicas and microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
 
-from hpc_parallel.config.fitting_batch import fitting_samples
-from hpc_parallel.config.layout import Layout, divisors, layout_of
-from hpc_parallel.config.schedules import schedule_of
-from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.layout import Layout, Strategy, divisors, layout_of
+from hpc_parallel.config.model_bytes import fitting_samples
+from hpc_parallel.config.model_data_schema import ConvNetConfig, SegmenterConfig, UNetConfig
+from hpc_parallel.config.schedules import schedule_of, stages_per_rank
+from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.config.shares import apportion, batch_shares
 
 SHOWN = 8  # replicas
+USUAL_BATCH = 16
+# Digits are small images. Of images of any size, few fit a device.
+USUAL_BATCH_OF = {ConvNetConfig._target_: 64, SegmenterConfig._target_: 8, UNetConfig._target_: 8}
 
 
 @dataclass(frozen=True)
@@ -122,3 +129,32 @@ def _fewest(samples: int, *, fitting: int | None, multiple_of: int = 1) -> int:
     """The fewest equal microbatches of at most `fitting` samples each; the most if none are so small."""
     counts = [count for count in divisors(samples) if count % multiple_of == 0] or [1]
     return next((count for count in counts if fitting is None or samples // count <= fitting), counts[-1])
+
+
+def usual_batch_size(model: Any) -> int:
+    """The global batch size that fits `model`, a table with its class, on one device."""
+    target = model.get("_target_") if isinstance(model, Mapping) else None
+    return USUAL_BATCH_OF.get(str(target), USUAL_BATCH)
+
+
+def default_batch_size(values: Mapping[str, Any]) -> int:
+    """Returns the smallest number from the model's usual one on that the layout can split.
+
+    `values`: a resolved configuration. Returns the usual number if the layout is wrong, which checks report.
+    """
+    least = usual_batch_size(values.get("model"))
+    strategy = SimpleNamespace(**values["strategy"])
+    try:
+        layout = layout_of(cast(Strategy, strategy), devices=values["nodes"] * values["gpus_per_node"])
+        unit = layout.data * _least_microbatches(cast(StrategyConfig, strategy), stages=layout.pipeline)
+        unit *= values["training"]["microbatch_size"] or 1
+    except (ValueError, TypeError, ZeroDivisionError):
+        return least
+    return math.ceil(least / unit) * unit if unit > 0 else least
+
+
+def _least_microbatches(strategy: StrategyConfig, *, stages: int) -> int:
+    """The number of microbatches that a replica needs at least."""
+    if strategy.microbatches is not None:
+        return strategy.microbatches
+    return stages * stages_per_rank(strategy) if stages > 1 and schedule_of(strategy).full else 1

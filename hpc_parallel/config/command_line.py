@@ -7,12 +7,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypedDict
 
-from hydra._internal.utils import get_args_parser
-
-from hpc_parallel.config.compose import find_folder
+from hpc_parallel.config.hydra_internals import flags_parser
 from hpc_parallel.config.key_suggestions import SYNONYMS
+from hpc_parallel.config.places import Places, find_folder
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import with_quotes, with_script
 from hpc_parallel.config.typed_text import as_typed
@@ -21,14 +19,6 @@ from hpc_parallel.problems import ConfigError
 
 # Flags of Hydra that print something and start no run (--resolve: only with --cfg or --help).
 EXPLAINING = ("help", "hydra_help", "cfg", "info", "shell_completion", "resolve")
-
-
-class Places(TypedDict):
-    """The folder of the configuration files, the name of the primary file, and the user's folder."""
-
-    config_dir: str
-    config_name: str
-    extra_dir: str | None
 
 
 @dataclass(frozen=True)
@@ -52,7 +42,7 @@ class CommandLine:
         if "--version" in plain:
             print(f"hpc_parallel {sys.modules['hpc_parallel'].__version__}")  # an import would be upwards
             sys.exit(DONE)
-        flags, unknown = get_args_parser().parse_known_intermixed_args(plain)
+        flags, unknown = flags_parser().parse_known_intermixed_args(plain)
         if unknown:
             raise ConfigError([_unknown_flag(flag, plain) for flag in unknown])
         line = cls(plain, flags)

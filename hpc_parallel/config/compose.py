@@ -1,256 +1,329 @@
-"""Turn a composed configuration into plain and typed values; find missing and unknown keys."""
+"""Compose a run, every combination of a sweep, or one selection of overrides after the other.
+
+A composition by Hydra takes a tenth of a second, almost all of it for the groups (`strategy=pipeline`), whose
+files it reads again each time. `Composer` composes each selection of groups once, and sets values (`nodes=2`)
+in a copy, with Hydra's own function.
+
+Combinations are ordered as by Hydra's basic sweeper. `sweep.also` is not part of Hydra: it adds combinations
+outside the product.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import SearchPathElement
-from hydra.core.global_hydra import GlobalHydra
-from omegaconf import MISSING, DictConfig, OmegaConf
+from hydra import version
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from hpc_parallel.config.default_batch import default_batch_size, usual_batch_size
-from hpc_parallel.config.gpu_defaults import OF_CPUS, default_precision, default_share
-from hpc_parallel.config.key_suggestions import suggest
-from hpc_parallel.config.layout import DATAPARALLEL, SPMD
-from hpc_parallel.config.node_devices import AUTO, choose_launcher, devices_of_a_node
-from hpc_parallel.config.schema import RunConfig, StrategyConfig
-from hpc_parallel.config.script import KINDS, NODE, RANKS, TASK, TORCHRUN, name_of
-from hpc_parallel.config.task_schema import JOB_SECONDS, LOCAL_SECONDS
-from hpc_parallel.config.typed_config import filled, typed
+from hpc_parallel.config.hydra_internals import (
+    combinations,
+    composing,
+    current_loader,
+    has_basic_sweeper,
+    selects_group,
+    set_values,
+)
+from hpc_parallel.config.typed_text import problems_of_files
 from hpc_parallel.problems import ConfigError, Problem
-from hpc_parallel.slurm.limits import NodeShare
 
-OWN_SITES = "site"  # the folder in which init-cluster puts a profile
-# Keys without a default, with an example.
-REQUIRED = {"cluster.name": "mysite", "data.path": "tokens.npy", "data.dataset._target_": "mydata.MyDataset"}
+# Hydra raises ValueError for `strategy=null`, and lets the errors of YAML through.
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, YAMLError)
 
 
-class UnresolvedError(ConfigError):
-    """Keys are missing or unknown, so the other checks did not run. `diagnose` runs them."""
+@dataclass(frozen=True)
+class Cell:
+    """One combination: its overrides, those of them that differ between cells, and the composed config."""
+
+    overrides: list[str]
+    swept: list[str]
+    config: DictConfig
 
 
-def find_folder(name: str) -> Path:
-    """The folder `conf` or `sbatch_templates`: beside the package in a checkout, inside it if installed."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / name
-    return inside if inside.is_dir() else package.parent / name
+class CellError(Exception):
+    """Hydra refuses a combination."""
+
+    def __init__(self, overrides: list[str], refusal: Exception) -> None:
+        super().__init__(f"{' '.join(overrides)}: {refusal}")
+        self.overrides = overrides
+        self.refusal = refusal
+
+
+@dataclass(frozen=True)
+class SweepCells:
+    """All combinations of a command, in the order of Hydra's basic sweeper.
+
+    folder: `hydra.sweep.dir`; settings: the keys of the sweep as a whole.
+
+    Resolve each combination before you take the next one: they may share nodes, and `${hydra:...}` refers to
+    the newest.
+    """
+
+    cells: Iterator[Cell]
+    folder: Path
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Composed:
+    """What Hydra composed."""
+
+    whole: DictConfig  # with Hydra's own part
+
+    @cached_property
+    def plain(self) -> DictConfig:
+        """A copy without Hydra's own part."""
+        plain = copy.deepcopy(self.whole)
+        with read_write(plain), open_dict(plain):
+            del plain["hydra"]
+        return plain
+
+    @cached_property
+    def refers_to_hydra(self) -> bool:
+        return "${hydra:" in OmegaConf.to_yaml(self.plain)
+
+
+class Composer:
+    """Compositions of one configuration, for use inside `composing`. Each is made once.
+
+    sweep: the configuration of a sweep, whose overrides of `hydra.` and whose `now` all its runs share.
+    """
+
+    def __init__(self, config_name: str, *, sweep: DictConfig | None = None) -> None:
+        self._config_name = config_name
+        self._loader = current_loader()
+        self._sweep = sweep
+        self._of_hydra: Any = [] if sweep is None else OmegaConf.to_container(sweep.hydra.overrides.hydra)
+        self._parser = OverridesParser.create()
+        self._parsed: dict[str, Override] = {}
+        self._values: dict[str, bool] = {}
+        self._bases: dict[tuple[str, ...], Composed] = {}
+        self._results: dict[tuple[str, ...], DictConfig | Exception] = {}
+
+    def compose(self, overrides: Sequence[str]) -> DictConfig:
+        """The configuration without Hydra's own part, the same object each time. Raises what Hydra raises."""
+        key = tuple(overrides)
+        if key not in self._results:
+            try:
+                self._results[key] = self.with_values(overrides, copy.deepcopy(self.base(overrides).plain))
+            except COMPOSE_ERRORS as error:
+                self._results[key] = error
+        result = self._results[key]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def base(self, overrides: Sequence[str]) -> Composed:
+        """The composition of what Hydra itself must compose: groups, and settings of its own."""
+        words = tuple(text for text in overrides if not self.sets_a_value(text))
+        if words not in self._bases:
+            whole = self._loader.load_configuration(self._config_name, [*self._of_hydra, *words], RunMode.RUN)
+            if self._sweep is not None:
+                OmegaConf.copy_cache(from_config=self._sweep, to_config=whole)
+            self._bases[words] = Composed(whole)
+        return self._bases[words]
+
+    def with_values(self, overrides: Sequence[str], config: DictConfig) -> DictConfig:
+        """Set the values among the overrides in `config`, a copy of the base; returns it."""
+        values = [self.parsed(text) for text in overrides if self.sets_a_value(text)]
+        set_values(values, config)
+        return config
+
+    def defaults(self) -> Mapping[str, Any]:
+        """The default choice of each group."""
+        return dict(self.base([]).whole.hydra.runtime.choices)
+
+    def parsed(self, text: str) -> Override:
+        """The override as Hydra reads it. Raises OverrideParseException."""
+        if text not in self._parsed:
+            (self._parsed[text],) = self._parser.parse_overrides([text])
+        return self._parsed[text]
+
+    def sets_a_value(self, text: str) -> bool:
+        """Whether a copy can take the override: no group, nothing of Hydra's own, one value.
+
+        Runs of a sweep have the sweep's settings of Hydra: a copy refuses others.
+        """
+        if text not in self._values:
+            override = self.parsed(text)
+            sets_hydra = override.is_hydra_override() and self._sweep is None
+            by_hydra = sets_hydra or override.is_sweep_override()
+            self._values[text] = not (by_hydra or selects_group(override, loader=self._loader))
+        return self._values[text]
+
+
+def compose_run(
+    words: Sequence[str], *, config_dir: str, config_name: str, extra_dir: str | None = None
+) -> Cell:
+    """Compose a command line without `-m`, as Hydra's own `main` does: a sweep of one combination.
+
+    `words`, `extra_dir`: as for `compose_cells`. Raises what Hydra raises, and ConfigError for overrides that
+    only a sweep or only Hydra's `main` uses.
+    """
+    version.setbase("1.3")
+    with composing(config_dir, extra_dir=extra_dir):
+        whole = current_loader().load_configuration(config_name, list(words), RunMode.RUN)
+        HydraConfig.instance().set_config(whole)
+        overrides = _task_overrides(whole)
+        problems = [*_only_of_sweeps(whole, overrides), *_without_effect(whole)]
+        if problems := problems + _problems_of_files(whole, extra_dir):
+            raise ConfigError(problems)
+        return Cell(overrides, [], Composed(whole).plain)
+
+
+def _task_overrides(whole: DictConfig) -> list[str]:
+    """The overrides that are not Hydra's own."""
+    # Iterating over the list would resolve ${...} against Hydra's configuration.
+    overrides = OmegaConf.to_container(whole.hydra.overrides.task, resolve=False)
+    assert isinstance(overrides, list)
+    return overrides
+
+
+def _problems_of_files(whole: DictConfig, extra_dir: str | None) -> list[str]:
+    return list(problems_of_files(whole.hydra.runtime.choices, folder=extra_dir)) if extra_dir else []
+
+
+def _only_of_sweeps(whole: DictConfig, overrides: Sequence[str]) -> Iterator[str]:
+    """Problems of overrides that need `-m`: `sweep.`, a study with unset swept keys, Hydra's callbacks."""
+    for override in overrides:
+        if override.startswith("sweep."):
+            yield f"{override}: only a sweep has this. Try -m {override}."
+    if whole.hydra.callbacks:
+        yield "hydra.callbacks: only a sweep calls them. Try the same line with -m."
+    study = whole.hydra.runtime.choices.get("jobs")
+    keys = {override.partition("=")[0].lstrip("+") for override in overrides}
+    swept = [text for text in _params(whole) if text.partition("=")[0] not in keys]
+    if study is not None and swept:
+        first = " ".join(combinations(OverridesParser.create().parse_overrides(swept))[0])
+        yield f"jobs={study}: a study has many runs. Try -m jobs={study}, or one run: jobs={study} {first}."
+
+
+def _params(whole: DictConfig) -> list[str]:
+    """The swept keys of a study, as overrides."""
+    return [f"{key}={value}" for key, value in (whole.hydra.sweeper.get("params") or {}).items()]
+
+
+def _without_effect(whole: DictConfig) -> Iterator[str]:
+    """Problems of settings that only Hydra's `main` uses, which starts no run here."""
+    if whole.hydra.job.env_set:
+        yield "hydra.job.env_set has no effect here. Try cluster.environment={NAME: value}."
+    if whole.hydra.job.chdir:
+        yield "hydra.job.chdir has no effect here: a run stays in the folder where it was started."
+
+
+def compose_cells(
+    words: Sequence[str], *, config_dir: str, config_name: str, extra_dir: str | None = None
+) -> SweepCells | None:
+    """Compose the combinations of a sweep.
+
+    `words`: overrides; `extra_dir`: the user's folder of configuration files (`--config-dir`).
+
+    Returns None if the command line chooses another sweeper or launcher, or callbacks: these need Hydra's
+    `main`. Raises what Hydra raises, and ConfigError for `sweep.also`; the cells raise CellError.
+    """
+    version.setbase("1.3")
+    with composing(config_dir, extra_dir=extra_dir):
+        sweep = current_loader().load_configuration(config_name, list(words), RunMode.MULTIRUN)
+        settings = OmegaConf.to_container(sweep.sweep, resolve=True)
+        assert isinstance(settings, dict)
+        batch = _combinations(sweep, also=settings["also"])
+        if batch is None:
+            return None
+        fixed = set(batch[0]).intersection(*batch) if len(batch) > 1 else set()
+        cells = (
+            Cell(overrides, [override for override in overrides if override not in fixed], config)
+            for overrides, config in _compose_each(batch, Composer(config_name, sweep=sweep))
+        )
+        folder = Path(os.path.expanduser(str(sweep.hydra.sweep.dir))).absolute()
+        return SweepCells(cells, folder, {str(key): value for key, value in settings.items()})
+
+
+def _combinations(sweep: DictConfig, *, also: Sequence[str]) -> list[list[str]] | None:
+    """The overrides of each cell, or None if the sweep needs Hydra's `main`."""
+    parser = OverridesParser.create(config_loader=current_loader())
+    overrides = parser.parse_overrides(_task_overrides(sweep))
+    _require_one_study(overrides)
+    if not has_basic_sweeper(sweep):
+        return None
+    swept = [*parser.parse_overrides(_params(sweep)), *overrides]  # the later one of a key takes precedence
+    batch = combinations(swept)
+    for text in also:
+        batch += combinations([*swept, *_read_also(text, parser)])
+    return batch
+
+
+def _read_also(text: str, parser: OverridesParser) -> list[Override]:
+    try:
+        return parser.parse_overrides(shlex.split(text))
+    except (ValueError, OverrideParseException) as error:
+        rule = "is not key=value, or several of them with spaces between"
+        suggestion = "Try 'sweep.also=[\"strategy=single nodes=1\"]'."
+        raise ConfigError([f"sweep.also: {text!r} {rule}. {suggestion}"]) from error
+
+
+def _require_one_study(overrides: Sequence[Override]) -> None:
+    """Hydra reads the swept keys of a study before it chooses the runs' files: several would lose theirs."""
+    for override in overrides:
+        if override.key_or_group == "jobs" and override.is_sweep_override():
+            studies = list(override.sweep_string_iterator())
+            rule = "is more than one study, and a sweep has one"
+            raise ConfigError([Problem("jobs", ",".join(studies), rule, tuple(studies))])
+
+
+def _compose_each(batch: Sequence[list[str]], composer: Composer) -> Iterator[tuple[list[str], DictConfig]]:
+    parsed = [composer.parsed(text) for text in {text for overrides in batch for text in overrides}]
+    refers_to_hydra = any("${hydra:" in str(override.value()) for override in parsed)
+    reuse = _can_reuse_copy(batch, composer)
+    current: Composed | None = None
+    for number, overrides in enumerate(batch):
+        with _naming(overrides):
+            base = composer.base(overrides)
+            refers_to_hydra = refers_to_hydra or base.refers_to_hydra
+            if base is not current:
+                HydraConfig.instance().set_config(base.whole)
+                current = base
+            if refers_to_hydra:
+                _set_hydra_job(number, overrides)
+            config = composer.with_values(overrides, base.plain if reuse else copy.deepcopy(base.plain))
+        yield overrides, config
+
+
+def _can_reuse_copy(batch: Sequence[list[str]], composer: Composer) -> bool:
+    """Whether every combination sets the same keys and none adds or deletes one: then one copy is enough."""
+    values = [[composer.parsed(text) for text in texts if composer.sets_a_value(text)] for texts in batch]
+    key_sets = {frozenset(override.key_or_group for override in overrides) for overrides in values}
+    return len(key_sets) == 1 and not any(
+        override.is_add() or override.is_force_add() or override.is_delete()
+        or isinstance(override.value(), dict) for overrides in values for override in overrides
+    )  # fmt: skip
 
 
 @contextmanager
-def composing(config_dir: str, *, extra_dir: str | None = None) -> Iterator[None]:
-    """Let `hydra.compose` find the files of `config_dir`, and of the user's folder `extra_dir`."""
-    GlobalHydra.instance().clear()
-    search_path = create_config_search_path(config_dir)
-    if extra_dir:
-        element = SearchPathElement("command-line", f"file://{Path(extra_dir).absolute()}")
-        search_path.get_path().insert(-1, element)  # before the schemas
-    Hydra.create_main_hydra2(task_name="run", config_search_path=search_path)
+def _naming(overrides: list[str]) -> Iterator[None]:
     try:
         yield
-    finally:
-        GlobalHydra.instance().clear()
+    except Exception as error:
+        raise CellError(overrides, error) from error
 
 
-class Resolved(NamedTuple):
-    """A configuration in which each `auto` that the login node can answer has its answer."""
-
-    config: RunConfig
-    values: dict[str, Any]  # the same as plain values, for `config.yaml`
-    launcher_reason: str  # why `launcher.kind=auto` chose this launcher; empty if the user chose it
-
-
-def resolve(config: DictConfig) -> Resolved:
-    """Answer what is `auto` and give the configuration its types.
-
-    Raises UnresolvedError with every key that is missing or unknown to the schemas.
-    """
-    config = copy.deepcopy(config)  # once: a copy takes as long as all that is set here
-    launcher_reason = _set_launcher(config)  # first: the others depend on it
-    for set_default in (_set_devices, _set_gpu_defaults, _set_script, _set_batch, _set_time_budget):
-        set_default(config)
-    if (run := _resolve_valid(config)) is not None:
-        return Resolved(run, asdict(run), launcher_reason)
-    problems: list[Problem | str] = [
-        f"{key} has no value and no default. Try {key}={REQUIRED.get(key, 'VALUE')}."
-        for key in missing_keys(config)
-    ]
-    for key in unknown_keys(config):
-        close = suggest(key, flat(config))
-        problems.append(f"+{key}: there is no key {key}." + (f" Did you mean {close}?" if close else ""))
-    if problems:
-        raise UnresolvedError(problems)
-    try:
-        run = typed(OmegaConf.to_container(config, resolve=True))
-        return Resolved(run, asdict(run), launcher_reason)
-    except OmegaConfBaseException as error:
-        raise UnresolvedError([f"{error.full_key}: {str(error).splitlines()[0].rstrip('.')}."]) from error
-
-
-def _set_launcher(config: DictConfig) -> str:
-    """Set the launcher that `launcher.kind=auto` means here; returns the reason."""
-    try:
-        kind, reason = choose_launcher(config.launcher.kind)
-    except OmegaConfBaseException:  # `resolve` reports it with all other keys
-        return ""
-    if reason:
-        config.launcher.kind = kind
-    return reason
-
-
-def _set_devices(config: DictConfig) -> None:
-    """Set a number for `gpus_per_node=auto`. Raises UnresolvedError."""
-    if OmegaConf.is_interpolation(config, "gpus_per_node") or config.get("gpus_per_node") != AUTO:
-        return
-    try:
-        launcher = {key: config.launcher[key] for key in ("kind", "partition")}  # others may need the devices
-        cluster = OmegaConf.to_container(config.cluster, resolve=True)
-        devices = devices_of_a_node({"device": config.device, "launcher": launcher, "cluster": cluster})
-    except OmegaConfBaseException:  # `resolve` reports it with all other keys
-        devices = 1
-    except ConfigError as error:
-        raise UnresolvedError(error.problems) from error
-    config.gpus_per_node = devices
-
-
-def _set_gpu_defaults(config: DictConfig) -> None:
-    """Set a precision, and each device's share of a node's cores and memory."""
-    shares = ("cpus_per_device", "memory_gb_per_device")
-    try:
-        values = {
-            "device": config.device,
-            "launcher": {key: config.launcher[key] for key in ("kind", "partition")},
-            "cluster": {key: config.cluster[key] for key in ("gpus", "gpu_type")},
-            "flags": [*config.cluster.extra, *config.launcher.extra],
-        }
-        precision = config.training.precision or default_precision(values)
-        share = default_share(values) if config.cluster.cpus_per_device is None else NodeShare()
-    except OmegaConfBaseException:  # `resolve` reports it with all other keys
-        precision, share = OF_CPUS, NodeShare()
-    config.training.precision = precision
-    if config.training.compile == AUTO:
-        config.training.compile = config.training.speed == "max"
-    for key, value in zip(shares, (share.cpus, share.memory_gb), strict=True):
-        if OmegaConf.select(config, f"cluster.{key}") is None:
-            OmegaConf.update(config, f"cluster.{key}", value)
-
-
-def _set_script(config: DictConfig) -> None:
-    """For `task=script`, set a name after the script, and what starts it in place of a strategy."""
-    if OmegaConf.select(config, "task.name", default=None) != TASK:
-        return
-    try:
-        script = {key: config.script[key] for key in KINDS}
-        devices, start = config.nodes * config.gpus_per_node, config.script.start
-        of_site = config.cluster.start
-    except OmegaConfBaseException:  # `resolve` reports it with all other keys
-        return
-    if OmegaConf.is_interpolation(config, "name"):
-        config.name = name_of(script)
-    execution = DATAPARALLEL if start == NODE else SPMD  # one process that drives all devices of a node
-    config.strategy = OmegaConf.structured(StrategyConfig(name=TASK, replicate=-1, execution=execution))
-    if start != RANKS and of_site != "mpirun":
-        config.cluster.start = TORCHRUN if start == TORCHRUN else "srun"
-    config.training.global_batch_size = max(1, devices)
-
-
-def _set_batch(config: DictConfig) -> None:
-    """Set a number for `training.global_batch_size`."""
-    if OmegaConf.select(config, "training.global_batch_size", default=0) is not None:
-        return
-    try:
-        values = OmegaConf.to_container(config, resolve=True)
-        size = default_batch_size(cast(dict[str, Any], values))
-    except (OmegaConfBaseException, KeyError):  # `resolve` reports it with all other keys
-        size = usual_batch_size(OmegaConf.select(config, "model"))
-    config.training.global_batch_size = size
-
-
-def _set_time_budget(config: DictConfig) -> None:
-    """Set a number for `task.seconds`, if the task has this key."""
-    if OmegaConf.select(config, "task.seconds", default=0) is not None:
-        return
-    try:
-        is_local = config.launcher.kind == "local"
-        seconds = LOCAL_SECONDS if is_local else min(JOB_SECONDS, 30.0 * config.launcher.time_minutes)
-    except OmegaConfBaseException:  # `resolve` reports it with all other keys
-        return
-    config.task.seconds = seconds
-
-
-def with_batch_size(config: DictConfig, size: int) -> DictConfig:
-    """A copy of the configuration in which the global batch has `size` samples."""
-    config = copy.deepcopy(config)
-    config.training.global_batch_size = size
-    return config
-
-
-def _resolve_valid(config: DictConfig) -> RunConfig | None:
-    """The fast path for a sweep of hundreds: None if a value is missing, unknown or of another type."""
-    if any(unknown_keys(config[key]) for key in ("model", "data") if OmegaConf.is_dict(config.get(key))):
-        return None
-    try:
-        values = OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException:
-        return None
-    return None if _has_missing(values) else filled(values)
-
-
-def _has_missing(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_missing, value.values()))
-    return any(map(_has_missing, value)) if isinstance(value, list) else value == MISSING
-
-
-def missing_keys(config: DictConfig, prefix: str = "") -> list[str]:
-    """Dotted names of keys without a value.
-
-    OmegaConf's function resolves interpolations, which may fail.
-    """
-    names = [f"{prefix}{key!s}" for key in config if OmegaConf.is_missing(config, key)]
-    for key, child in children(config):
-        if isinstance(child, DictConfig):
-            names += missing_keys(child, f"{prefix}{key}.")
-    return sorted(names)
-
-
-def unknown_keys(config: DictConfig, prefix: str = "") -> list[str]:
-    """Dotted names of keys that a schema doesn't have (Hydra's `+` lets them through)."""
-    names: list[str] = []
-    schema = OmegaConf.get_type(config)
-    schema_keys = {field.name for field in fields(schema)} if is_dataclass(schema) else None
-    if config.get("_target_") != getattr(schema, "_target_", config.get("_target_")):
-        schema_keys = None  # a user's class may take any key
-    for key, child in children(config):
-        if schema_keys is not None and key not in schema_keys:
-            names.append(f"{prefix}{key}")
-        elif isinstance(child, DictConfig):
-            names += unknown_keys(child, f"{prefix}{key}.")
-    return names
-
-
-def flat(config: DictConfig, prefix: str = "") -> list[str]:
-    """All dotted names: tables, and the keys in them."""
-    names: list[str] = []
-    for key, child in children(config):
-        names.append(f"{prefix}{key}")
-        if isinstance(child, DictConfig):
-            names += flat(child, f"{prefix}{key}.")
-    return names
-
-
-def children(config: DictConfig) -> list[tuple[str, Any]]:
-    """Keys and values, with interpolations unresolved. A missing or null value is None."""
-    pairs: list[tuple[str, Any]] = []
-    for key in config:  # keys are text; a user's table may also have numbers
-        node = config._get_node(key)
-        empty = node is None or node._is_none() or node._is_missing() or node._is_interpolation()
-        pairs.append((str(key), None if empty else node))
-    return pairs
+def _set_hydra_job(number: int, overrides: list[str]) -> None:
+    """Let `${hydra:job.num}` and similar references in the user's values refer to this combination."""
+    hydra: Any = HydraConfig.get()
+    with read_write(hydra), open_dict(hydra):
+        hydra.job.num = number
+        hydra.job.id = str(number)
+        hydra.overrides.task = overrides

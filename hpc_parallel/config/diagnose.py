@@ -22,15 +22,7 @@ from yaml import YAMLError
 
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.checks.key_checks import choices_of
-from hpc_parallel.config.compose import (
-    OWN_SITES,
-    REQUIRED,
-    composing,
-    flat,
-    missing_keys,
-    resolve,
-    unknown_keys,
-)
+from hpc_parallel.config.compose import COMPOSE_ERRORS, Composer
 from hpc_parallel.config.file_problems import (
     RefusedKey,
     misplaced_file,
@@ -38,12 +30,14 @@ from hpc_parallel.config.file_problems import (
     unreadable_file,
     unusable_file,
 )
+from hpc_parallel.config.hydra_internals import composing
 from hpc_parallel.config.key_suggestions import ACCUMULATION, choice_near, similar, suggest
 from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.ones_own import of_ones_own
+from hpc_parallel.config.places import OWN_SITES
 from hpc_parallel.config.quantities import same_quantity
-from hpc_parallel.config.trials import COMPOSE_ERRORS, Trials
+from hpc_parallel.config.resolve import REQUIRED, flat, missing_keys, resolve, unknown_keys
 from hpc_parallel.problems import ConfigError, Problem, nearest, spell
 
 PLUGINS = {"hydra/sweeper": "sweeper", "hydra/launcher": "launcher"}
@@ -63,13 +57,13 @@ def diagnose(
     means two runs. Returns the problems in the order of the overrides.
     """
     with composing(config_dir, extra_dir=extra_dir):
-        trials = Trials(config_name)
-        problems, accepted = try_each(overrides, trials=trials, sweep=sweep)
-        return in_order(problems + _remaining_problems(trials, accepted), overrides)
+        composer = Composer(config_name)
+        problems, accepted = try_each(overrides, composer=composer, sweep=sweep)
+        return in_order(problems + _remaining_problems(composer, accepted), overrides)
 
 
 def try_each(
-    overrides: Sequence[str], *, trials: Trials, sweep: bool
+    overrides: Sequence[str], *, composer: Composer, sweep: bool
 ) -> tuple[list[Problem | str], list[str]]:
     """Try each override alone. Call it inside `composing`.
 
@@ -79,15 +73,15 @@ def try_each(
     accepted: list[str] = []
     values = {override: _expand(override) if sweep else [override] for override in overrides}
     firsts = [singles[0] for singles in values.values()]
-    firsts_compose = _refusal(firsts, trials) is None  # then only the other values need a trial
+    firsts_compose = _refusal(firsts, composer) is None  # then only the other values need a trial
     # The choice of a group decides which keys exist, so groups come before values.
     for override in sorted(overrides, key=lambda text: not _choices(text.partition("=")[0])):
         singles = values[override]
         problems: list[Problem | str] = []
         for single in singles[1:] if firsts_compose else singles:
-            error = _refusal([*accepted, single], trials)
+            error = _refusal([*accepted, single], composer)
             if error is not None:
-                plain = trials.compose(accepted)
+                plain = composer.compose(accepted)
                 in_file = [
                     _refused_in_file(refusal, plain=plain)
                     for refusal in refused_keys(error, plain)
@@ -95,7 +89,7 @@ def try_each(
                 ]
                 problems += in_file
                 if not in_file:
-                    problems.append(_explain(single, error=error, trials=trials, accepted=accepted))
+                    problems.append(_explain(single, error=error, composer=composer, accepted=accepted))
         if problems:
             refused[override] = problems
         else:
@@ -103,10 +97,10 @@ def try_each(
     return [problem for override in overrides for problem in refused.pop(override, [])], accepted
 
 
-def _refusal(overrides: list[str], trials: Trials) -> Exception | None:
+def _refusal(overrides: list[str], composer: Composer) -> Exception | None:
     """The error with which Hydra or a schema refuses the overrides together."""
     try:
-        config = trials.compose(overrides)
+        config = composer.compose(overrides)
         if unknown_keys(config):
             return HydraException("Could not override")
         devices = None if OmegaConf.is_interpolation(config, "gpus_per_node") else config.gpus_per_node
@@ -117,17 +111,17 @@ def _refusal(overrides: list[str], trials: Trials) -> Exception | None:
     return None
 
 
-def _remaining_problems(trials: Trials, accepted: list[str]) -> list[Problem | str]:
+def _remaining_problems(composer: Composer, accepted: list[str]) -> list[Problem | str]:
     """The problems that the other checks find. A missing value is replaced by an example meanwhile."""
     try:
-        return find_problems(resolve(trials.compose(accepted)).config)
+        return find_problems(resolve(composer.compose(accepted)).config)
     except ConfigError as error:
         problems = error.problems
-        missing = missing_keys(trials.compose(accepted))
+        missing = missing_keys(composer.compose(accepted))
         if not missing or not set(missing) <= set(REQUIRED):
             return problems
     examples = [f"{key}={REQUIRED[key]}" for key in missing]
-    others = find_problems(resolve(trials.compose([*accepted, *examples])).config)
+    others = find_problems(resolve(composer.compose([*accepted, *examples])).config)
     return problems + [p for p in others if not (isinstance(p, Problem) and p.key in missing)]
 
 
@@ -155,7 +149,9 @@ def _expand(override: str) -> list[str]:
         return [override]
 
 
-def _explain(override: str, *, error: Exception, trials: Trials, accepted: Sequence[str]) -> Problem | str:
+def _explain(
+    override: str, *, error: Exception, composer: Composer, accepted: Sequence[str]
+) -> Problem | str:
     """Turn Hydra's error into a problem: key, value, rule and legal values near it.
 
     `accepted`: the overrides that Hydra accepts.
@@ -179,11 +175,11 @@ def _explain(override: str, *, error: Exception, trials: Trials, accepted: Seque
         return f"{override}: several values are a sweep. Try -m {override}, or one value: {key}={values[0]}."
     if isinstance(error, YAMLError):
         return unreadable_file(error)
-    plain = trials.compose(accepted)
+    plain = composer.compose(accepted)
     if choices:
         if value in choices:
             return f"{override}: {unusable_file(error)}"
-        return _no_such_file(key, value, choices=choices, default=trials.defaults().get(key))
+        return _no_such_file(key, value, choices=choices, default=composer.defaults().get(key))
     if "Could not override" in str(error) or "not in" in text:
         return _unknown(override, key=key, value=value, plain=plain)
     if isinstance(error.__cause__, OmegaConfBaseException):

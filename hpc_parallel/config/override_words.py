@@ -7,19 +7,11 @@ keys are those of the schemas.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
-
-from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
 
 from hpc_parallel.config.checks.key_checks import choices_of
-from hpc_parallel.config.compose import find_folder
-from hpc_parallel.config.schema import RunConfig, register
-
-_SEVERAL = ("model", "data", "task")  # groups with a schema for each choice
+from hpc_parallel.config.places import find_folder
+from hpc_parallel.config.typed_config import schema_keys
 
 
 def override_words(prefix: str, *, extra_dir: str | None = None) -> list[str]:
@@ -67,43 +59,3 @@ def _groups(folders: Sequence[Path]) -> dict[str, list[str]]:
         for file in folder.glob("*/*.yaml"):
             groups.setdefault(file.parent.name, set()).add(file.stem)
     return {group: sorted(names) for group, names in sorted(groups.items())}
-
-
-def schema_keys() -> Iterator[tuple[str, Any]]:
-    """The keys of all schemas with their types; of `model`, `data` and `task` those of every choice."""
-    yield from _of_schema(RunConfig)
-    for group in _SEVERAL:
-        for schema in _schemas_of(group):
-            yield from _of_schema(schema, f"{group}.")
-
-
-def types_of(key: str) -> list[Any]:
-    """The types of one key; of `model`, `data` and `task` those of every choice that has it."""
-    group, dot, rest = key.partition(".")
-    schemas, names = (_schemas_of(group), rest.split(".")) if dot and group in _SEVERAL else (
-        [RunConfig], key.split("."),
-    )  # fmt: skip
-    for name in names:
-        hints = [_hints(schema) for schema in schemas if is_dataclass(schema)]
-        schemas = [of_schema[name] for of_schema in hints if name in of_schema]
-    return schemas
-
-
-def _schemas_of(group: str) -> list[Any]:
-    register()
-    return [OmegaConf.get_type(node.node) for node in ConfigStore.instance().repo[group].values()]
-
-
-@cache  # Python evaluates the text of each annotation again
-def _hints(schema: Any) -> dict[str, Any]:
-    return get_type_hints(schema)
-
-
-def _of_schema(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    hints = _hints(schema)
-    for field in fields(schema):
-        hint = hints[field.name]
-        if is_dataclass(hint):
-            yield from _of_schema(hint, f"{prefix}{field.name}.")
-        elif hint is not Any or prefix:
-            yield f"{prefix}{field.name}", hint

@@ -6,9 +6,9 @@ import textwrap
 
 from hydra.core.global_hydra import GlobalHydra
 
-from hpc_parallel.config.command_line import Places
-from hpc_parallel.config.compose import composing
-from hpc_parallel.config.trials import Trials
+from hpc_parallel.config.compose import Composer
+from hpc_parallel.config.hydra_internals import composing
+from hpc_parallel.config.places import Places
 
 WIDTH = 100
 USAGE = """\
@@ -46,7 +46,7 @@ def run_help(places: Places) -> str:
     """The text, with the choices of `places`, the user's own folder included. Raises what Hydra does."""
     with composing(places["config_dir"], extra_dir=places["extra_dir"]):
         loader = GlobalHydra.instance().config_loader()
-        defaults = Trials(places["config_name"]).defaults()
+        defaults = Composer(places["config_name"]).defaults()
         groups = {
             group: [name for name in loader.get_group_options(group) if not name.endswith("_schema")]
             for group in reversed(list(defaults))

@@ -1,13 +1,14 @@
-"""From plain values to the dataclasses of `schema.py`."""
+"""From plain values to the dataclasses of `schema.py`, and the keys and types that these have."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from hpc_parallel.config.schema import (
@@ -15,6 +16,7 @@ from hpc_parallel.config.schema import (
     OptimizerConfig,
     RunConfig,
     StrategyConfig,
+    register,
 )
 from hpc_parallel.config.task_schema import TASKS, TaskConfig
 
@@ -52,6 +54,7 @@ def strategy_of(recorded: Any) -> StrategyConfig | None:
     return strategy if isinstance(strategy, StrategyConfig) else None
 
 
+_SEVERAL = ("model", "data", "task")  # groups with a schema for each choice
 _VARIANTS: dict[type, Mapping[str, type]] = {TaskConfig: TASKS, OptimizerConfig: OPTIMIZERS}
 """Classes whose keys depend on the `name` in them."""
 
@@ -92,3 +95,36 @@ def _is(value: Any, hint: Any) -> bool:
     if get_origin(hint) is dict:
         return isinstance(value, dict) and all(type(key) is str for key in value)
     return type(value) is hint
+
+
+def schema_keys() -> Iterator[tuple[str, Any]]:
+    """The keys of all schemas with their types; of `model`, `data` and `task` those of every choice."""
+    yield from _of_schema(RunConfig)
+    for group in _SEVERAL:
+        for schema in _schemas_of(group):
+            yield from _of_schema(schema, f"{group}.")
+
+
+def types_of(key: str) -> list[Any]:
+    """The types of one key; of `model`, `data` and `task` those of every choice that has it."""
+    group, dot, rest = key.partition(".")
+    schemas, names = (_schemas_of(group), rest.split(".")) if dot and group in _SEVERAL else (
+        [RunConfig], key.split("."),
+    )  # fmt: skip
+    for name in names:
+        hints = [_hints(schema) for schema in schemas if is_dataclass(schema)]
+        schemas = [of_schema[name] for of_schema in hints if name in of_schema]
+    return schemas
+
+
+def _schemas_of(group: str) -> list[Any]:
+    register()
+    return [OmegaConf.get_type(node.node) for node in ConfigStore.instance().repo[group].values()]
+
+
+def _of_schema(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, hint in _hints(schema).items():
+        if is_dataclass(hint):
+            yield from _of_schema(hint, f"{prefix}{name}.")
+        elif hint is not Any or prefix:
+            yield f"{prefix}{name}", hint

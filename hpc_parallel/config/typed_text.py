@@ -13,7 +13,7 @@ from typing import Any, get_args
 import yaml
 from omegaconf import OmegaConf
 
-from hpc_parallel.config.override_words import types_of
+from hpc_parallel.config.typed_config import types_of
 
 _TABLES = ("launcher.extra", "cluster.extra", "cluster.srun", "cluster.environment", "script.arguments")
 """Mappings whose values are words of a program or a shell, where `true` means a flag without a value."""

@@ -16,9 +16,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from hpc_parallel.config.compose import find_folder
 from hpc_parallel.config.conda import find_environment
 from hpc_parallel.config.job_python import absolute, host_python, rank_python
+from hpc_parallel.config.places import find_folder
 from hpc_parallel.config.site_schema import LauncherConfig
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.launch.prepare import PreparedRun

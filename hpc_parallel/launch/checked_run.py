@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from yaml import YAMLError
 
 from hpc_parallel.config.command_line import CommandLine
-from hpc_parallel.config.compose import UnresolvedError
+from hpc_parallel.config.compose import COMPOSE_ERRORS, compose_run
 from hpc_parallel.config.file_problems import unreadable_file
-from hpc_parallel.config.sweep_compose import compose_run
-from hpc_parallel.config.trials import COMPOSE_ERRORS
+from hpc_parallel.config.resolve import UnresolvedError
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.launch.resume import resumed, warn_on_stderr
 from hpc_parallel.problems import ConfigError, Problem

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -18,10 +19,10 @@ from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.checks import starting_weights
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.checks.script_checks import script_warnings
-from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.container_paths import container_warnings
 from hpc_parallel.config.layout import processes_per_node, servers
 from hpc_parallel.config.model_bytes import trains
+from hpc_parallel.config.resolve import resolve, with_values
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK, kind_of
 from hpc_parallel.config.site_limits import site_warnings
@@ -260,17 +261,22 @@ def prepare(
     config_dir: str | Path | None = None,
     keep: Callable[..., Snapshot] = plan_snapshot,
     build_model: bool = False,
+    preset: Mapping[str, Any] = MappingProxyType({}),
 ) -> PreparedRun:
     """Resolve and check a configuration.
 
     keep: `plan_snapshot`, or a version that caches git's answers for many runs.
+    preset: answers that all runs of a sweep have in common, by dotted key.
     build_model: also build a model class of the user's, without memory.
 
     Raises ConfigError with every problem.
     """
     user_folder = Path(config_dir).absolute() if config_dir else None
-    composed, overrides, notes = _with_strategy(composed, overrides, user_folder)
-    config, values, launcher_reason = resolve(composed)
+    notes: list[str] = []
+    if OmegaConf.select(composed, "strategy.name", default=None) == "auto":
+        composed, overrides, notes = _with_strategy(with_values(composed, preset), overrides, user_folder)
+        preset = {}
+    config, values, launcher_reason = resolve(composed, preset=preset)
     problems = [*find_problems(config, overrides), *starting_weights.find_problems(config)]
     if problems := [*problems, *_hardware_problems(config, user_folder)]:
         raise ConfigError(in_order(problems, overrides))
@@ -301,8 +307,6 @@ def _with_strategy(
     composed: DictConfig, overrides: Sequence[str], user_folder: Path | None
 ) -> tuple[DictConfig, Sequence[str], list[str]]:
     """With a layout in the place of `strategy=auto`, and a line that says which. Raises ConfigError."""
-    if OmegaConf.select(composed, "strategy.name", default=None) != "auto":
-        return composed, overrides, []
     from hpc_parallel.planning.auto_strategy import choose
 
     choice = choose(composed, overrides, user_folder=user_folder)

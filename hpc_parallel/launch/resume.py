@@ -15,8 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from hpc_parallel.config.command_line import CommandLine
+from hpc_parallel.config.compose import compose_run
 from hpc_parallel.config.script import TASK
-from hpc_parallel.config.sweep_compose import compose_run
 from hpc_parallel.problems import ConfigError, Problem, Problems, nearest, quoted
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.find import near_runs, path_of

@@ -10,9 +10,10 @@ from omegaconf import DictConfig
 
 from hpc_parallel.config.axes import AXES
 from hpc_parallel.config.checks.all_checks import in_order
-from hpc_parallel.config.compose import UnresolvedError, composing, find_folder
+from hpc_parallel.config.compose import COMPOSE_ERRORS, Composer
 from hpc_parallel.config.counts import is_reference_decoder
 from hpc_parallel.config.diagnose import diagnose
+from hpc_parallel.config.hydra_internals import composing
 from hpc_parallel.config.model_data_schema import (
     CellsDataConfig,
     ConvNetConfig,
@@ -22,8 +23,9 @@ from hpc_parallel.config.model_data_schema import (
     TransformerConfig,
     UNetConfig,
 )
+from hpc_parallel.config.places import find_folder
+from hpc_parallel.config.resolve import UnresolvedError
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.trials import COMPOSE_ERRORS, Trials
 from hpc_parallel.launch.import_check import check_models
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.parity.compare import TOLERANCES
@@ -108,7 +110,7 @@ class _Planner:
     """Composes each run once, because many rows share the same one-device run."""
 
     def __init__(self, overrides: Sequence[str], extra_dir: str | None) -> None:
-        self._trials = Trials("config")
+        self._composer = Composer("config")
         self.overrides = overrides
         self.extra_dir = extra_dir
         self.net: str | None = None  # of the model that the user names
@@ -179,7 +181,7 @@ class _Planner:
 
     def _compose(self, overrides: Sequence[str]) -> DictConfig:
         try:
-            return self._trials.compose(overrides).copy()
+            return self._composer.compose(overrides).copy()
         except COMPOSE_ERRORS as error:
             raise _RefusedError(overrides, error) from error
 

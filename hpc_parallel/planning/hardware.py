@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import yaml
 
-from hpc_parallel.config.compose import find_folder
+from hpc_parallel.config.places import find_folder
 from hpc_parallel.problems import ConfigError, Problem, nearest
 
 EXTENDS = "extends"  # the key that names the file whose values hold where this file has none

@@ -16,11 +16,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
 from hpc_parallel.config.checks.all_checks import in_order
-from hpc_parallel.config.compose import UnresolvedError, composing, resolve
+from hpc_parallel.config.compose import Composer
 from hpc_parallel.config.diagnose import diagnose, try_each
+from hpc_parallel.config.hydra_internals import composing
+from hpc_parallel.config.resolve import UnresolvedError, resolve
 from hpc_parallel.config.schema import RunConfig, SweepConfig
 from hpc_parallel.config.tasks import objective_problems, objectives
-from hpc_parallel.config.trials import Trials
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.problems import ConfigError, Problem, Problems, quoted
 from hpc_parallel.record.metrics_file import figure
@@ -106,11 +107,11 @@ def _check(
     names = objectives(composed.sweep.objective)
     folder = Path(os.path.expanduser(str(composed.hydra.sweep.dir))).absolute()
     params = [f"{key}={value}" for key, value in (composed.hydra.sweeper.get("params") or {}).items()]
-    trials = Trials(config_name)
-    problems, first = try_each([*params, *words], trials=trials, sweep=True)
+    composer = Composer(config_name)
+    problems, first = try_each([*params, *words], composer=composer, sweep=True)
     scope = _Scope(folder, names, fixed=[override for override in [*params, *words] if override in first])
     with suppress(UnresolvedError):  # the sweeper may provide what is missing
-        config = resolve(trials.compose(first)).config
+        config = resolve(composer.compose(first)).config
         problems += _problems(config, words=words, scope=scope, earlier=earlier)
     return scope, problems
 

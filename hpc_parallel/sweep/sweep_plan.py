@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf
 
-from hpc_parallel.config.compose import UnresolvedError, with_batch_size
-from hpc_parallel.config.default_batch import usual_batch_size
+from hpc_parallel.config.batch_plan import usual_batch_size
+from hpc_parallel.config.compose import Cell, SweepCells
 from hpc_parallel.config.node_devices import AUTO
+from hpc_parallel.config.resolve import UnresolvedError
 from hpc_parallel.config.schema import SweepConfig
-from hpc_parallel.config.sweep_compose import Cell, Cells
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.problems import ConfigError, Problem, quoted, spell
 from hpc_parallel.record.snapshot import Snapshot, plan_snapshot
@@ -88,7 +87,7 @@ class SweepPlan:
 
 
 def plan_sweep(
-    cells: Cells,
+    cells: SweepCells,
     *,
     command: Sequence[str],
     config_dir: str | None = None,
@@ -101,7 +100,7 @@ def plan_sweep(
     Raises ConfigError with the problems of all combinations if nothing may start, and UnresolvedError if
     the command itself is wrong.
     """
-    planner = _Planner(config_dir, earlier)
+    planner = _SweepChecker(config_dir, earlier)
     for cell in cells.cells:
         planner.add(cell)
     settings = SweepConfig(**cells.settings)
@@ -121,7 +120,7 @@ def plan_sweep(
 
 
 @dataclass
-class _Planner:
+class _SweepChecker:
     """Checks the combinations of a sweep one by one, and collects the results."""
 
     config_dir: str | None
@@ -129,24 +128,16 @@ class _Planner:
     runs: list[PlannedRun] = field(default_factory=list)
     kept: list[KeptRun] = field(default_factory=list)
     duplicates: int = 0
-    _launcher: str | None = (
-        None  # what launcher.kind=auto means in the whole sweep, however long it is planned
-    )
+    # What launcher.kind=auto means in the whole sweep, however long it is planned, and why.
+    _launcher: tuple[str, str] | None = None
     _errors: list[tuple[Cell, ConfigError]] = field(default_factory=list)
     _identities: set[str] = field(default_factory=set)
     _plan: Callable[..., Snapshot] = field(default_factory=lambda: cached_plan_snapshot())
 
     def add(self, cell: Cell) -> None:
         overrides, swept = run_overrides(cell.overrides), tuple(run_overrides(cell.swept))
-        if OmegaConf.select(cell.config, "training.global_batch_size", default=0) is None:
-            size = usual_batch_size(OmegaConf.select(cell.config, "model"))  # the same for all layouts
-            cell = replace(cell, config=with_batch_size(cell.config, size))
-        config = cell.config
-        if (is_auto := OmegaConf.select(config, "launcher.kind", default=None) == AUTO) and self._launcher:
-            config = config.copy()
-            config.launcher.kind = self._launcher
         try:
-            run = prepare(config, overrides=overrides, config_dir=self.config_dir, keep=self._plan)
+            run = self._prepared(cell.config, overrides)
         except UnresolvedError:
             raise
         except ConfigError as error:
@@ -154,8 +145,6 @@ class _Planner:
             if self.earlier is not None:  # the command includes it, so it counts as found
                 self.earlier.find(overrides)
             return
-        if is_auto:
-            self._launcher = run.config.launcher.kind
         identity = repr({**run.values, "run_dir": run.config.run_dir})
         if identity in self._identities:
             self.duplicates += 1
@@ -171,17 +160,31 @@ class _Planner:
                 run = self._resumed(cell, before=before) or run
         self.runs.append(PlannedRun(run, tuple(overrides), swept, before))
 
+    def _prepared(self, config: DictConfig, overrides: Sequence[str], **preset: str) -> PreparedRun:
+        """The checked run, with the answers that all runs of the sweep have in common."""
+        answers: dict[str, Any] = dict(preset)
+        if OmegaConf.select(config, "training.global_batch_size", default=0) is None:
+            size = usual_batch_size(OmegaConf.select(config, "model"))  # the same for all layouts
+            answers["training.global_batch_size"] = size
+        is_auto = OmegaConf.select(config, "launcher.kind", default=None) == AUTO
+        if is_auto and self._launcher:
+            answers["launcher.kind"], _ = self._launcher
+        run = prepare(
+            config, overrides=overrides, config_dir=self.config_dir, keep=self._plan, preset=answers
+        )
+        if is_auto:
+            self._launcher = self._launcher or (run.config.launcher.kind, run.launcher_reason)
+            run = replace(run, launcher_reason=self._launcher[1])
+        return run
+
     def _resumed(self, cell: Cell, *, before: SweepRun) -> PreparedRun | None:
         """The run from its newest checkpoint, in its own folder; None if it can't be resumed."""
         run_dir = str(before.run_dir)
-        config = copy.deepcopy(cell.config)
-        with read_write(config), open_dict(config):
-            config.run_dir = config.resume = run_dir
         overrides = [
             *run_overrides(cell.overrides), f"run_dir={quoted(run_dir)}", f"resume={quoted(run_dir)}"
         ]  # fmt: skip
         try:
-            return prepare(config, overrides=overrides, config_dir=self.config_dir, keep=self._plan)
+            return self._prepared(cell.config, overrides, run_dir=run_dir, resume=run_dir)
         except ConfigError:  # its configuration has changed, or its last step is done
             return None
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.config.batch_plan import BatchPlan, Plan
+from hpc_parallel.config.batch_plan import BatchPlan, Plan, batch_of
 from hpc_parallel.config.build import build
-from hpc_parallel.config.fitting_batch import fitting_samples
-from hpc_parallel.config.layout import layout_of, share_of
+from hpc_parallel.config.layout import Layout, layout_of, share_of
+from hpc_parallel.config.model_bytes import fitting_samples
 from hpc_parallel.config.schedules import schedule_of, stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.typed_config import typed
@@ -84,9 +84,8 @@ class Session:
         layout = layout_of(config.strategy, devices=config.devices)
         groups = make_groups(config, layout, device_type=device.type)
         config = with_measured_shares(config, layout, device=device)
-        config = with_device_memory(config, device=device)
+        config, plan = planned(config, layout, device=device)
         strategy = config.strategy
-        plan = Plan.of(config)
         replica, _ = share_of(dist.get_rank(), layout=layout, strategy=strategy)
         on_phase("reading the data")
         data = as_data(build(config.data, key="data"))
@@ -183,29 +182,22 @@ def note_stop(
     dist.barrier()  # srun treats a rank that ends long before the others as lost
 
 
-def with_device_memory(config: RunConfig, *, device: torch.device) -> RunConfig:
-    """Fill `cluster.device_memory_gb` with the least memory of all GPUs if it is not set; a collective call.
+def planned(config: RunConfig, layout: Layout, *, device: torch.device) -> tuple[RunConfig, Plan]:
+    """Plan the run, with the least memory of all GPUs in `cluster.device_memory_gb` if that is not set.
 
-    The default microbatch depends on it, and rank 0 prints it. On CPUs the memory stays unknown.
+    A collective call. The default microbatch depends on the memory, and rank 0 prints it. On CPUs the memory
+    stays unknown.
     """
     if device.type != "cuda" or config.cluster.device_memory_gb is not None:
-        return config
-    total = torch.cuda.get_device_properties(device).total_memory
-    return with_least_memory(config, total / 2**30, device=device)
-
-
-def with_least_memory(config: RunConfig, memory_gb: float, *, device: torch.device) -> RunConfig:
-    """`with_device_memory` for this rank's `memory_gb`."""
+        return config, Plan(layout, batch_of(config, layout))
+    memory_gb = torch.cuda.get_device_properties(device).total_memory / 2**30
     (all_gb,) = exchange.all_gather_numbers([memory_gb], device=device)
-    filled = replace(config, cluster=replace(config.cluster, device_memory_gb=min(all_gb)))
-    layout = layout_of(config.strategy, devices=config.devices)
-    fitting = fitting_samples(filled, layout)
+    config = replace(config, cluster=replace(config.cluster, device_memory_gb=min(all_gb)))
+    plan, fitting = Plan(layout, batch_of(config, layout)), fitting_samples(config, layout)
     if dist.get_rank() == 0 and fitting is not None:
-        print(
-            f"batch: {Plan.of(filled).batch}; about {fitting} samples fit in {min(all_gb):.0f} GB at once",
-            flush=True,
-        )
-    return filled
+        line = f"batch: {plan.batch}; about {fitting} samples fit in {min(all_gb):.0f} GB at once"
+        print(line, flush=True)
+    return config, plan
 
 
 def forward_only(config: RunConfig) -> RunConfig:

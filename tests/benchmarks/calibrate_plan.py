@@ -22,7 +22,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning import coefficient_fit
 from hpc_parallel.planning.calibration import calibrate, planned_s
 from hpc_parallel.planning.coefficient_fit import Expected

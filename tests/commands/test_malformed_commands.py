@@ -13,7 +13,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from hpc_parallel.config.checks.all_checks import find_problems
-from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.run import main
 from tests.composed import composed
@@ -70,6 +70,7 @@ UNKNOWN = [
     wrong("-m nodes=1,2 'sweep.also=[foo]'", "'foo' is not key=value"),
     wrong('-m nodes=1,2 \'sweep.also=["nodes=\\"1"]\'', "sweep.also"),
     wrong("-m nodes=1,2 'sweep.also=3'", "sweep.also"),
+    wrong("-m seed=1,2 'sweep.also=[\"hydra.job.chdir=true\"]'", "Could not override 'hydra.job.chdir'"),
     wrong("--config-name nope", "primary config 'nope'"),
     wrong("--config-dir nowhere", "--config-dir nowhere: this folder does not exist"),
     wrong("--config-path /nowhere", "/nowhere"),

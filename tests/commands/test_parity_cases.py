@@ -15,7 +15,7 @@ import pytest
 from hpc_parallel.commands import parity as command
 from hpc_parallel.commands.parity import main, prove
 from hpc_parallel.config.checks.key_checks import choices_of
-from hpc_parallel.config.compose import find_folder
+from hpc_parallel.config.places import find_folder
 from hpc_parallel.parity import parity_table
 from hpc_parallel.parity.cases import plan, without_refused
 from hpc_parallel.parity.compare import TOLERANCES, Verdict, compare

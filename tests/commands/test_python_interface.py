@@ -25,7 +25,8 @@ from omegaconf import OmegaConf
 import hpc_parallel
 from hpc_parallel import ConfigError, Run, RunConfig, SiteRefusedError
 from hpc_parallel.config.command_line import CommandLine
-from hpc_parallel.config.compose import composing, find_folder
+from hpc_parallel.config.hydra_internals import composing
+from hpc_parallel.config.places import find_folder
 from hpc_parallel.config.schema import register
 from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.record.run_folder import RunFolder

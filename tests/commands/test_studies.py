@@ -10,9 +10,9 @@ import pytest
 import torch
 import yaml
 
-from hpc_parallel.config import compose
-from hpc_parallel.config.compose import find_folder
-from hpc_parallel.config.sweep_compose import compose_cells
+from hpc_parallel.config import resolve
+from hpc_parallel.config.compose import compose_cells
+from hpc_parallel.config.places import find_folder
 from hpc_parallel.run import main
 from hpc_parallel.sweep.sweep_plan import SweepPlan, plan_sweep
 from hpc_parallel.worker.collectives import requested_bytes
@@ -46,7 +46,7 @@ def test_a_sweep_has_one_answer_for_launcher_auto(monkeypatch: pytest.MonkeyPatc
     """A controller that answers now and then would give some runs to Slurm and others to this machine."""
     answers = iter([("slurm", "it answers"), ("local", "it is silent")] * 9)
     monkeypatch.setattr(
-        compose, "choose_launcher", lambda kind: next(answers) if kind == "auto" else (kind, "")
+        resolve, "choose_launcher", lambda kind: next(answers) if kind == "auto" else (kind, "")
     )
     plan = planned("training.steps=1,2,3")
     assert [each.run.config.launcher.kind for each in plan.runs] == ["slurm"] * 3

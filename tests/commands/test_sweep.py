@@ -13,9 +13,11 @@ import pytest
 import yaml
 from hydra import compose
 
-from hpc_parallel.config.compose import composing, find_folder, resolve
+from hpc_parallel.config.compose import compose_cells
+from hpc_parallel.config.hydra_internals import composing
+from hpc_parallel.config.places import find_folder
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.sweep_compose import compose_cells
 from hpc_parallel.record.attempts import history
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import Sweep, read_sweep

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_parallel.config.checks.all_checks import find_problems
-from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.record.machine_check_table import machine_lines
 from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.run_folder import RunFolder

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning.storage_times import checkpoint_bytes
 from tests.composed import composed
 from tests.parity import in_full

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning.memory import plan
 from tests.composed import composed
 from tests.parity import in_full

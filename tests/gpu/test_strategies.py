@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_parallel.config.compose import find_folder
+from hpc_parallel.config.places import find_folder
 
 ROOT = Path(__file__).parents[2]
 DEVICE = os.environ.get("HPC_PARALLEL_TEST_DEVICE", "cuda")

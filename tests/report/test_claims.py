@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hpc_parallel.config.compose import find_folder
-from hpc_parallel.config.sweep_compose import compose_cells
+from hpc_parallel.config.compose import compose_cells
+from hpc_parallel.config.places import find_folder
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.record.summary_file import Summary

@@ -12,7 +12,7 @@ import pytest
 
 from hpc_parallel.__main__ import main
 from hpc_parallel.commands.plan_scaling import efficiency, planned_size, with_nodes
-from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.hardware import named_hardware
 from hpc_parallel.planning.pipeline_orders import Pipeline

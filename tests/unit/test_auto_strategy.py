@@ -10,8 +10,8 @@ import yaml
 
 from hpc_parallel.commands import run_command, show
 from hpc_parallel.config.command_line import CommandLine
-from hpc_parallel.config.compose import resolve
-from hpc_parallel.config.sweep_compose import compose_cells
+from hpc_parallel.config.compose import compose_cells
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.launch.checked_run import checked_run, with_resumed
 from hpc_parallel.launch.forecast import certain_bytes
 from hpc_parallel.planning import memory

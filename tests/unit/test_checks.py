@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hpc_parallel.config.batch_plan import plan_batch
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.checks.targets import missing_part
-from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import Layout
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schedules import SCHEDULES, schedule_of, stages_per_rank, unfit
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, nearest, spell

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.config.command_line import CommandLine
-from hpc_parallel.config.compose import find_folder
+from hpc_parallel.config.places import find_folder
 from hpc_parallel.launch.batch_script import render, sbatch_flags
 from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.problems import ConfigError

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpc_parallel.config.checks.all_checks import find_problems
-from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.task_schema import COLLECTIVES
 from hpc_parallel.profiling.collective_cases import OPERATIONS, Group, Patterns, elements, sizes
 from hpc_parallel.profiling.machine_profile import fit_link, machine_profile

@@ -12,11 +12,14 @@ from types import CodeType, FrameType
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
+import hpc_parallel
 from hpc_parallel.commands.run_command import main
 from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.command_line import CommandLine
-from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import _resolve
+from hpc_parallel.config.resolve import resolve
+from hpc_parallel.launch.prepare import prepare
+from tests.composed import composed
 
 ONCE: dict[str, Callable[..., object]] = {
     "parsed": CommandLine.parse.__func__,  # type: ignore[attr-defined]
@@ -25,6 +28,15 @@ ONCE: dict[str, Callable[..., object]] = {
     "laid out": _resolve,
     "planned": Plan.of.__func__,  # type: ignore[attr-defined]
 }
+
+
+ROOM = "config/hydra_internals.py"
+PACKAGE = Path(hpc_parallel.__file__).parent
+
+
+def test_the_private_parts_of_hydra_are_in_one_file() -> None:
+    users = [path for path in PACKAGE.rglob("*.py") if "from hydra._internal" in path.read_text()]
+    assert [path.relative_to(PACKAGE).as_posix() for path in users] == [ROOM]
 
 
 def calls(*words: str) -> Counter[str]:
@@ -49,3 +61,12 @@ def test_a_dry_run_decides_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     words = ("strategy=pipeline", "nodes=2", "dry_run=true", "launcher=local", "launcher.snapshot=false")
     assert calls(*words) == dict.fromkeys(ONCE, 1)
+
+
+def test_the_answers_of_a_sweep_stay_out_of_what_was_composed() -> None:
+    """Runs of a sweep may share what was composed."""
+    config = composed("launcher=local", "launcher.snapshot=false")
+    before = config.copy()
+    run = prepare(config, overrides=(), preset={"training.global_batch_size": 32, "launcher.kind": "script"})
+    assert (run.config.training.global_batch_size, run.config.launcher.kind) == (32, "script")
+    assert config == before

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.machine.torch_variables import use_fixed_workspaces
 from hpc_parallel.machine.world import World

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.models.experts import Reorder, grouped_product
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.strategies import precision

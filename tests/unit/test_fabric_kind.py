@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.config.checks.all_checks import find_problems
-from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.fabric_kinds import KINDS
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.machine.fabric_kind import fabric_devices, set_fabric
 from tests.composed import composed
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hpc_parallel.config.batch_plan import batch_of, plan_batch
-from hpc_parallel.config.fitting_batch import fitting_samples, sample_bytes
 from hpc_parallel.config.layout import Layout
+from hpc_parallel.config.model_bytes import fitting_samples, sample_bytes
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.strategies import checkpointing, precision

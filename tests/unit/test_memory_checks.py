@@ -8,9 +8,9 @@ import hydra
 import pytest
 import torch
 
-from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.model_bytes import least_bytes, parameters
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.site_limits import local_warnings
 from hpc_parallel.problems import ConfigError
 from tests.composed import composed, prepared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_parallel.config.compose import find_folder
+from hpc_parallel.config.places import find_folder
 from hpc_parallel.planning.hardware import hardware_names, read_hardware
 from hpc_parallel.training.metrics import peak_of
 

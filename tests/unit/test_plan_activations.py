@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning.memory import plan
 from hpc_parallel.worker.exact_plan import measure
 from tests.composed import composed

@@ -52,7 +52,7 @@ SIZES = ((), ("model.dim=64", "model.ffn_dim=192"), ("training.global_batch_size
 
 @pytest.fixture(scope="module")
 def works() -> list[tuple[Work, int]]:
-    from hpc_parallel.config.compose import resolve
+    from hpc_parallel.config.resolve import resolve
 
     configs = [resolve(composed(*MODEL, *strategy, *size))[0] for strategy in STRATEGIES for size in SIZES]
     return [(work_of_run(config), config.gpus_per_node) for config in configs]
@@ -346,7 +346,7 @@ def test_processes_on_the_cores_of_a_machine_with_gpus_take_turns() -> None:
     """A calibration with device=cpu measures its cores, whatever else the machine has."""
     import torch
 
-    from hpc_parallel.config.compose import resolve
+    from hpc_parallel.config.resolve import resolve
     from hpc_parallel.worker import calibrate as module
 
     config, *_ = resolve(composed("nodes=2", "gpus_per_node=4", "device=cpu"))

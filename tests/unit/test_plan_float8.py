@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_parallel.__main__ import main as command
-from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.planning.float8_rounding import ROUNDED, ROUNDING_KERNELS, in_float8
 from hpc_parallel.planning.hardware import read_hardware

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from hpc_parallel import torch_internals
-from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schedules import SCHEDULES, stages_of
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.planning.memory import KINDS, MemoryPlan, plan, text_table

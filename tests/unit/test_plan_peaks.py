@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning.memory import plan
 from tests.composed import composed
 

@@ -10,8 +10,8 @@ import pytest
 from omegaconf import MISSING, OmegaConf
 
 from hpc_parallel.config.checks.key_checks import choices_of, find_problems
-from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.model_data_schema import CHANNELS, DATA, MODELS
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.rules import (
     Rule,
     above,

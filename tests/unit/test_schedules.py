@@ -13,8 +13,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from hpc_parallel.config.batch_plan import plan_batch
 from hpc_parallel.config.checks import pipeline_checks, switch_checks, torch_version
 from hpc_parallel.config.checks.pipeline_checks import cuts_problem, version_problem
-from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import Layout
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schedules import SCHEDULES, stages_of, unfit
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.strategies.pipeline import KINDS

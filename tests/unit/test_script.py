@@ -20,9 +20,9 @@ from hpc_parallel.__main__ import main as command
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.checks.script_checks import script_warnings
 from hpc_parallel.config.command_line import CommandLine
-from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.compose import compose_run
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.script import arguments_of, resume_words
-from hpc_parallel.config.sweep_compose import compose_run
 from hpc_parallel.launch.batch_script import render, sbatch_flags
 from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.machine.world import World

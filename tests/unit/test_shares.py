@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hpc_parallel.config.batch_plan import BatchPlan
 from hpc_parallel.config.checks.all_checks import find_problems
-from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import Layout
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.shares import apportion, batch_shares, slowdown
 from hpc_parallel.config.stage_cuts import balance
 from hpc_parallel.data.sampler import Batches

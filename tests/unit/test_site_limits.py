@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.config import container_paths
-from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.container_paths import container_warnings
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.run import main
 from hpc_parallel.slurm import client
 from hpc_parallel.slurm import limits as partition_limits

@@ -14,7 +14,7 @@ from string import Template
 
 import pytest
 
-from hpc_parallel.config.compose import find_folder
+from hpc_parallel.config.places import find_folder
 from hpc_parallel.launch.batch_script import needs_own_script, render, render_array, sbatch_flags
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import ConfigError, spell

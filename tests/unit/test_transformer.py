@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpc_parallel.config.compose import find_folder
+from hpc_parallel.config.places import find_folder
 from hpc_parallel.models import transformer
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.models.transformer import Attention, Transformer, rotate, rotation

@@ -9,9 +9,9 @@ from omegaconf import OmegaConf
 
 from hpc_parallel import api
 from hpc_parallel.config.command_line import CommandLine
-from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.compose import Cell, compose_cells, compose_run
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import register
-from hpc_parallel.config.sweep_compose import Cell, compose_cells, compose_run
 from hpc_parallel.problems import ConfigError
 
 register()

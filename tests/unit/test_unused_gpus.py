@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpc_parallel.config.compose import resolve
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.worker.main import unused_gpus
 from tests.composed import composed
 

@@ -1,0 +1,123 @@
+"""Every private part of Hydra that this package uses, and the state that Hydra keeps for the whole process.
+
+No other file imports `hydra._internal`: a new version of Hydra is tried here. Hydra's public functions read
+all files of `conf/` again for each run of a sweep, and print errors instead of raising them.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import _run_hydra, create_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathElement
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
+from hydra.core.utils import JobRuntime
+from hydra.version import VersionBase
+from omegaconf import DictConfig
+from omegaconf.basecontainer import BaseContainer
+
+from hpc_parallel.config.schema import register
+
+_ALONE = threading.RLock()  # what Hydra keeps is one for the whole process
+
+
+@contextmanager
+def composing(config_dir: str, *, extra_dir: str | None = None) -> Iterator[None]:
+    """Let `hydra.compose` find the files of `config_dir`, and of the user's folder `extra_dir`."""
+    GlobalHydra.instance().clear()
+    search_path = create_config_search_path(config_dir)
+    if extra_dir:
+        element = SearchPathElement("command-line", f"file://{Path(extra_dir).absolute()}")
+        search_path.get_path().insert(-1, element)  # before the schemas
+    Hydra.create_main_hydra2(task_name="run", config_search_path=search_path)
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def current_loader() -> ConfigLoaderImpl:
+    """What composes inside `composing`, and with the same files after it."""
+    loader = GlobalHydra.instance().config_loader()
+    assert isinstance(loader, ConfigLoaderImpl)
+    return loader
+
+
+def selects_group(override: Override, *, loader: ConfigLoaderImpl) -> bool:
+    """Whether the override selects a file of a group, by Hydra's own rule."""
+    value: Any = override.value()
+    return not isinstance(value, dict) and bool(loader.repository.group_exists(override.key_or_group))
+
+
+def set_values(overrides: Sequence[Override], config: DictConfig) -> None:
+    """Set the values of overrides that select no group. Raises what Hydra raises."""
+    ConfigLoaderImpl._apply_overrides_to_config(list(overrides), config)
+
+
+def combinations(overrides: Sequence[Override]) -> list[list[str]]:
+    """The overrides of each run of a sweep, in the order of Hydra's basic sweeper."""
+    (batch,) = BasicSweeper.split_arguments(list(overrides), None)
+    return batch
+
+
+def has_basic_sweeper(composed: DictConfig) -> bool:
+    """Whether Hydra's basic sweeper and launcher are chosen, and no callback."""
+    hydra = composed.hydra
+    plugins = (hydra.sweeper._target_, hydra.launcher._target_)
+    basic = tuple(f"{plugin.__module__}.{plugin.__qualname__}" for plugin in (BasicSweeper, BasicLauncher))
+    return plugins == basic and not hydra.callbacks
+
+
+def flags_parser() -> ArgumentParser:
+    """The parser of a command line: Hydra's flags, and the overrides."""
+    made: ArgumentParser = get_args_parser()
+    return made
+
+
+def print_by_flag(flags: Namespace, main: Callable[..., Any], *, config_dir: str, config_name: str) -> None:
+    """Let Hydra print what its flag asks for: the configuration, a completion. Raises what Hydra raises."""
+    _run_hydra(flags, get_args_parser(), main, config_dir, config_name)
+
+
+@contextmanager
+def borrowed_hydra() -> Iterator[None]:
+    """Register our schemas and let Hydra compose in the block; then leave Hydra's state as it was.
+
+    For callers that are not our own commands: a notebook may use Hydra itself. Other threads wait until the
+    block ends.
+    """
+    with _ALONE:
+        singletons = (GlobalHydra, HydraConfig, VersionBase, ConfigStore)
+        kept = [(singleton.instance(), dict(vars(singleton.instance()))) for singleton in singletons]
+        job = copy.deepcopy(JobRuntime.instance().conf)
+        store = _copied(ConfigStore.instance().repo)
+        resolvers = dict(BaseContainer._resolvers)  # no public function lists them; Hydra copies them so, too
+        try:
+            register()
+            yield
+        finally:
+            for singleton, attributes in kept:  # attributes are replaced, except the tables of the store
+                vars(singleton).clear()
+                vars(singleton).update(attributes)
+            JobRuntime.instance().conf = job
+            ConfigStore.instance().repo = store
+            BaseContainer._resolvers.clear()
+            BaseContainer._resolvers.update(resolvers)
+
+
+def _copied(groups: dict[str, Any]) -> dict[str, Any]:
+    """The same nodes in tables of their own."""
+    return {name: _copied(node) if isinstance(node, dict) else node for name, node in groups.items()}
