@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hpc_parallel.config.batch_plan import plan_batch
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
-from hpc_parallel.config.checks.targets import missing_part
+from hpc_parallel.config.class_paths import missing_part
 from hpc_parallel.config.compose import resolve
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.schedules import SCHEDULES, schedule_of, stages_per_rank, unfit
