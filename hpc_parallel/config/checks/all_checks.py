@@ -60,12 +60,14 @@ OF_TRAINING = (  # a script reads no key of our training
     Check(training_checks.switch_problems),
     Check(training_checks.fp8_problems, lambda run: run.training.fp8 != training_checks.OFF),
     Check(profile_checks.find_problems, lambda run: run.profile.kind != "none"),
-    Check(cluster_checks.machine_problems),
+    Check(cluster_checks.machine_problems, lambda run: bool(run.machine.collectives)),
 )
 OF_ALL_TASKS = (
     Check(cluster_checks.find_problems),
     Check(site_checks.find_problems),
-    Check(python_checks.find_problems),
+    Check(python_checks.python_problems, lambda run: run.launcher.python is not None),
+    Check(python_checks.conda_problems, lambda run: run.launcher.conda is not None),
+    Check(python_checks.venv_problems, lambda run: run.launcher.venv is not None),
 )
 """In the order of the problems whose keys are not on the command line."""
 
