@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hpc_parallel.config.checks import (
     cluster_checks,
@@ -23,16 +22,12 @@ from hpc_parallel.config.checks import (
     task_checks,
     training_checks,
 )
-from hpc_parallel.config.counts import class_path, is_reference_decoder
-from hpc_parallel.config.model_data_schema import HuggingFaceConfig, ParquetDataConfig
+from hpc_parallel.config.counts import class_path, is_convnet, is_reference_decoder
+from hpc_parallel.config.model_data_schema import DigitsDataConfig, HuggingFaceConfig, ParquetDataConfig
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK
 from hpc_parallel.config.task_schema import TaskConfig
 from hpc_parallel.problems import Problem, Problems
-from hpc_parallel.record.safe_read import MAX_INTEGER
-
-COUNTED = ("model", "strategy", "training", "optimizer", "launcher", "task")  # tables of counts
-MOST_COUNT, MOST_INTEGER = 2**31, MAX_INTEGER
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,8 @@ class Check:
     meets: Callable[[RunConfig], bool] | None = None
 
 
-OF_TRAINING = (  # a script reads no key of our training
+# In the order of the problems whose keys are not on the command line. A script reads no key of our training.
+OF_TRAINING = (
     Check(optimizer_checks.find_problems),
     Check(execution_checks.find_problems, lambda run: run.strategy.execution in execution_checks.WHOLE),
     Check(execution_checks.compression_problems, lambda run: run.strategy.gradient_compression != "none"),
@@ -55,7 +51,8 @@ OF_TRAINING = (  # a script reads no key of our training
     Check(data_checks.parquet_problems, lambda run: class_path(run.data) == ParquetDataConfig._target_),
     Check(huggingface_checks.find_problems, lambda run: class_path(run.model) == HuggingFaceConfig._target_),
     Check(data_checks.fit_problems),
-    Check(model_size_checks.image_problems),
+    Check(data_checks.digit_problems, lambda run: class_path(run.data) == DigitsDataConfig._target_),
+    Check(model_size_checks.convnet_problems, lambda run: is_convnet(run.model)),
     Check(task_checks.find_problems, lambda run: type(run.task) is not TaskConfig),
     Check(training_checks.switch_problems),
     Check(training_checks.fp8_problems, lambda run: run.training.fp8 != training_checks.OFF),
@@ -69,12 +66,12 @@ OF_ALL_TASKS = (
     Check(python_checks.conda_problems, lambda run: run.launcher.conda is not None),
     Check(python_checks.venv_problems, lambda run: run.launcher.venv is not None),
 )
-"""In the order of the problems whose keys are not on the command line."""
 
 
 def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Problem | str]:
     """Returns all problems of `config`, in the order of the command line's `overrides`."""
-    if huge := list(_integers(config)):  # the other checks loop up to these numbers: they might never end
+    huge = list(key_checks.huge_integers(config))
+    if huge:  # the other checks loop up to these numbers: they might never end
         return in_order(huge, overrides)
     problems: list[Problem | str] = [*key_checks.find_problems(config)]
     for check in (*(() if config.task.name == TASK else OF_TRAINING), *OF_ALL_TASKS):
@@ -94,29 +91,3 @@ def in_order(problems: Sequence[Problem | str], overrides: Sequence[str]) -> lis
         return named[-1] if named else len(keys)
 
     return sorted(problems, key=position)
-
-
-def _integers(config: RunConfig) -> Problems:
-    """Integers beyond any real run, or beyond what a file of the run can hold."""
-    limits = {key: rule.most for key, _, rule in key_checks.ruled_values(config) if rule.most}
-    for key, value in _leaves(vars(config)):
-        if isinstance(value, int):
-            most = limits.get(key, MOST_COUNT if key.partition(".")[0] in COUNTED else MOST_INTEGER)
-            bound, limit = (most, "most") if value > 0 else (-most, "least")
-            if abs(value) > most:
-                legal = () if key.endswith("]") or value < 0 else (bound,)
-                yield Problem(key, value, f"must be at {limit} {bound}", legal)
-
-
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) for every plain value in nested classes, tables and lists."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{prefix}[{index}]")
-    elif is_dataclass(value):
-        yield from _leaves(vars(value), prefix)
-    else:
-        yield prefix, value

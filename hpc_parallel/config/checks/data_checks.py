@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hpc_parallel.config.checks.key_checks import sizes_are_legal
+from hpc_parallel.config.checks.suggestions import multiples_near
 from hpc_parallel.config.class_paths import class_tables, target_problems
 from hpc_parallel.config.counts import class_path, count
 from hpc_parallel.config.model_data_schema import (
@@ -87,8 +89,17 @@ def fit_problems(config: RunConfig) -> Problems:
     if fitting and data in our_data and data not in fitting.values():
         kind = str(model).rpartition(".")[2]
         yield Problem("data", our_data[data], f"is not data that a {kind} can train on", tuple(fitting))
-    if data == DigitsDataConfig._target_ and find_spec("sklearn") is None:
+
+
+def digit_problems(config: RunConfig) -> Problems:
+    """`data=digits` needs scikit-learn, and images of whole digits."""
+    if find_spec("sklearn") is None:
         yield "data = digits needs scikit-learn, which is not installed here (pip install scikit-learn)."
+    for side in ("height", "width"):
+        size = config.data[side]
+        if sizes_are_legal(config) and size % 8:
+            rule = "is not a multiple of 8, the side of a digit"
+            yield Problem(f"data.{side}", size, rule, multiples_near(size, 8))
 
 
 def parquet_problems(config: RunConfig) -> Problems:

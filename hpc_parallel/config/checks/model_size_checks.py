@@ -1,11 +1,11 @@
-"""Check the sizes of our models, and of the images that our convnets train on."""
+"""Check the class of the model, and the sizes of our models."""
 
 from __future__ import annotations
 
 from hpc_parallel.config.checks.key_checks import sizes_are_legal
-from hpc_parallel.config.checks.suggestions import multiples_near, near
+from hpc_parallel.config.checks.suggestions import near
 from hpc_parallel.config.class_paths import target_problems
-from hpc_parallel.config.counts import class_path, is_convnet
+from hpc_parallel.config.counts import class_path
 from hpc_parallel.config.layout import divisors
 from hpc_parallel.config.model_data_schema import CellsDataConfig, DigitsDataConfig
 from hpc_parallel.config.schema import RunConfig
@@ -36,22 +36,15 @@ def decoder_problems(config: RunConfig) -> Problems:
         yield Problem("model.kv_heads", kv_heads, rule, near(kv_heads, divisors(heads)))
 
 
-def image_problems(config: RunConfig) -> Problems:
-    """Whole digits, odd kernels, grey images and enough labels."""
-    model, data = config.model, config.data
+def convnet_problems(config: RunConfig) -> Problems:
+    """Odd kernels, grey images and enough labels."""
     if not sizes_are_legal(config):
         return
-    for side in ("height", "width") if class_path(data) == DigitsDataConfig._target_ else ():
-        if data[side] % 8:
-            rule = "is not a multiple of 8, the side of a digit"
-            yield Problem(f"data.{side}", data[side], rule, multiples_near(data[side], 8))
-    if not is_convnet(model):
-        return
-    kernel_size = model["kernel_size"]
+    model, kernel_size = config.model, config.model["kernel_size"]
     if kernel_size % 2 == 0:
         rule = "must be odd, or each block would shift the image"
         yield Problem("model.kernel_size", kernel_size, rule, (kernel_size - 1, kernel_size + 1))
-    least = CLASSES.get(class_path(data) or "")
+    least = CLASSES.get(class_path(config.data) or "")
     if least is None:
         return
     if model["in_channels"] != 1:
