@@ -2,7 +2,7 @@
 
 An axis splits the model, the batch, or single samples over its ranks. To add an axis, add its key here, its
 degree in `Layout`, what its ranks hold and send in `holdings.py` and `exchanges.py`, and, if numbers must
-fit, a check in `checks/axis_checks.py`.
+fit, a check in `checks/axis_checks.py` (`SIZES`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Look up how many blocks, heads, columns and tokens a model's configuration has."""
+"""What the configuration says of a model and its data: class, samples, numbers of blocks, heads, tokens."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from hpc_parallel.config.model_data_schema import (
     ConvNetConfig,
@@ -44,7 +46,7 @@ DEFAULT_KEYS = {"vocabulary": "vocab_size"}
 def count(config: RunConfig, what: str) -> tuple[str, int | None]:
     """Returns the key for the number of `what` (a name in KEYS), and the number or None."""
     model = config.model if isinstance(config.model, dict) else {}
-    target = model.get("_target_")
+    target = class_path(model)
     if what == "blocks" and target in BLOCKS_OF_CHANNELS and isinstance(model.get("channels"), list):
         key, times, fewer = BLOCKS_OF_CHANNELS[target]
         return key, times * len(model["channels"]) - fewer
@@ -60,7 +62,36 @@ def count(config: RunConfig, what: str) -> tuple[str, int | None]:
     return f"model.{key}", value if isinstance(value, int) and value > 0 else None
 
 
+def class_path(part: Any) -> str | None:
+    """The `_target_` of the model or the data; None if there is none."""
+    target = part.get("_target_") if isinstance(part, dict) else None
+    return None if target is None else str(target)
+
+
+def sequence_length(config: RunConfig) -> int | None:
+    """Tokens in one sample; None if the data does not say."""
+    length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
+    return length if isinstance(length, int) else None
+
+
 def is_reference_decoder(config: RunConfig) -> bool:
     """Whether the model is one of our decoders, whose keys and parts are known."""
-    decoders = (TransformerConfig._target_, MoeTransformerConfig._target_)
-    return isinstance(config.model, dict) and config.model.get("_target_") in decoders
+    return class_path(config.model) in (TransformerConfig._target_, MoeTransformerConfig._target_)
+
+
+def is_convnet(model: Any) -> bool:
+    """Whether the model is one of our models of images."""
+    return class_path(model) in BLOCKS_OF_CHANNELS
+
+
+def reads(model: Any) -> str | None:
+    """The kind of samples that a model reads, `text` or `images`; None for a user's class."""
+    if is_convnet(model):
+        return "images"
+    return "text" if class_path(model) in KEYS else None
+
+
+def halvings(model: dict[str, Any]) -> int:
+    """How often one of our models of images halves an image."""
+    levels = len(model["channels"])
+    return levels - 1 if model["_target_"] == UNetConfig._target_ else levels

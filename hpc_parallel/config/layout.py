@@ -134,6 +134,14 @@ def layout_of(strategy: Strategy, *, devices: int) -> Layout:
     return Layout.resolve(strategy, devices=devices - servers(strategy))
 
 
+def legal_layout(strategy: Strategy, *, devices: int) -> Layout | None:
+    """The same; None where the degrees are wrong, which `checks/layout_checks.py` reports."""
+    try:
+        return layout_of(strategy, devices=devices)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
 def share_of(rank: int, *, layout: Layout, strategy: Execution) -> tuple[int | None, int]:
     """The part of the global batch that a rank takes (None if it takes none), and the number of parts."""
     if strategy.execution == DATAPARALLEL:

@@ -3,7 +3,7 @@
     steps: int = key(100, count())  # The number of optimizer steps.
 
 `checks/key_checks.py` applies the rules, and docs/configuration.md shows them. What several keys must be
-together is a function in `checks/`.
+together is a function in `checks/`, which `checks/all_checks.py` lists.
 """
 
 from __future__ import annotations

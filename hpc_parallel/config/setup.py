@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_parallel.config.axes import DECLARED
-from hpc_parallel.config.checks.image_checks import reads
+from hpc_parallel.config.counts import reads
 from hpc_parallel.config.layout import SPMD, Layout, layout_of
 from hpc_parallel.config.model_data_schema import ConvNetConfig, HuggingFaceConfig
 from hpc_parallel.config.schedules import SCHEDULES

@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 
 from hpc_parallel.config import find_module
-from hpc_parallel.config.checks.targets import class_tables
+from hpc_parallel.config.class_paths import class_tables
 from hpc_parallel.config.job_python import is_chosen, job_python
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_utils import AttentionInterface
 
-from hpc_parallel.config.checks.huggingface_checks import FAMILIES, FIXED, read_source, roles_in
+from hpc_parallel.config.huggingface_source import FAMILIES, FIXED, read_source, roles_in
 from hpc_parallel.models.attention import CausalAttention, PositionTables
 from hpc_parallel.models.drawn_weights import by_rows
 from hpc_parallel.models.language import LanguageHead, LanguageModel

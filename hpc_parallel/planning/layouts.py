@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from hpc_parallel.config.checks import context_checks, tensor_checks
+from hpc_parallel.config.checks.axis_checks import sequence_problems, tensor_problems
 from hpc_parallel.config.counts import count
 from hpc_parallel.config.layout import Layout, divisors
 from hpc_parallel.config.schedules import SCHEDULES
@@ -77,14 +77,14 @@ def _splits_of_samples(config: RunConfig) -> Iterator[tuple[int, int]]:
     """The degrees of tensor and context together that can split the model's layers and a sequence."""
     for tensor in _tensor_degrees(config):
         for context in divisors(config.devices // tensor):
-            if not any(context_checks.find_problems(config, Layout(context=context, tensor=tensor))):
+            if not any(sequence_problems(config, Layout(context=context, tensor=tensor))):
                 yield tensor, context
 
 
 def _tensor_degrees(config: RunConfig) -> list[int]:
     """The degrees inside a node that can split the model's layers."""
     possible = [Layout(tensor=degree) for degree in divisors(config.gpus_per_node)]
-    return [layout.tensor for layout in possible if not any(tensor_checks.find_problems(config, layout))]
+    return [layout.tensor for layout in possible if not any(tensor_problems(config, layout))]
 
 
 class Variants:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from hpc_parallel.config.batch_plan import Plan
-from hpc_parallel.config.checks.fp8_checks import OFF
+from hpc_parallel.config.checks.training_checks import OFF
 from hpc_parallel.config.counts import count
 from hpc_parallel.config.holdings import sliced_over
 from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, servers

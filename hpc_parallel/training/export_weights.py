@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 
-from hpc_parallel.config.checks.starting_weights import LENGTH_BYTES
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.checkpoint_index import Checkpoint, sync_folder
 from hpc_parallel.record.credentials import public_part, without_credentials
 from hpc_parallel.record.safe_write import replacing
+from hpc_parallel.record.safetensors_header import LENGTH_BYTES
 from hpc_parallel.training.load_weights import CheckpointWeights
 
 DTYPES = {  # names of the format

@@ -14,13 +14,13 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from hpc_parallel.config.checks.starting_weights import read_header
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.drawn_weights import own_slice
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.checkpoint_index import Checkpoint
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safetensors_header import read_header
 from hpc_parallel.record.summary_file import INITIAL
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies import exchange

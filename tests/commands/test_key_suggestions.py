@@ -13,7 +13,7 @@ import pytest
 from hpc_parallel import __version__
 from hpc_parallel.commands.run_command import main
 from hpc_parallel.config import conda, ones_own
-from hpc_parallel.config.checks.targets import missing_part
+from hpc_parallel.config.class_paths import missing_part
 from hpc_parallel.config.key_suggestions import SYNONYMS, edits, suggest
 from hpc_parallel.config.quantities import same_quantity
 from hpc_parallel.config.resolve import flat

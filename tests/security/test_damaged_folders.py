@@ -17,9 +17,8 @@ import xxhash
 
 from hpc_parallel.__main__ import main
 from hpc_parallel.commands import grid, run_rows
-from hpc_parallel.config.checks import starting_weights
 from hpc_parallel.problems import printable
-from hpc_parallel.record import checkpoint_index
+from hpc_parallel.record import checkpoint_index, safetensors_header
 from hpc_parallel.record.metrics_file import MetricsReader, last_line, read_metrics
 from hpc_parallel.record.recorded import find_runs, read_run
 from hpc_parallel.record.run_folder import RunFolder, unreadable
@@ -344,14 +343,14 @@ class TestWeights:
         path = tmp_path / "a.safetensors"
         path.write_bytes(content)
         with pytest.raises(ValueError, match=why):
-            starting_weights.read_header(path)
+            safetensors_header.read_header(path)
 
     def test_special_files(self, tmp_path: Path) -> None:
         pipe(tmp_path / "a")
         (tmp_path / "zero").symlink_to("/dev/zero")
         for name, why in (("a", "it is a pipe"), ("zero", "it is a device")):
             with pytest.raises(DamagedError, match=why):
-                starting_weights.read_header(tmp_path / name)
+                safetensors_header.read_header(tmp_path / name)
 
 
 @needs_root

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from hpc_parallel.config.batch_plan import plan_batch
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
-from hpc_parallel.config.checks.targets import missing_part
+from hpc_parallel.config.class_paths import missing_part
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schedules import SCHEDULES, schedule_of, stages_per_rank, unfit
@@ -79,6 +81,33 @@ def test_a_class_below_a_folder_without_init_is_known(
 )  # fmt: skip
 def test_class_paths_are_checked_without_import(target: str, right: bool) -> None:
     assert (missing_part(target) is None) == right
+
+
+@pytest.mark.parametrize(
+    ("word", "check"),
+    [("strategy=dataparallel", "execution_checks"), ("model=huggingface", "huggingface_checks"),
+     ("task=infer", "task_checks"), ("profile=torch", "profile_checks"),
+     ("launcher.venv=.", "python_checks")],
+)  # fmt: skip
+def test_a_run_enters_the_checks_that_it_meets(config: RunConfig, word: str, check: str) -> None:
+    assert check in entered_checks(resolve(composed(word))[0])
+    assert check not in entered_checks(config)
+
+
+def entered_checks(config: RunConfig) -> set[str]:
+    """The files of `config/checks/` with a function that was called."""
+    files: set[Path] = set()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            files.add(Path(frame.f_code.co_filename))
+
+    sys.setprofile(note)
+    try:
+        find_problems(config)
+    finally:
+        sys.setprofile(None)
+    return {file.stem for file in files if file.parent.name == "checks"}
 
 
 DEGREE = st.sampled_from([-1, 1, 2, 3, 4])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hpc_parallel.config.checks.huggingface_checks import FAMILIES, FIXED, read_source, roles_in
+from hpc_parallel.config.huggingface_source import FAMILIES, FIXED, read_source, roles_in
 from hpc_parallel.models.layered import materialise
 
 transformers = pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from hpc_parallel.config.batch_plan import plan_batch
-from hpc_parallel.config.checks import pipeline_checks, switch_checks, torch_version
+from hpc_parallel.config.checks import pipeline_checks, training_checks
 from hpc_parallel.config.checks.pipeline_checks import cuts_problem, version_problem
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.resolve import resolve
@@ -86,7 +86,7 @@ def test_bad_cuts_are_offered_good_ones(cuts: list[int], stages: int, blocks: in
 
 def test_a_torch_that_is_too_old_for_a_v_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert version_problem("zbv") is None
-    monkeypatch.setattr(torch_version, "version", lambda package: "2.11.0+cu130")
+    monkeypatch.setattr(training_checks, "version", lambda package: "2.11.0+cu130")
     assert str(version_problem("dualpipev")) == (
         "strategy.schedule = dualpipev needs torch 2.12 or newer, and torch 2.11 is installed here. "
         "Try strategy.schedule=interleaved_zero_bubble."
@@ -101,9 +101,9 @@ def test_a_torch_that_is_too_old_for_selective_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words = ("strategy=data", "nodes=2", "training.activation_checkpointing=selective")
-    assert list(switch_checks.find_problems(resolve(composed(*words))[0])) == []
-    monkeypatch.setattr(torch_version, "version", lambda package: "2.11.0+cu130")
-    assert [str(problem) for problem in switch_checks.find_problems(resolve(composed(*words))[0])] == [
+    assert list(training_checks.switch_problems(resolve(composed(*words))[0])) == []
+    monkeypatch.setattr(training_checks, "version", lambda package: "2.11.0+cu130")
+    assert [str(problem) for problem in training_checks.switch_problems(resolve(composed(*words))[0])] == [
         "training.activation_checkpointing = selective needs torch 2.12 or newer, and torch 2.11 is "
         "installed here. "
         "Try training.activation_checkpointing=full or training.activation_checkpointing=none."

@@ -13,10 +13,10 @@ import yaml
 from safetensors.numpy import save_file
 
 from hpc_parallel.commands.export import main as export
-from hpc_parallel.config.checks.starting_weights import read_header
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.checkpoint_index import checksum, publish, unfinished_folder
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safetensors_header import read_header
 from tests.composed import composed, prepared
 
 MODEL = dict(composed("model=tiny").model)

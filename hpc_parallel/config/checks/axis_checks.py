@@ -1,32 +1,28 @@
-"""Check each axis of a layout: what it declares in `config/axes.py`, and whether sizes fit its degree."""
+"""Check each axis of a layout: what it declares in `config/axes.py`, and whether sizes fit its degree.
+
+A pipeline, which has more rules, has a file of its own.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from hpc_parallel.config.axes import DECLARED, Axis
-from hpc_parallel.config.checks import (
-    context_checks,
-    expert_checks,
-    pipeline_checks,
-    tensor_checks,
-    tile_checks,
-)
-from hpc_parallel.config.checks.image_checks import reads
-from hpc_parallel.config.checks.suggestions import along_with_less_of
-from hpc_parallel.config.layout import Layout
+from hpc_parallel.config.checks import pipeline_checks
+from hpc_parallel.config.checks.key_checks import sizes_are_legal
+from hpc_parallel.config.checks.suggestions import multiples_near, with_degree_near, without_axis
+from hpc_parallel.config.counts import KEYS, class_path, count, halvings, is_convnet, reads, sequence_length
+from hpc_parallel.config.layout import Layout, divisors, tile_grid
+from hpc_parallel.config.model_data_schema import ConvNetConfig, MoeTransformerConfig
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, Problems
 
-SIZES: dict[str, Callable[[RunConfig, Layout], Problems]] = {
-    "pipeline": pipeline_checks.find_problems,
-    "expert": expert_checks.find_problems,
-    "context": context_checks.find_problems,
-    "tensor": tensor_checks.find_problems,
-    "tile": tile_checks.find_problems,
+NOT_IN_MIXTURE = {  # axes that can't split the reference mixture of experts
+    "context": "splits sequences, and the router balances whole sequences",
+    "tensor": "splits layers, and experts have no role for it",
 }
-"""The check of an axis whose degree must fit sizes. It is called for degree 1 too."""
 
 
 def find_problems(config: RunConfig, layout: Layout) -> Problems:
@@ -42,13 +38,12 @@ def _declared(axis: Axis, degree: int, *, config: RunConfig, layout: Layout) -> 
     kind = reads(config.model)
     if axis.reads is not None and kind is not None and kind != axis.reads:
         rule = f"splits {axis.reads}, and the model reads {kind}"
-        along = along_with_less_of(axis.name, config.strategy)
-        yield Problem(f"strategy.{axis.name}", degree, rule, (1,), along)
+        yield without_axis(axis.name, rule, config=config, layout=layout)
         return
     for other, reason in axis.apart.items():
-        if (size := layout.degrees[other]) > 1:
+        if layout.degrees[other] > 1:
             rule = f"can't be combined with strategy.{axis.name} = {degree}: {reason}"
-            yield Problem(f"strategy.{other}", size, rule, (1,), along_with_less_of(other, config.strategy))
+            yield without_axis(other, rule, config=config, layout=layout)
     for conflict in axis.conflicts:
         holds = all(_value_at(config, key) == value for key, value in conflict.when.items())
         if holds and _value_at(config, conflict.key) == conflict.value:
@@ -62,3 +57,127 @@ def _value_at(config: RunConfig, key: str) -> Any:
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else getattr(node, part)
     return node
+
+
+def _experts(config: RunConfig, layout: Layout) -> Problems:
+    if class_path(config.model) == MoeTransformerConfig._target_:
+        yield from _mixture(config, layout)
+    if layout.expert == 1:
+        return
+    experts = count(config, "experts")[1]
+    if experts is None and class_path(config.model) in KEYS:
+        rule = "splits the experts of a model, and this model has none (model=moe_tiny has)"
+        yield without_axis("expert", rule, config=config, layout=layout)
+    elif experts is not None and experts % layout.expert:
+        rule = f"does not divide model.experts = {experts}: each device has the same number of experts"
+        yield with_degree_near("expert", rule, experts, config=config, layout=layout)
+
+
+def _mixture(config: RunConfig, layout: Layout) -> Problems:
+    experts, per_token = config.model["experts"], config.model["experts_per_token"]
+    if isinstance(experts, int) and isinstance(per_token, int) and not 1 <= per_token <= experts:
+        rule = f"must be from 1 to model.experts = {experts}"
+        yield Problem("model.experts_per_token", per_token, rule, (min(2, max(1, experts)),))
+    if config.training.compile:
+        rule = "can't be used: torch can't compile the products of experts"
+        yield Problem("training.compile", True, rule, (False,))
+    for axis, rule in NOT_IN_MIXTURE.items():
+        if layout.degrees[axis] > 1:
+            yield without_axis(axis, rule, config=config, layout=layout)
+
+
+def sequence_problems(config: RunConfig, layout: Layout) -> Problems:
+    """The axes must divide a sequence, and with `all_to_all` the heads that see all of it.
+
+    `context` takes two slices of a sequence for each device, then `tensor` takes one.
+    """
+    length, tensor = sequence_length(config), layout.tensor if config.strategy.sequence_parallel else 1
+    unit = layout.context * math.lcm(2 if layout.context > 1 else 1, tensor)
+    if length is not None and length >= 1 and length % unit:
+        degrees = {"context": layout.context, "tensor": tensor}
+        splits = [f"strategy.{axis} = {degree}" for axis, degree in degrees.items() if degree > 1]
+        what = "two slices of the same length" if layout.context > 1 else "the same number of positions"
+        rule = f"does not divide by {unit} for {' and '.join(splits)}: each device keeps {what}"
+        yield Problem("data.sequence_length", length, rule, multiples_near(length, unit))
+    if layout.context > 1 and config.strategy.context_attention == "all_to_all":
+        yield from _heads_of_all_to_all(config, layout)
+
+
+def _heads_of_all_to_all(config: RunConfig, layout: Layout) -> Problems:
+    """`context` divides the heads that `tensor` leaves; key-value heads divide it, or it divides them."""
+    degree, tensor = layout.context, layout.tensor
+    (key, heads), (kv_key, kv_heads) = count(config, "heads"), count(config, "kv_heads")
+    if not heads or not kv_heads or heads % tensor or kv_heads % tensor:  # tensor_problems reports the last
+        return
+    left, kv_left = heads // tensor, kv_heads // tensor
+    if left % degree or (kv_left % degree and degree % kv_left):
+        of_tensor = f", of which strategy.tensor leaves {left} and {kv_left}" if tensor > 1 else ""
+        counts = f"{key} = {heads} and {kv_key} = {kv_heads}{of_tensor}"
+        rule = f"can't give each of {degree} devices whole heads: {counts}"
+        yield Problem("strategy.context_attention", "all_to_all", rule, ("ring", "gather"))
+
+
+def tensor_problems(config: RunConfig, layout: Layout) -> Problems:
+    """The degree must divide heads, columns and vocabulary; in a convnet, the logits of its classifier."""
+    degree = layout.tensor
+    if degree == 1:
+        return
+    if is_convnet(config.model):
+        yield from _classifier(config, layout)
+    (key, heads), (kv_key, kv_heads) = count(config, "heads"), count(config, "kv_heads")
+    if not heads or not kv_heads:
+        return
+    if math.gcd(heads, kv_heads) % degree:
+        counts = f"{key} = {heads} and {kv_key} = {kv_heads}"
+        rule = f"does not divide {counts}: each device needs whole heads"
+        yield with_degree_near("tensor", rule, heads, kv_heads, config=config, layout=layout)
+        return
+    for split, what in (("columns", "columns"), ("vocabulary", "rows of the embedding")):
+        key, size = count(config, split)
+        if size and size % degree:
+            rule = f"does not divide by strategy.tensor = {degree}: devices have equal numbers of {what}"
+            above = -(-size // degree) * degree  # a smaller vocabulary would lose tokens
+            yield Problem(key, size, rule, (above,))
+
+
+def _classifier(config: RunConfig, layout: Layout) -> Problems:
+    degree, model = layout.tensor, config.model
+    if model["_target_"] != ConvNetConfig._target_:
+        rule = f"splits linear layers, and a {model['_target_'].rpartition('.')[2]} has none"
+        yield without_axis("tensor", rule, config=config, layout=layout)
+    elif model["classes"] % degree:
+        rule = f"does not divide by strategy.tensor = {degree}: each device has the same number of logits"
+        yield Problem("model.classes", model["classes"], rule, (-(-model["classes"] // degree) * degree,))
+
+
+def _tiles(config: RunConfig, layout: Layout) -> Problems:
+    """Each tile needs a position on every feature map, and whole pixels for each of its positions."""
+    degree, grid = layout.tile, config.strategy.tile_grid
+    if grid is not None and (len(grid) != 2 or min(grid) < 1 or math.prod(grid) != degree):
+        rule = f"is not a grid [rows,columns] of {degree} tiles"
+        legal = [[rows, degree // rows] for rows in divisors(degree)]
+        yield Problem("strategy.tile_grid", grid, rule, tuple(legal[:3]))
+    elif is_convnet(config.model) and "height" in config.data and sizes_are_legal(config):
+        yield from _maps(config.model, config.data, grid=tile_grid(degree, grid))
+
+
+def _maps(model: dict[str, Any], data: dict[str, Any], *, grid: tuple[int, int]) -> Problems:
+    blocks = halvings(model)
+    for side, parts in zip(("height", "width"), grid, strict=True):
+        size, unit = data[side], parts * 2**blocks
+        if model["_target_"] != ConvNetConfig._target_ and size % unit:
+            rule = f"does not divide by {parts} tiles x 2^{blocks} for the halvings of {blocks} blocks"
+            yield Problem(f"data.{side}", size, rule, multiples_near(size, unit))
+        elif size < unit:
+            rule = f"is too small for {parts} tiles and {blocks} blocks, which each halve it"
+            yield Problem(f"data.{side}", size, rule, (unit,))
+
+
+SIZES: dict[str, Callable[[RunConfig, Layout], Problems]] = {
+    "pipeline": pipeline_checks.find_problems,
+    "expert": _experts,
+    "context": sequence_problems,
+    "tensor": tensor_problems,
+    "tile": _tiles,
+}
+"""The check of an axis whose degree must fit sizes. It is called for degree 1 too."""

@@ -7,17 +7,17 @@ from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, SPMD
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, Problems
 
+WHOLE = (DATAPARALLEL, PARAMETER_SERVER)  # whose devices hold whole models
+
 
 def find_problems(config: RunConfig) -> Problems:
     execution = config.strategy.execution
-    if execution in (DATAPARALLEL, PARAMETER_SERVER):
-        yield from _whole_replicas(config, execution)
+    yield from _whole_replicas(config, execution)
     if execution == DATAPARALLEL:
         yield from _one_process(config)
     elif execution == PARAMETER_SERVER and config.devices == 1:
         rule = "leaves the server alone: it needs at least one worker"
         yield Problem("gpus_per_node", 1, rule, (2,), _all_replicas(config))
-    yield from _compression(config)
 
 
 def _whole_replicas(config: RunConfig, execution: str) -> Problems:
@@ -39,11 +39,9 @@ def _one_process(config: RunConfig) -> Problems:
             yield Problem(f"training.{switch}", value, rule, (off,))
 
 
-def _compression(config: RunConfig) -> Problems:
+def compression_problems(config: RunConfig) -> Problems:
     """Only DistributedDataParallel has a hook for compression."""
     strategy = config.strategy
-    if strategy.gradient_compression == "none":
-        return
     replicas = any(getattr(strategy, axis) != 1 for axis in AVERAGED_AXES)
     sliced = strategy.shard != 1 or strategy.tensor != 1
     if strategy.execution != SPMD or sliced or not replicas:

@@ -1,4 +1,4 @@
-"""Check each value by the rule at its key (`config/rules.py`)."""
+"""Check each value by the rule at its key (`config/rules.py`), and that no integer is huge."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from hpc_parallel.config.model_data_schema import schema_of
 from hpc_parallel.config.rules import Rule, default_of, rules_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem
+from hpc_parallel.record.safe_read import MAX_INTEGER
+
+COUNTED = ("model", "strategy", "training", "optimizer", "launcher", "task")  # tables of counts
+MOST_COUNT, MOST_INTEGER = 2**31, MAX_INTEGER
 
 
 def find_problems(config: RunConfig) -> Iterator[Problem]:
@@ -19,6 +23,32 @@ def find_problems(config: RunConfig) -> Iterator[Problem]:
         if value is not None and not rule.allows(value):
             near = choice_near(key, str(value), rule.choices, most=1)
             yield Problem(key, value, rule.text, tuple(near) or rule.legal)
+
+
+def huge_integers(config: RunConfig) -> Iterator[Problem]:
+    """Integers beyond any real run, or beyond what a file of the run can hold."""
+    limits = {key: rule.most for key, _, rule in ruled_values(config) if rule.most}
+    for key, value in _leaves(vars(config)):
+        if isinstance(value, int):
+            most = limits.get(key, MOST_COUNT if key.partition(".")[0] in COUNTED else MOST_INTEGER)
+            bound, limit = (most, "most") if value > 0 else (-most, "least")
+            if abs(value) > most:
+                legal = () if key.endswith("]") or value < 0 else (bound,)
+                yield Problem(key, value, f"must be at {limit} {bound}", legal)
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) for every plain value in nested classes, tables and lists."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{prefix}[{index}]")
+    elif is_dataclass(value):
+        yield from _leaves(vars(value), prefix)
+    else:
+        yield prefix, value
 
 
 def ruled_values(config: RunConfig) -> Iterator[tuple[str, Any, Rule]]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hpc_parallel.config.checks.targets import missing_part
+from hpc_parallel.config.class_paths import target_problems
 from hpc_parallel.config.key_suggestions import suggest
 from hpc_parallel.config.schema import OptimizerConfig, RunConfig
 from hpc_parallel.problems import Problem, Problems, nearest
@@ -28,7 +28,7 @@ def find_problems(config: RunConfig) -> Problems:
         hint = f"Try optimizer=custom optimizer._target_={optimizer._target_}."
         yield f"optimizer._target_ = {optimizer._target_} {rule}. {hint}"
     elif optimizer.name not in CLASSES:
-        yield from _target("optimizer._target_", optimizer._target_)
+        yield from target_problems("optimizer._target_", optimizer._target_)
     for name, rule_of_group in optimizer.groups.items():
         yield from _group(f"optimizer.groups.{name}", rule_of_group)
     yield from _schedule(optimizer)
@@ -47,7 +47,7 @@ def _schedule(optimizer: OptimizerConfig) -> Problems:
         rule = f"is not one of {', '.join(SCHEDULES)}, nor the path of a function"
         yield Problem("optimizer.schedule", schedule, rule, tuple(close))
         return
-    yield from _target("optimizer.schedule", schedule, kind="function")
+    yield from target_problems("optimizer.schedule", schedule, kind="function")
     if optimizer.warmup_steps is not None:
         rule = f"has no effect: {schedule} decides every step"
         yield Problem("optimizer.warmup_steps", optimizer.warmup_steps, rule, (None,))
@@ -86,10 +86,4 @@ def _group(key: str, rule_of_group: Any) -> Problems:
         if not is_legal(value):
             yield Problem(f"{key}.{name}", value, rule, (legal,))
         elif name == "_target_":
-            yield from _target(f"{key}._target_", value)
-
-
-def _target(key: str, target: str, *, kind: str = "class") -> Problems:
-    if (missing := missing_part(target, kind=kind)) is not None:
-        rule, near = missing
-        yield Problem(key, target, rule, near)
+            yield from target_problems(f"{key}._target_", value)

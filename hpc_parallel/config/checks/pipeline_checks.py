@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from hpc_parallel.config.axes import AXES
 from hpc_parallel.config.batch_plan import BatchPlan
-from hpc_parallel.config.checks.torch_version import too_old
+from hpc_parallel.config.checks.suggestions import along_with_less_of, near
+from hpc_parallel.config.checks.training_checks import too_old
 from hpc_parallel.config.counts import count
 from hpc_parallel.config.layout import Layout, divisors
 from hpc_parallel.config.schedules import SCHEDULES, Schedule, schedule_of, stages_per_rank, unfit
@@ -37,8 +37,7 @@ def find_problems(config: RunConfig, layout: Layout) -> Problems:
     key, blocks = count(config, "blocks")
     if blocks is not None and stages > blocks:
         degree = max((d for d in divisors(layout.devices) if d * per_rank <= blocks), default=1)
-        others_fixed = -1 not in (getattr(strategy, axis) for axis in AXES if axis != "pipeline")
-        along = ("strategy.replicate=-1",) if others_fixed and degree < layout.pipeline else ()
+        along = along_with_less_of("pipeline", strategy) if degree < layout.pipeline else ()
         detail = f" ({layout.pipeline} ranks x {per_rank})" if per_rank > 1 else ""
         rule = f"gives {stages} stages{detail}, more than {key} = {blocks}: each needs a block"
         yield Problem("strategy.pipeline", layout.pipeline, rule, (degree,), along)
@@ -96,8 +95,7 @@ def batch_problems(config: RunConfig, layout: Layout, plan: BatchPlan) -> Proble
     samples = plan.samples_per_replica
     fitting = [n for n in divisors(samples) if unfit(strategy, microbatches=n, ranks=ranks) is None]
     if fitting:
-        near = sorted(fitting, key=lambda count: abs(count - plan.microbatches))[:2]
-        yield _microbatches_problem(config, plan, rule, sorted(near))
+        yield _microbatches_problem(config, plan, rule, near(plan.microbatches, fitting))
     else:
         stages = ranks * stages_per_rank(strategy)
         rule = f"gives a replica {samples} samples, too few for {stages} microbatches of {strategy.schedule}"
@@ -105,17 +103,12 @@ def batch_problems(config: RunConfig, layout: Layout, plan: BatchPlan) -> Proble
         yield Problem("training.global_batch_size", batch, rule, (stages * layout.data,))
 
 
-def _microbatches_problem(config: RunConfig, plan: BatchPlan, rule: str, legal: Sequence[int]) -> Problem:
+def _microbatches_problem(config: RunConfig, plan: BatchPlan, rule: str, legal: tuple[int, ...]) -> Problem:
     """Name the key that decides the count: the size of a microbatch if the user set that."""
     size = config.training.microbatch_size
     if size is None:
-        return Problem("strategy.microbatches", plan.microbatches, rule, tuple(legal))
+        return Problem("strategy.microbatches", plan.microbatches, rule, legal)
     sizes = tuple(plan.samples_per_replica // count for count in legal)
     along = () if config.strategy.microbatches is None else ("strategy.microbatches=null",)
-    return Problem(
-        "training.microbatch_size",
-        size,
-        f"makes {plan.microbatches} microbatches, which {rule}",
-        sizes,
-        along,
-    )
+    rule = f"makes {plan.microbatches} microbatches, which {rule}"
+    return Problem("training.microbatch_size", size, rule, sizes, along)

@@ -10,21 +10,12 @@ from pathlib import Path
 from hpc_parallel.config.conda import HOOK, find_environment, named
 from hpc_parallel.config.job_python import absolute
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.site_schema import LauncherConfig
 from hpc_parallel.problems import Problem, Problems, nearest, spell
 
 
-def find_problems(config: RunConfig) -> Problems:
-    launcher = config.launcher
-    if launcher.python is not None:
-        yield from _python(launcher.python, launcher)
-    if launcher.conda is not None:
-        yield from _conda(launcher.conda)
-    if launcher.venv is not None:
-        yield from _venv(launcher.venv, launcher)
-
-
-def _python(python: str, launcher: LauncherConfig) -> Problems:
+def python_problems(config: RunConfig) -> Problems:
+    """`launcher.python` must be a program that the job finds."""
+    launcher, python = config.launcher, config.launcher.python or ""
     if not python.strip() or not python.isprintable():
         yield Problem("launcher.python", python, "must be a path or a name", (sys.executable,))
     elif launcher.container is not None:
@@ -39,7 +30,9 @@ def _python(python: str, launcher: LauncherConfig) -> Problems:
         yield Problem("launcher.python", python, rule, (sys.executable,))
 
 
-def _conda(text: str) -> Problems:
+def conda_problems(config: RunConfig) -> Problems:
+    """`launcher.conda` must be an environment that has Python and can be activated."""
+    text = config.launcher.conda or ""
     environment, names = find_environment(text), named()
     if environment is None:
         rule = "is not a folder here" if os.sep in text else f"is not one of {', '.join(names)}"
@@ -56,7 +49,9 @@ def _conda(text: str) -> Problems:
         )
 
 
-def _venv(venv: str, launcher: LauncherConfig) -> Problems:
+def venv_problems(config: RunConfig) -> Problems:
+    """`launcher.venv` must be a virtual environment."""
+    launcher, venv = config.launcher, config.launcher.venv or ""
     folder = Path(absolute(venv))
     if launcher.conda is not None:
         rule = f"can't be with launcher.conda={spell(launcher.conda)}: each is the environment of the job"

@@ -1,8 +1,4 @@
-"""Check `weights=FILE.safetensors|RUN`, from which a run may start, without torch.
-
-A safetensors file is eight bytes of length, a table of names in JSON, and the numbers
-(https://huggingface.co/docs/safetensors). Reading it executes nothing.
-"""
+"""Check `weights=FILE.safetensors|RUN`, from which a run may start, without torch."""
 
 from __future__ import annotations
 
@@ -22,12 +18,11 @@ from hpc_parallel.problems import Problem, Problems, nearest
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.find import path_of
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder
-from hpc_parallel.record.safe_read import MIB, DamagedError, open_regular, parse_json
+from hpc_parallel.record.safe_read import DamagedError, parse_json
+from hpc_parallel.record.safetensors_header import read_header
 from hpc_parallel.record.trust import UntrustedError, require_private
-from hpc_parallel.record.values import integer, table, text
+from hpc_parallel.record.values import table, text
 
-LENGTH_BYTES = 8
-MOST_HEADER_BYTES = 16 * MIB  # enough for 100,000 tensors; parsed, it takes up to 30 times as much
 IMAGE_SHAPE = ("channels", "classes", "in_channels", "kernel_size")
 SHAPE = {  # the keys of a model that its weights fit
     TransformerConfig._target_: ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size", "tied_head"),
@@ -73,38 +68,6 @@ def model_of_run(path: Path, *, trusted: bool) -> Mapping[str, Any]:
     if not trusted:
         require_private(checkpoints[0].path)  # its index is a pickle
     return table(table(checkpoints[0].manifest.get("config")).get("model"))
-
-
-def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Returns the shapes by name and the metadata of a safetensors file.
-
-    Raises ValueError if the file has another format or is incomplete, and OSError.
-    """
-    with open_regular(path, follow=True) as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if length > MOST_HEADER_BYTES:
-            raise ValueError("it is not a safetensors file")
-        header = file.read(length)
-    try:
-        tensors = parse_json(header.decode())
-        metadata = tensors.pop("__metadata__", {})
-        shapes = {name: _numbers(entry["shape"]) for name, entry in tensors.items()}
-        end = max((_numbers(entry["data_offsets"])[1] for entry in tensors.values()), default=0)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
-        raise ValueError("it is not a safetensors file") from None
-    expected = LENGTH_BYTES + length + end
-    if size != expected:
-        raise ValueError(f"it has {size} of {expected} bytes")
-    return shapes, {key: value for key, value in table(metadata).items() if isinstance(value, str)}
-
-
-def _numbers(values: Any) -> tuple[int, ...]:
-    """Raises ValueError."""
-    numbers = [integer(value) for value in values]
-    if not all(number is not None and number >= 0 for number in numbers):
-        raise ValueError("not a list of counts")
-    return tuple(number for number in numbers if number is not None)
 
 
 def _shape(model: Any, trained: Mapping[str, Any]) -> Problems:

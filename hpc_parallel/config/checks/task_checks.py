@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 
 from hpc_parallel.config.axes import SAMPLE_AXES
-from hpc_parallel.config.checks.image_checks import is_convnet
-from hpc_parallel.config.counts import count
-from hpc_parallel.config.layout import SPMD, Layout, layout_of
+from hpc_parallel.config.counts import class_path, count, is_convnet, sequence_length
+from hpc_parallel.config.layout import SPMD, Layout, legal_layout
 from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.task_schema import (
@@ -21,9 +20,8 @@ from hpc_parallel.problems import Problem, Problems
 
 
 def find_problems(config: RunConfig) -> Problems:
-    try:
-        layout = layout_of(config.strategy, devices=config.devices)
-    except (ValueError, ZeroDivisionError):  # layout_checks reports it
+    layout = legal_layout(config.strategy, devices=config.devices)
+    if layout is None:
         return
     yield from _seconds(config)
     if isinstance(config.task, InferConfig):
@@ -75,9 +73,8 @@ def _storage(task: PreflightTaskConfig, *, launcher: str) -> Problems:
 
 
 def _generate(config: RunConfig, layout: Layout) -> Problems:
-    target = config.model.get("_target_") if isinstance(config.model, dict) else None
     if is_convnet(config.model):
-        kind = str(target).rpartition(".")[2]
+        kind = str(class_path(config.model)).rpartition(".")[2]
         rule = f"needs the key-value cache of CausalAttention, and a {kind} has none"
         yield Problem("task", "generate", rule, ("infer",))
     if config.strategy.execution != SPMD:
@@ -93,15 +90,15 @@ def _generate(config: RunConfig, layout: Layout) -> Problems:
 
 
 def _prompts(config: RunConfig, task: GenerateConfig) -> Problems:
-    length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
     if task.prompts is None:
-        if isinstance(length, int) and 1 <= length < task.prompt_length:
+        length = sequence_length(config)
+        if length is not None and 1 <= length < task.prompt_length:
             rule = f"is longer than a sample (data.sequence_length = {length})"
             yield Problem("task.prompt_length", task.prompt_length, rule, (length,))
         return
     try:
         as_bytes = reads_bytes(config.data)
-    except (ValueError, OSError, KeyError, TypeError):  # all_checks._data reports it
+    except (ValueError, OSError, KeyError, TypeError):  # data_checks reports it
         return
     key, room = count(config, "vocabulary")
     if not all(_is_prompt(text, as_bytes=as_bytes, room=room) for text in task.prompts) or not task.prompts:

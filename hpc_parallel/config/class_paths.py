@@ -1,4 +1,4 @@
-"""Check whether a class path names a class, without importing its module, which may need torch."""
+"""Whether a class path names a class, without importing its module, which may need torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.problems import nearest, spell
+from hpc_parallel.problems import Problem, Problems, nearest, spell
 from hpc_parallel.record.safe_read import is_file, is_real_folder, list_folder
 
 
@@ -24,6 +24,13 @@ def class_tables(key: str, table: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield key, table
     for name, value in table.items():
         yield from class_tables(f"{key}.{name}", value)
+
+
+def target_problems(key: str, target: Any, *, kind: str = "class") -> Problems:
+    """Yields a problem if the class path at `key` names no `kind`."""
+    if (missing := missing_part(str(target), kind=kind)) is not None:
+        rule, legal = missing
+        yield Problem(key, target, rule, legal)
 
 
 def missing_part(target: str, *, kind: str = "class") -> tuple[str, tuple[str, ...]] | None:

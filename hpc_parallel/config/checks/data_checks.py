@@ -1,0 +1,156 @@
+"""Check the data: its class and its files, that the model can train on it, and that its tokens fit.
+
+Parquet files are read by their schemas and statistics, without torch.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.config.checks.key_checks import sizes_are_legal
+from hpc_parallel.config.checks.suggestions import multiples_near
+from hpc_parallel.config.class_paths import class_tables, target_problems
+from hpc_parallel.config.counts import class_path, count
+from hpc_parallel.config.model_data_schema import (
+    CellsDataConfig,
+    ConvNetConfig,
+    DigitsDataConfig,
+    HuggingFaceConfig,
+    MoeTransformerConfig,
+    SegmenterConfig,
+    TextDataConfig,
+    TokensDataConfig,
+    TransformerConfig,
+    UNetConfig,
+)
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.data.table_files import Column, find_files, read_columns, with_rows
+from hpc_parallel.problems import Problem, Problems, nearest
+from hpc_parallel.record.safe_read import list_folder
+
+TOKENS = {"text": TextDataConfig._target_, "tokens": TokensDataConfig._target_}
+# The data that our models train on, by class path. A user's class may take any data.
+FITTING = {
+    TransformerConfig._target_: TOKENS,
+    MoeTransformerConfig._target_: TOKENS,
+    HuggingFaceConfig._target_: TOKENS,
+    ConvNetConfig._target_: {"digits": DigitsDataConfig._target_},
+    SegmenterConfig._target_: {"cells": CellsDataConfig._target_},
+    UNetConfig._target_: {"cells": CellsDataConfig._target_},
+}
+MOST_FILES = 256  # of parquet, whose schemas are read; the job reads all
+
+
+def find_problems(config: RunConfig) -> Problems:
+    """The data must exist, and its tokens must fit the model's vocabulary."""
+    if not isinstance(config.data, dict) or not config.data.get("_target_"):
+        yield "data._target_ is missing: name the class of your data. Try data=text."
+        return
+    for key, table in class_tables("data", config.data):
+        yield from target_problems(f"{key}._target_", table["_target_"])
+    stated = config.data.get("vocab_size")
+    vocab_size = 256 if config.data["_target_"].endswith("TextData") else stated
+    if (path := config.data.get("path")) is not None:
+        if not path or not os.path.exists(os.path.expanduser(path)):
+            parent = Path(os.path.expanduser(path)).parent
+            names = [entry.name for entry in list_folder(parent)] if path else []
+            near = nearest(Path(path).name, names)
+            yield Problem("data.path", path, "does not exist here", tuple(parent / name for name in near))
+        else:
+            try:
+                vocab_size = _stored_vocab_size(config.data) or vocab_size
+            except (ValueError, OSError) as error:
+                yield f"data.path = {path} can't be used: {error}"
+    key, room = count(config, "vocabulary")
+    if isinstance(vocab_size, int) and room and room < vocab_size:
+        rule = f"is too small for the data, whose tokens run from 0 to {vocab_size - 1}"
+        yield Problem(key, room, rule, (vocab_size,))
+
+
+def _stored_vocab_size(data: dict[str, Any]) -> int | None:
+    """The vocabulary size of the tokens at `data.path`. Raises ValueError if the files are other data."""
+    from hpc_parallel.data import text, tokens  # neither imports torch
+
+    if data["_target_"] == TokensDataConfig._target_:
+        return tokens.read_description(Path(os.path.expanduser(data["path"])))["vocab_size"]
+    if data["_target_"] == TextDataConfig._target_:
+        text.find_files(data["path"], pattern=data["pattern"])
+    return None
+
+
+def fit_problems(config: RunConfig) -> Problems:
+    """A model of ours trains on some of our data sets."""
+    our_data = {path: name for fitting in FITTING.values() for name, path in fitting.items()}
+    model, data = class_path(config.model), class_path(config.data)
+    fitting = FITTING.get(model or "")
+    if fitting and data in our_data and data not in fitting.values():
+        kind = str(model).rpartition(".")[2]
+        yield Problem("data", our_data[data], f"is not data that a {kind} can train on", tuple(fitting))
+
+
+def digit_problems(config: RunConfig) -> Problems:
+    """`data=digits` needs scikit-learn, and images of whole digits."""
+    if find_spec("sklearn") is None:
+        yield "data = digits needs scikit-learn, which is not installed here (pip install scikit-learn)."
+    for side in ("height", "width"):
+        size = config.data[side]
+        if sizes_are_legal(config) and size % 8:
+            rule = "is not a multiple of 8, the side of a digit"
+            yield Problem(f"data.{side}", size, rule, multiples_near(size, 8))
+
+
+def parquet_problems(config: RunConfig) -> Problems:
+    """Columns, tokens and sizes of `data=parquet`."""
+    data = config.data
+    if find_spec("datasets") is None:
+        yield "data = parquet needs the library datasets, which is not installed (pip install datasets)."
+        return
+    if data["target"] is None:
+        yield from _sizes_of_tokens(data)
+    if not os.path.exists(os.path.expanduser(data["path"] or "")):  # find_problems reports it
+        return
+    names = {"data.input": data["input"]} | ({"data.target": data["target"]} if data["target"] else {})
+    try:
+        files = with_rows(find_files(data["path"])[:MOST_FILES])
+        columns = [read_columns(file, tuple(names.values())) for file in files]
+    except (ValueError, OSError) as error:
+        yield f"data.path = {data['path']} can't be used: {error}."
+        return
+    for key, name in names.items():
+        yield from _column(key, name, [parts[name] for parts in columns], are_tokens=not data["target"])
+    yield from _largest_token(config, [parts[data["input"]] for parts in columns])
+
+
+def _sizes_of_tokens(data: dict[str, Any]) -> Problems:
+    rule = "must be given for token ids (data.target = null)"
+    of_vocabulary = f"{rule}: the number of tokens that the tokenizer has"
+    if data["vocab_size"] is None:
+        yield Problem("data.vocab_size", None, of_vocabulary, (50257,))
+    if data["sequence_length"] is None:
+        yield Problem("data.sequence_length", None, rule, (1024,))
+
+
+def _column(key: str, name: str, columns: list[Column], *, are_tokens: bool) -> Problems:
+    kinds = sorted({column.kind for column in columns})
+    if len(kinds) > 1:
+        yield Problem(key, name, f"names columns of different types: {', '.join(kinds)}")
+    elif are_tokens and not columns[0].is_integer:
+        rule = f"names a column of {kinds[0]}, but token ids are integers or lists of them"
+        yield Problem(key, name, f"{rule} (for inputs of another kind, set data.target)")
+    elif not columns[0].is_numeric:
+        rule = f"names a column of {kinds[0]}, but numbers and lists of numbers can be read"
+        yield Problem(key, name, f"{rule}; for others, write a dataset (data=dataset)")
+
+
+def _largest_token(config: RunConfig, columns: list[Column]) -> Problems:
+    """The vocabulary must hold the largest token that the statistics of the files name."""
+    size = config.data["vocab_size"]
+    largest = max((column.largest for column in columns if column.largest is not None), default=None)
+    if not isinstance(size, int) or size < 1 or largest is None or not columns[0].is_integer:
+        return
+    if largest >= size:
+        rule = f"is too small: the files have the token {largest}"
+        yield Problem("data.vocab_size", size, rule, (max(largest + 1, count(config, "vocabulary")[1] or 0),))

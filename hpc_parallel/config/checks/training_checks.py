@@ -1,0 +1,191 @@
+"""Check what the keys of `training` require of each other, of the strategy, the model and this machine.
+
+A combination in float8 that is not proven is refused.
+"""
+
+from __future__ import annotations
+
+import netrc
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import urlparse
+
+from hpc_parallel.config.checks.suggestions import without_axis
+from hpc_parallel.config.class_paths import class_tables, target_problems
+from hpc_parallel.config.counts import class_path, is_convnet
+from hpc_parallel.config.layout import SPMD, Layout, legal_layout
+from hpc_parallel.config.model_data_schema import MoeTransformerConfig
+from hpc_parallel.config.node_devices import launcher_kind
+from hpc_parallel.config.schedules import schedule_of
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.problems import Problem, Problems
+
+OFF = "off"  # training.fp8
+APART_FROM_FP8 = ("expert", "context", "tensor", "tile")
+CALLBACKS, VALIDATION = "hpc_parallel.training.callbacks", "validation_loss"
+
+
+def callback_problems(config: RunConfig) -> Problems:
+    """Each callback is a table with a class."""
+    for index, callback in enumerate(config.training.callbacks):
+        key = f"training.callbacks[{index}]"
+        if not isinstance(callback, dict) or not callback.get("_target_"):
+            yield Problem(key, callback, "has no _target_, the class of a callback")
+            continue
+        for name, table in class_tables(key, callback):
+            yield from target_problems(f"{name}._target_", table["_target_"])
+        if _needs_validation(callback) and config.training.validate_every is None:
+            rule = f"leaves {callback['_target_'].rpartition('.')[2]} without a validation"
+            yield Problem("training.validate_every", None, rule, (100,))
+
+
+def _needs_validation(callback: dict[str, Any]) -> bool:
+    key = callback.get("key", VALIDATION)
+    watched = {f"{CALLBACKS}.KeepBest": VALIDATION, f"{CALLBACKS}.EarlyStopping": key}
+    return str(watched.get(callback["_target_"])).startswith("validation_")
+
+
+def switch_problems(config: RunConfig) -> Problems:
+    """Switches that most strategies allow, against the few that don't, and against this machine."""
+    training = config.training
+    yield from _selective(config)
+    if training.on_nonfinite == "rollback" and training.checkpoint_every is None:
+        rule = "needs a checkpoint to go back to (training.checkpoint_every)"
+        yield Problem("training.on_nonfinite", "rollback", rule, ("stop", "skip"))
+    compiler = os.environ.get("CXX", "g++")  # torch uses the same rule
+    if training.compile and launcher_kind(config.launcher.kind) == "local" and shutil.which(compiler) is None:
+        rule = f"needs a C++ compiler, but there is no {compiler} here (install g++, or set CXX)"
+        yield Problem("training.compile", True, rule, (False,))
+    if training.memory_budget is not None:
+        yield from _memory_budget(config)
+    for switch, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
+        if getattr(training, switch) and find_spec(package) is None:
+            rule = f"needs the package {package}, which is not installed here (pip install {package})"
+            yield Problem(f"training.{switch}", True, rule, (False,))
+    if training.wandb and not _can_use_wandb(config.cluster.environment):
+        rule = "needs a login, and neither WANDB_API_KEY nor ~/.netrc has one (wandb login)."
+        yield f"training.wandb = true {rule} Try +cluster.environment.WANDB_MODE=offline."
+
+
+def _selective(config: RunConfig) -> Problems:
+    """torch returns a kept result once, so the second half of a split backward pass would get none."""
+    strategy, keeps = config.strategy, config.training.activation_checkpointing
+    if keeps != "selective":
+        return
+    if problem := selective_problem():
+        yield problem
+    layout = legal_layout(strategy, devices=config.devices) or Layout()
+    if layout.pipeline > 1 and schedule_of(strategy).splits_backward:
+        rule = (
+            f"can't be combined with strategy.schedule = {strategy.schedule}, which splits the backward pass"
+        )
+        yield Problem("training.activation_checkpointing", keeps, rule, ("full", "none"))
+
+
+def selective_problem() -> Problem | None:
+    """Before torch 2.12, a block that overwrites a kept result could not be noticed."""
+    rule = too_old((2, 12))
+    if rule is None:
+        return None
+    return Problem("training.activation_checkpointing", "selective", rule, ("full", "none"))
+
+
+def too_old(needed: tuple[int, int]) -> str | None:
+    """Returns the rule that is broken if the installed torch is older than `needed`; the job uses the same.
+
+    Returns None also if no torch is installed.
+    """
+    try:
+        match = re.match(r"(\d+)\.(\d+)", version("torch"))
+    except PackageNotFoundError:
+        return None
+    if match is None or (installed := (int(match[1]), int(match[2]))) >= needed:
+        return None
+    oldest, current = (".".join(map(str, release)) for release in (needed, installed))
+    return f"needs torch {oldest} or newer, and torch {current} is installed here"
+
+
+def _memory_budget(config: RunConfig) -> Problems:
+    """The compiler spends the budget, on what no other switch has decided already."""
+    training = config.training
+    if not training.compile:
+        rule = "needs training.compile=true: the compiler chooses what is computed again"
+        yield Problem("training.memory_budget", training.memory_budget, rule, (None,))
+    elif training.activation_checkpointing != "none":
+        rule = "can't be combined with training.memory_budget, which decides the same"
+        yield Problem("training.activation_checkpointing", training.activation_checkpointing, rule, ("none",))
+
+
+def compile_whole_problems(config: RunConfig) -> Problems:
+    """One graph of the whole model leaves no place for what a strategy or switch puts around its blocks."""
+    training, strategy = config.training, config.strategy
+    layout = legal_layout(strategy, devices=config.devices) or Layout()
+    divided = [
+        f"strategy.{axis}={degree}"
+        for axis, degree in layout.degrees.items()
+        if axis != "replicate" and degree > 1
+    ]
+    keeps, recipe = training.activation_checkpointing, training.fp8
+    is_ours = (class_path(config.model) or "").startswith("hpc_parallel.models.")
+    rules = {
+        "needs training.compile=true": not training.compile,
+        f"can't be used: {', '.join(divided)} divides the model or its samples": bool(divided),
+        f"can't be used: strategy={strategy.name} does more around the model": strategy.execution != SPMD,
+        f"can't be used with training.activation_checkpointing={keeps}": keeps != "none",
+        f"can't be used with training.fp8={recipe}: it was compared in blocks only": recipe != OFF,
+        "is for the models of this package: yours are compiled block by block": not is_ours,
+    }
+    for rule, is_broken in rules.items():
+        if is_broken:
+            yield Problem("training.compile_whole", True, rule, (False,))
+
+
+def _can_use_wandb(site_variables: Mapping[str, object]) -> bool:
+    """Whether wandb finds a login here, as its own client looks for it, or needs none."""
+    variables = {**{name: str(value) for name, value in site_variables.items()}, **os.environ}
+    if variables.get("WANDB_API_KEY") or variables.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return True
+    host = urlparse(variables.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(variables.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def fp8_problems(config: RunConfig) -> Problems:
+    """What products in float8 can't be combined with."""
+    recipe, strategy = config.training.fp8, config.strategy
+    if config.training.precision != "bfloat16":
+        rule = f"can't be combined with training.fp8 = {recipe}, whose other products are in bfloat16"
+        yield Problem("training.precision", config.training.precision, rule, ("bfloat16",))
+    layout = legal_layout(strategy, devices=config.devices) or Layout()
+    yield from (Problem("training.fp8", recipe, rule, (OFF,)) for rule in _rules_of_fp8(config))
+    for axis in APART_FROM_FP8:
+        if layout.degrees[axis] > 1:
+            rule = f"can't be combined with training.fp8 = {recipe}: that is not proven"
+            yield without_axis(axis, rule, config=config, layout=layout)
+    if layout.pipeline > 1 and schedule_of(strategy).splits_backward:
+        rule = f"can't be combined with training.fp8 = {recipe}, whose backward pass is one operation"
+        yield Problem("strategy.schedule", strategy.schedule, rule, ("1f1b",))
+    if config.training.activation_checkpointing == "selective":
+        rule = f"keeps no product of training.fp8 = {recipe}"
+        yield Problem("training.activation_checkpointing", "selective", rule, ("full", "none"))
+
+
+def _rules_of_fp8(config: RunConfig) -> list[str]:
+    """What the model, the execution or the task does not allow."""
+    rules = []
+    if is_convnet(config.model):
+        rules.append("multiplies in linear layers inside blocks, and this model has convolutions")
+    if class_path(config.model) == MoeTransformerConfig._target_:
+        rules.append("is not proven for a mixture of experts")
+    if config.strategy.execution != SPMD:
+        rules.append(f"can't be combined with strategy.execution = {config.strategy.execution}")
+    if config.task.name == "generate":
+        rules.append("can't be used with task=generate, which decodes one token at a time")
+    return rules
