@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.problems import printable
-from hpc_parallel.record.collectives_table import is_row, short_table, valid_rows, warning_lines
+from hpc_parallel.record.collectives_file import CollectiveRow, Collectives, Rows, rows_of
+from hpc_parallel.record.collectives_table import short_table
 from hpc_parallel.record.machine_check_table import machine_lines
 from hpc_parallel.record.metrics_file import milliseconds, per_second, read_metrics
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import MIB, list_folder, parse_line, read_head, read_json
 from hpc_parallel.record.summary_file import INITIAL, Latency, Summary
-from hpc_parallel.record.values import integer, table, text
+from hpc_parallel.record.values import integer, table
 from hpc_parallel.record.values import texts as text_list
 
 SHOWN_BYTES = 16 * MIB  # of generated.jsonl
@@ -32,7 +33,7 @@ def results(folder: RunFolder, summary: Summary) -> list[str]:
     lines: list[str] = []
     if summary.batch_sizes:
         lines = show_table(summary.batch_sizes)
-    elif measured := read_json(folder.collectives):
+    elif (measured := Collectives.read(folder)) is not None:
         return collectives(measured, folder)
     elif calibrated := read_json(folder.calibration):
         return [printable(line) for line in text_list(calibrated.get("lines"))[:MOST_LINES]]
@@ -59,25 +60,25 @@ def profiles(folder: RunFolder) -> list[str]:
     ]
 
 
-def _rows_so_far(folder: RunFolder, summary: Summary) -> list[dict[str, Any]]:
+def _rows_so_far(folder: RunFolder, summary: Summary) -> Rows:
     """The measured rows of `task=collectives` that was killed before it could write its tables."""
-    return [] if summary.steps or summary.completed else valid_rows({"rows": read_metrics(folder.metrics)})
+    return [] if summary.steps or summary.completed else rows_of(read_metrics(folder.metrics))
 
 
-def collectives(content: Mapping[str, Any], folder: RunFolder) -> list[str]:
+def collectives(measured: Collectives, folder: RunFolder) -> list[str]:
     """The all-reduce of 2^20 numbers, a short table, and where the full one is."""
-    first = table(content.get("sum"))
-    lines = [first_line(first)] if is_row(first) else []
-    lines += [*short_table(valid_rows(content)), *warning_lines(content)]
-    if left_out := text(content.get("left_out")):
-        lines.append(printable(left_out))
+    lines = [first_line(measured.sum)] if measured.sum is not None else []
+    lines += short_table(measured.rows)
+    lines += [f"WARNING: {printable(line)}" for line in measured.warnings if line]
+    if measured.left_out:
+        lines.append(printable(measured.left_out))
     return [*lines, f"all sizes: {folder.collectives_table}"]
 
 
-def first_line(row: Mapping[str, Any]) -> str:
+def first_line(row: CollectiveRow) -> str:
     """What the all-reduce of 2^20 numbers showed."""
-    time_ms = row["time_s"] * 1e3
-    return f"2^20 float32 summed over {row['ranks']} ranks in {time_ms:.3f} ms; every rank has the right sum"
+    time_ms = row.time_s * 1e3
+    return f"2^20 float32 summed over {row.ranks} ranks in {time_ms:.3f} ms; every rank has the right sum"
 
 
 def _first_lines(path: Path) -> list[dict[str, Any]]:

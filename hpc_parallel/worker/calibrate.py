@@ -267,7 +267,7 @@ def _machine(config: RunConfig, devices: DeviceRows, *, spread: float) -> Machin
 def _link_profile(config: RunConfig, links: Plan) -> MachineConfig:
     """The fits of the links; all ranks are those inside a node, or one of each node."""
     names = {WORLD: INSIDE if config.nodes == 1 else ACROSS}
-    rows = [{**row, "group": names.get(row["group"], row["group"])} for row in links.sorted_rows()]
+    rows = [replace(row, group=names.get(row.group, row.group)) for row in links.sorted_rows()]
     profile = machine_profile(rows, site=config.cluster.name, device_type="", measured="")
     return MachineConfig(collectives=profile["collectives"])
 
