@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from hpc_parallel.problems import printable
 from hpc_parallel.record.collectives_file import CollectiveRow, Collectives, Rows, rows_of
 from hpc_parallel.record.collectives_table import short_table
-from hpc_parallel.record.machine_check_table import machine_lines
+from hpc_parallel.record.machine_check_table import MeasuredMachine, machine_lines
 from hpc_parallel.record.metrics_file import milliseconds, per_second, read_metrics
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import list_folder, read_json
+from hpc_parallel.record.safe_read import list_folder
 from hpc_parallel.record.summary_file import INITIAL, Latency, Summary
 from hpc_parallel.record.task_files import Calibration, Continued
 from hpc_parallel.record.values import integer, table
@@ -33,7 +33,7 @@ def results(folder: RunFolder, summary: Summary) -> list[str]:
         return collectives(measured, folder)
     elif (calibrated := Calibration.read(folder)) is not None:
         return list(map(printable, calibrated.lines))
-    elif checked := read_json(folder.machine_check):
+    elif (checked := MeasuredMachine.read(folder)) is not None:
         return machine_lines(checked)
     elif rows := _rows_so_far(folder, summary):
         return [*short_table(rows), f"all sizes: {folder.metrics}"]
