@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpc_parallel.commands.plan_figures import figures, memory_figure, notes
 from hpc_parallel.commands.plan_run import headline, record
@@ -26,6 +25,7 @@ from hpc_parallel.planning.step_time import Step, StepTime
 from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.credentials import without_secret_values
+from hpc_parallel.record.timeline_file import RankTimeline, StageWork
 from hpc_parallel.report.page import WITHOUT_PLOTS, can_draw
 from hpc_parallel.report.plan_html import PlanPage, Role, ScalingPoint, render
 from hpc_parallel.shell import complain
@@ -138,21 +138,21 @@ def _label(devices: Sequence[int], role: str) -> str:
     return f"{text} ({role})" if role else text
 
 
-def _ranks(plan: Planned) -> list[dict[str, Any]]:
+def _ranks(plan: Planned) -> list[RankTimeline]:
     """The actions of each rank of the pipeline, then the average of gradients and the update."""
     step = plan.step
     spans = Step(plan.work, on_nodes_of(plan.config, plan.hardware)).spans()
-    chunks: list[list[tuple[float, float, int, str, int | None]]] = [[] for _ in range(plan.work.pipeline)]
+    chunks: list[list[StageWork]] = [[] for _ in range(plan.work.pipeline)]
     for span in spans:
         kind, stage, microbatch = span.action
-        chunks[span.rank].append((span.start_s, span.end_s, stage, NAMES[kind], microbatch))
+        chunks[span.rank].append(StageWork(span.start_s, span.end_s, stage, NAMES[kind], microbatch))
     ends = step.timeline.total_s, step.timeline.total_s + step.gradients_s, step.total_s
     for rank_chunks in chunks:
-        stage = rank_chunks[0][2]
-        rank_chunks.append((ends[0], ends[1], stage, "average", None))
-        rank_chunks.append((ends[1], ends[2], stage, "update", None))
+        stage = rank_chunks[0].stage
+        rank_chunks.append(StageWork(ends[0], ends[1], stage, "average", None))
+        rank_chunks.append(StageWork(ends[1], ends[2], stage, "update", None))
     return [
-        {"rank": rank, "length_s": step.total_s, "chunks": [one for one in rank_chunks if one[1] > one[0]]}
+        RankTimeline(rank, step.total_s, tuple(work for work in rank_chunks if work.end_s > work.start_s))
         for rank, rank_chunks in enumerate(chunks)
     ]
 

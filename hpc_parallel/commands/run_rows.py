@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 from hpc_parallel.config.script import TASK as SCRIPT
-from hpc_parallel.record.metrics_file import duration, figure, per_second
+from hpc_parallel.record.metrics_file import Line, duration, figure, per_second
 from hpc_parallel.record.names import label
 from hpc_parallel.record.rank_output import last_output
 from hpc_parallel.record.recorded import RecordedRun
@@ -68,13 +68,10 @@ def _damaged_row(run: RecordedRun, state: State, reason: str) -> Row:
 
 
 def row_of(run: RecordedRun, state: State) -> Row:
-    last, summary = run.last_metrics or {}, run.summary or {}
-    step, steps = integer(last.get("step")), total_steps(run, state)
-    step_time_s = number(last.get("step_time_s"))
-    left_s = None
-    if state.name == RUNNING and step is not None and steps is not None and step_time_s is not None:
-        left_s = number(max(0, steps - step) * step_time_s)
-    rate = summary.get("samples_per_s") if state.ended else None
+    last, steps = run.newest_line, total_steps(run, state)
+    rate = run.totals.samples_per_s if state.ended else None
+    if rate is None and last is not None:
+        rate = last.samples_per_s
     return Row(
         run=label(run.path),
         path=str(run.path),
@@ -84,18 +81,24 @@ def row_of(run: RecordedRun, state: State) -> Row:
         state=state.name,
         reason=state.reason or _slow(run, state),
         ended=state.ended,
-        step=step,
+        step=None if last is None else last.step,
         steps=steps,
-        loss=number(last.get("loss")),
-        samples_per_s=number(rate if rate is not None else last.get("samples_per_s")),
-        time_left_s=left_s,
+        loss=None if last is None else last.loss,
+        samples_per_s=rate,
+        time_left_s=_left_s(last, steps) if state.name == RUNNING else None,
         job_left_s=state.left_s,
-        restarts=run.attempts["restarts"],
+        restarts=run.attempts.restarts,
         job_id=state.job,
         failure=failure_line(run) if state.name == "failed" else None,
         last_line=None if state.ended else last_output(run.folder),
         damaged=run.noticed,
     )
+
+
+def _left_s(last: Line | None, steps: int | None) -> float | None:
+    if last is None or last.step_time_s is None or steps is None:
+        return None
+    return number(max(0, steps - last.step) * last.step_time_s)
 
 
 def _slow(run: RecordedRun, state: State) -> str:
@@ -109,7 +112,8 @@ def total_steps(run: RecordedRun, state: State) -> int | None:
     if run.task in ("train", "proof"):
         return integer(table(run.head.get("training")).get("steps"))
     if run.task == SCRIPT or state.ended or run.config is None:
-        return integer((run.last_metrics or {}).get("step")) if state.name == "completed" else None
+        last = run.newest_line if state.name == "completed" else None
+        return None if last is None else last.step
     from hpc_parallel.config import tasks, typed_config  # this import takes 0.2 s
 
     try:

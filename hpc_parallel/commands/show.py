@@ -113,7 +113,7 @@ def figures(run: RecordedRun) -> dict[str, Any]:
     values = {**last, **{key: value for key, value in summary.items() if value is not None}}
     if summary.get("final_loss") is not None:
         values["loss"] = summary["final_loss"]
-    values |= {key: value for key, value in run.attempts.items() if key in ("restarts", "lost_steps")}
+    values |= {"restarts": run.attempts.restarts, "lost_steps": run.attempts.lost_steps}
     return {key: values[key] for _, key, _ in FIGURES if number(values.get(key)) is not None}
 
 
@@ -224,7 +224,7 @@ def _head(run: RecordedRun, row: Row) -> list[tuple[str, str]]:
 
 
 def _times(run: RecordedRun) -> list[tuple[str, str]]:
-    began, ended = _time(run.attempts["started"]), _time(run.totals.ended)
+    began, ended = _time(run.attempts.started), _time(run.totals.ended)
     if began is None:
         return []
     took = f", took {duration((ended - began).total_seconds())}" if ended is not None else ""

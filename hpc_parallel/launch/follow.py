@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
@@ -17,13 +16,11 @@ from hpc_parallel.record.endings import Failure, Stop
 from hpc_parallel.record.log_noise import is_noise
 from hpc_parallel.record.metrics_file import (
     SEPARATOR,
+    Line,
     MetricsReader,
     described,
     figure,
     fitting,
-    is_lasting,
-    measured_cells,
-    time_left,
 )
 from hpc_parallel.record.names import RUN_COMMAND, from_here
 from hpc_parallel.record.phase import read_phase
@@ -32,7 +29,6 @@ from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_tail, size_of
 from hpc_parallel.record.summary_file import Summary
-from hpc_parallel.record.values import integer, number
 from hpc_parallel.supervise.conclude_run import cancelled_by
 from hpc_parallel.supervise.failure import CONFIGURATION, signal_name
 from hpc_parallel.terminal import progress_bars, room_beside_bar
@@ -40,10 +36,10 @@ from hpc_parallel.terminal import progress_bars, room_beside_bar
 _TAIL_LINES = 12
 
 
-def lasting_line(metrics: dict[str, Any], parts: list[str], *, columns: int) -> str:
+def lasting_line(line: Line, parts: list[str], *, columns: int) -> str:
     """A result for a terminal of so many columns: what it measured comes before the rest if not all fits."""
-    if cells := measured_cells(metrics):
-        return fitting(cells, columns=columns)  # the bar has its number
+    if line.cells:
+        return fitting(line.cells, columns=columns)  # the bar has its number
     if len(SEPARATOR.join(parts)) > columns:
         parts = sorted(parts, key=lambda part: not part.startswith(("step", "batch size", "validation")))
     return fitting(parts, columns=columns)
@@ -65,15 +61,15 @@ class Follower:
         self._steps = steps
         self._console = console or Console()
         self._reader = MetricsReader(folder.metrics)
-        self._last: dict[str, Any] = {}
+        self._last: Line | None = None
         self._validation: list[float] = []
         self._has_new = False
         self._note = ""
         self._phase: str | None = None
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        for metrics in self._reader.read():
-            self._keep(metrics)
+        for line in map(Line.of, self._reader.read()):
+            self._keep(line)
 
     def note(self, text: str) -> None:
         """Show what the run waits for (a place in the queue, its start); repeats are not shown."""
@@ -85,18 +81,18 @@ class Follower:
     def poll(self) -> None:
         """Show the steps logged since the last call; and which part of the start or the end begins."""
         self._show_output()
-        for metrics in self._reader.read():
+        for line in map(Line.of, self._reader.read()):
             self._has_new = True
-            self._keep(metrics)
+            self._keep(line)
             if self._output is not None:  # it has the same figures
                 continue
-            parts = described(metrics, steps=self._steps)
+            parts = described(line, steps=self._steps)
             if not self._console.is_terminal:
                 self._say(SEPARATOR.join(parts))
                 continue
-            if is_lasting(metrics):
-                self._say(lasting_line(metrics, parts, columns=self._console.width))
-            self._show_bar(self._progress(parts))
+            if line.is_lasting:
+                self._say(lasting_line(line, parts, columns=self._console.width))
+            self._show_bar(self._progress(line, parts))
         if (phase := read_phase(self._folder)) not in (None, self._phase):
             self._phase = phase
             started = self._has_new or self._output is not None
@@ -112,10 +108,10 @@ class Follower:
         else:
             self._say(text)
 
-    def _keep(self, metrics: dict[str, Any]) -> None:
-        self._last = metrics
-        if (loss := number(metrics.get("validation_loss"))) is not None:
-            self._validation.append(loss)
+    def _keep(self, line: Line) -> None:
+        self._last = line
+        if line.validation_loss is not None:
+            self._validation.append(line.validation_loss)
 
     def finish(self, signals: Sequence[int] = ()) -> int:
         """Show the outcome; after a failure the cause comes last. Returns the exit code: 0 if completed.
@@ -136,7 +132,7 @@ class Follower:
             self._say(line)
         self._say(self._outcome(outcome, signals))
         self._say(f"results: {from_here(self._folder.path)}")
-        if self._last or self._drawn():
+        if self._last is not None or self._drawn():
             self._say(f"plots: {self._plots()}")
         if not summary.completed:
             self._say_how_to_go_on(failure)
@@ -154,17 +150,17 @@ class Follower:
             self._say(line)
 
     def _outcome(self, outcome: str, signals: Sequence[int]) -> str:
-        step = self._last.get("step", 0)
+        step, loss = (0, None) if self._last is None else (self._last.step, self._last.loss)
         if outcome == "cancelled" and signals:
             outcome = cancelled_by(signal_name(signals[0]))
         of_steps = f": step {step}" if step and self._output is not None else ""
         parts = [outcome + (f": step {step} of {self._steps}" if self._steps else of_steps)]
-        if (loss := number(self._last.get("loss"))) is not None:
+        if loss is not None:
             parts.append(f"loss {figure(loss)}")
         if self._validation:
             first, last = map(figure, (self._validation[0], self._validation[-1]))
             parts.append(f"validation loss {first}" + (f" -> {last}" if last != first else ""))
-        if outcome == "completed" and self._output is not None and not self._last:
+        if outcome == "completed" and self._output is not None and self._last is None:
             parts += self._doubts()
         return ", ".join(parts)
 
@@ -199,11 +195,11 @@ class Follower:
                 lines = [line for line in log.decode(errors="replace").splitlines() if not is_noise(line)]
         return lines[-_TAIL_LINES:]
 
-    def _progress(self, parts: list[str]) -> list[str]:
+    def _progress(self, line: Line, parts: list[str]) -> list[str]:
         """What the bar says of the newest line; the last validation stays in view."""
-        if measured_cells(self._last):
-            return list(filter(None, [f"{parts[0].strip()} measured", time_left(self._last)]))
-        if self._validation and self._last.get("validation_loss") is None:
+        if line.cells:
+            return list(filter(None, [f"{parts[0].strip()} measured", line.time_left]))
+        if self._validation and line.validation_loss is None:
             return [*parts, f"validation loss {figure(self._validation[-1])}"]
         return parts
 
@@ -214,10 +210,11 @@ class Follower:
             self._task = self._bar.add_task("", total=None)
             self._bar.start()
         assert self._task is not None
+        last = self._last
         description = fitting(parts, columns=room_beside_bar(self._console, timed=timed))
         self._bar.update(
-            self._task, description=description, completed=self._last.get("step", 0),
-            total=integer(self._last.get("steps")) or self._steps or None, refresh=True,
+            self._task, description=description, completed=0 if last is None else last.step,
+            total=(None if last is None else last.steps) or self._steps or None, refresh=True,
         )  # fmt: skip
 
     def _say(self, line: str) -> None:

@@ -15,7 +15,7 @@ from statistics import median, median_low
 from typing import Any
 
 from hpc_parallel.machine.xids import HARMFUL, MEANINGS, PROGRAM, describe
-from hpc_parallel.record.recorded_preflight import listed_hosts
+from hpc_parallel.record.recorded_preflight import HostFinding, listed_hosts
 
 LEAST_FREE_BYTES = 2**30
 LEAST_AVAILABLE_SHARE = 0.05  # of a host's memory
@@ -61,10 +61,10 @@ class Finding:
         """A sentence with the names."""
         return f"{self.names}{'' if self.what.startswith(DIFFER) else ':'} {self.what}"
 
-    def as_record(self) -> dict[str, Any]:
-        return {
-            "host": self.names, "what": self.what, "harmful": self.harmful, "excludable": self.excludable,
-        }  # fmt: skip
+    @property
+    def recorded(self) -> HostFinding:
+        """As the run folder has it."""
+        return HostFinding(self.names, self.what, self.harmful, self.excludable)
 
 
 def findings(hosts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hpc_parallel.config.site_schema import MachineConfig
 from hpc_parallel.planning.collective_times import FITTED_DTYPE, Prediction, predict, ranks_of
+from hpc_parallel.record.collectives_file import CollectiveRow, Rows
 
 SLOWER = 1.5  # times the prediction, beyond the mean error of its fit
-
-Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -35,12 +33,12 @@ def compare(rows: Rows, *, machine: MachineConfig, device_type: str) -> Comparis
     return Comparison([None if p is None else p.time_s for p in predictions], warnings)
 
 
-def _prediction(machine: MachineConfig, row: Mapping[str, Any]) -> Prediction | None:
-    if row["dtype"] != FITTED_DTYPE:
+def _prediction(machine: MachineConfig, row: CollectiveRow) -> Prediction | None:
+    if row.dtype != FITTED_DTYPE:
         return None
     return predict(
-        machine, group=row["group"], operation=row["operation"], ranks=row["ranks"],
-        size_bytes=row["size_bytes"],
+        machine, group=row.group, operation=row.operation, ranks=row.ranks,
+        size_bytes=row.size_bytes,
     )  # fmt: skip
 
 
@@ -51,7 +49,7 @@ def _title(machine: MachineConfig) -> str:
 
 def _missing(rows: Rows, machine: MachineConfig) -> Iterator[str]:
     """Yields a line for each group that can't be compared."""
-    for group, ranks in {row["group"]: row["ranks"] for row in rows}.items():
+    for group, ranks in {row.group: row.ranks for row in rows}.items():
         if (profile_ranks := ranks_of(machine, group)) is None:
             yield f"{group}: this group is not in {_title(machine)}"
         elif profile_ranks != ranks:
@@ -70,15 +68,15 @@ def _slower(rows: Rows, predictions: Sequence[Prediction | None], *, title: str)
     for index, (row, prediction) in enumerate(zip(rows, predictions, strict=True)):
         if prediction is not None and prediction.time_s > 0:
             is_large = prediction.transfer_s > prediction.latency_s
-            ratio = row["time_s"] / prediction.time_s / (1 + prediction.error)
-            halves[row["group"], row["operation"]][is_large].append((ratio, index))
+            ratio = row.time_s / prediction.time_s / (1 + prediction.error)
+            halves[row.group, row.operation][is_large].append((ratio, index))
     for (group, operation), by_half in halves.items():
         ratio, index = max(sorted(half)[(len(half) - 1) // 2] for half in by_half.values())
         if (prediction := predictions[index]) is not None and ratio > SLOWER:
             row = rows[index]
-            factor = row["time_s"] / prediction.time_s
-            times = f"{row['time_s'] * 1e3:.3f} ms for {row['size_bytes']:,} bytes"
+            factor = row.time_s / prediction.time_s
+            times = f"{row.time_s * 1e3:.3f} ms for {row.size_bytes:,} bytes"
             yield (
-                f"{operation}, {group} ({row['ranks']} ranks): {factor:.1f} times as long as {title} says, "
+                f"{operation}, {group} ({row.ranks} ranks): {factor:.1f} times as long as {title} says, "
                 f"{times} instead of {prediction.time_s * 1e3:.3f}"
             )

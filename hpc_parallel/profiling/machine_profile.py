@@ -6,11 +6,12 @@ The model is that of `planning/collective_times.py`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hpc_parallel.planning.collective_times import FITTED_DTYPE
+from hpc_parallel.record.collectives_file import Rows
 
 
 @dataclass(frozen=True)
@@ -46,21 +47,19 @@ def fit_link(points: Sequence[tuple[float, float]]) -> Link | None:
     return Link(latency_s, 1 / slope if slope > 0 else None, sum(errors) / len(errors))
 
 
-def machine_profile(
-    rows: Sequence[Mapping[str, Any]], *, site: str, device_type: str, measured: str
-) -> dict[str, Any]:
+def machine_profile(rows: Rows, *, site: str, device_type: str, measured: str) -> dict[str, Any]:
     """The content of `machine.yaml`: group -> ranks, other names, and the fit of each operation."""
     points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     ranks: dict[str, int] = {}
     for row in rows:
-        if row["dtype"] == FITTED_DTYPE:
-            on_bus = row["busbw_bytes_per_s"] * row["time_s"]
-            points[row["group"], row["operation"]].append((on_bus, row["time_s"]))
-            ranks[row["group"]] = row["ranks"]
+        if row.dtype == FITTED_DTYPE:
+            on_bus = row.busbw_bytes_per_s * row.time_s
+            points[row.group, row.operation].append((on_bus, row.time_s))
+            ranks[row.group] = row.ranks
     groups: dict[str, dict[str, Any]] = {name: {"ranks": count} for name, count in ranks.items()}
     for row in rows:
-        if row.get("also") and row["group"] in groups:
-            groups[row["group"]]["also"] = list(row["also"])  # the same ranks are an axis too
+        if row.also and row.group in groups:
+            groups[row.group]["also"] = list(row.also)  # the same ranks are an axis too
     for (group, operation), times in points.items():
         if (link := fit_link(times)) is not None:
             groups[group][operation] = {

@@ -21,12 +21,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpc_parallel.profiling.timeline import STEP, Interval, Timeline, events_of, marked_waits
 from hpc_parallel.profiling.traffic import NAMES, Traffic
+from hpc_parallel.record.timeline_file import RankTimeline, StageWork, StepTimeline
+from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import finite
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.mesh import axis_of
 from hpc_parallel.strategies.ranges import Action, ActionTimes, recorded_actions
 
-CHUNK_COLUMNS = ("start_s", "end_s", "stage", "kind", "microbatch")  # of `timeline.json`
 WARM_UP = 2  # steps: a validation follows the first step, and a pipeline infers its shapes again after it
 
 
@@ -144,22 +145,26 @@ class Measurement:
             },
         }
 
-    def schedule_chart(self) -> dict[str, Any] | None:
-        """Returns the content of `timeline.json`: the chunks of the first pipeline in the last timed step.
+    def schedule_chart(self) -> StepTimeline | None:
+        """Returns the content of `timeline.json`: the work of the first pipeline in the last timed step.
 
         The same on all ranks; all must call it together. None if there is no pipeline or no timed step.
         """
-        local_chart: dict[str, Any] | None = None
+        local: RankTimeline | None = None
         if self._timelines and 0 in self._pipeline:
             last = self._timelines[-1]
-            local_chart = {
-                "rank": dist.get_rank(),
-                "length_s": last.length / 1e9,
-                "chunks": [[start / 1e9, end / 1e9, *labels] for start, end, *labels in last.chunks],
-                "waiting": [[start / 1e9, end / 1e9] for start, end in last.waiting],
-            }
-        ranks = [chart for chart in exchange.all_gather(local_chart) if chart is not None]
-        return {"columns": CHUNK_COLUMNS, "ranks": ranks} if ranks else None
+            local = RankTimeline(
+                rank=dist.get_rank(),
+                length_s=last.length / 1e9,
+                chunks=tuple(
+                    StageWork(work.start / 1e9, work.end / 1e9, work.stage, work.kind, work.microbatch)
+                    for work in last.chunks
+                ),
+                waiting=tuple((start / 1e9, end / 1e9) for start, end in last.waiting),
+            )
+        values = exchange.all_gather(None if local is None else vars(local))
+        ranks = tuple(rank for value in values if (rank := build(RankTimeline, value)) is not None)
+        return StepTimeline(ranks) if ranks else None
 
     def _schedules(self) -> list[Interval | None]:
         """For each timed step, the time from the first to the last work of this rank's pipeline."""

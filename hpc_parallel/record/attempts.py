@@ -50,6 +50,16 @@ class End:
     exclude: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class History:
+    """The entries of `summary.json` about starts."""
+
+    restarts: int = 0
+    lost_steps: int = 0
+    started: str | None = None  # ISO 8601, UTC; None before the first start
+    job_ids: tuple[str, ...] = ()  # of Slurm, in order
+
+
 def begin(
     folder: RunFolder, *, step: int, environment: Mapping[str, str], warnings: Sequence[str] = ()
 ) -> None:
@@ -112,8 +122,8 @@ def ends(folder: RunFolder) -> list[End]:
     return [end for line in read_lines(folder.attempts) if (end := _end(line))]
 
 
-def history(folder: RunFolder, *, environment: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-    """The entries of `summary.json` about starts: restarts, lost steps, first start, jobs.
+def history(folder: RunFolder, *, environment: Mapping[str, str] = MappingProxyType({})) -> History:
+    """The starts together.
 
     environment: Slurm's variables of a job that may have ended before it could record its start.
 
@@ -121,12 +131,12 @@ def history(folder: RunFolder, *, environment: Mapping[str, str] = MappingProxyT
     """
     records = starts(folder)
     jobs = [*(record.job_id for record in records), job_of(environment)]
-    return {
-        "restarts": max(0, len(records) - 1),
-        "lost_steps": sum(record.lost_steps for record in records),
-        "started": records[0].began if records else None,
-        "job_ids": list(dict.fromkeys(job for job in jobs if job)),
-    }
+    return History(
+        restarts=max(0, len(records) - 1),
+        lost_steps=sum(record.lost_steps for record in records),
+        started=records[0].began if records else None,
+        job_ids=tuple(dict.fromkeys(job for job in jobs if job)),
+    )
 
 
 def _append(folder: RunFolder, line: Mapping[str, Any]) -> None:

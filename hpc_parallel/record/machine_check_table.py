@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Annotated, Any
 
 from hpc_parallel.problems import printable
 from hpc_parallel.record.recorded_preflight import HostFinding
-from hpc_parallel.record.typed import build, first
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.typed import first, read_record
 
 MOST = 4096
 Reads = Mapping[str, Mapping[str, float]]  # host -> number of processes -> bytes per second of all of them
@@ -26,6 +28,7 @@ SCALES, SCALES_NOT = 0.75, 0.25  # share of the gain that each further process s
 class RankRates:
     """What one rank reached."""
 
+    host: str | None = None
     flops: float | None = None  # per second
     pinned_bytes_per_s: float | None = None
     pinned_to_host_bytes_per_s: float | None = None
@@ -51,31 +54,42 @@ class DirectReads:
 
 
 @dataclass(frozen=True)
-class MachineCheck:
-    """The content of `machine_check.json`."""
+class MeasuredMachine:
+    """The content of `machine_check.json`; a part that was left out is empty."""
 
+    device: str | None = None  # `cpu` or `cuda`
+    hosts: Annotated[tuple[str, ...], first(MOST)] = ()
     ranks: Annotated[tuple[RankRates, ...], first(MOST)] = ()
     reads_bytes_per_s: Reads = field(default_factory=dict)
     direct_reads: DirectReads = field(default_factory=DirectReads)
-    inside_busbw_bytes_per_s: Mapping[str, float] = field(default_factory=dict)  # by host
+    inside_busbw_bytes_per_s: Mapping[str, float | None] = field(default_factory=dict)  # None: one rank
     links: Annotated[tuple[Link, ...], first(MOST)] = ()
     findings: Annotated[tuple[HostFinding, ...], first(MOST)] = ()
-    left_out: str | None = None
     judged: bool | None = True  # None: parts are still to be measured
+    left_out: str | None = None
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> MeasuredMachine | None:
+        """None if there is no file. Raises DamagedError."""
+        return read_record(cls, folder.machine_check)
+
+    def write(self, folder: RunFolder) -> None:
+        """Replace the file. Keys of ranks and of direct reads that have no value are not written."""
+        direct, ranks = _with_values(self.direct_reads), list(map(_with_values, self.ranks))
+        write_json(folder.machine_check, asdict(self) | {"ranks": ranks, "direct_reads": direct})
 
 
-def machine_lines(content: Any) -> list[str]:
+def _with_values(record: RankRates | DirectReads) -> dict[str, Any]:
+    return {key: value for key, value in vars(record).items() if value not in (None, {})}
+
+
+def machine_lines(measured: MeasuredMachine) -> list[str]:
     """The medians, what was found, and a flag that leaves the slow hosts out."""
-    measured = build(MachineCheck, content) or MachineCheck()
     return [*_medians(measured), *_findings(measured)]
 
 
-def links(content: Any) -> dict[tuple[str, str], float]:
+def links(measured: MeasuredMachine) -> dict[tuple[str, str], float]:
     """(host, other host) -> bytes per second in each direction."""
-    return _links(build(MachineCheck, content) or MachineCheck())
-
-
-def _links(measured: MachineCheck) -> dict[tuple[str, str], float]:
     result = {}
     for link in measured.links:
         if link.bytes_per_s > 0 and len(link.hosts) == 2 and all(link.hosts):
@@ -83,7 +97,7 @@ def _links(measured: MachineCheck) -> dict[tuple[str, str], float]:
     return result
 
 
-def _medians(measured: MachineCheck) -> Iterator[str]:
+def _medians(measured: MeasuredMachine) -> Iterator[str]:
     yield from _median("matrix product", measured.ranks, "flops", scale=1e9, unit="GFLOP/s for each device")
     for title, key in COPIES.items():
         yield from _median(title, measured.ranks, key, scale=1e9, unit="GB/s")
@@ -94,7 +108,7 @@ def _medians(measured: MachineCheck) -> Iterator[str]:
     yield from _direct_reads(measured.direct_reads)
     if inside := [rate for rate in measured.inside_busbw_bytes_per_s.values() if rate]:
         yield f"all-reduce inside a node: {median(inside) / 1e9:.3f} GB/s bus bandwidth (median)"
-    if rates := list(_links(measured).values()):
+    if rates := list(links(measured).values()):
         shown = f"{median(rates) / 1e9:.3f} GB/s (median), {min(rates) / 1e9:.3f} (slowest)"
         yield f"links, in each direction: {shown}"
 
@@ -138,7 +152,7 @@ def _reads(by_host: Reads) -> dict[str, float]:
     return {count: median(rates) for count, rates in by_count.items()}
 
 
-def _findings(measured: MachineCheck) -> Iterator[str]:
+def _findings(measured: MeasuredMachine) -> Iterator[str]:
     harmful = []
     for finding in measured.findings:
         if finding.host and finding.what:

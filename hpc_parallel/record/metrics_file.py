@@ -4,17 +4,81 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from hpc_parallel.problems import printable
 from hpc_parallel.record.safe_read import LINES_BYTES, MAX_LINES, MIB, open_regular, parse_line, read_tail
+from hpc_parallel.record.typed import build, first
 from hpc_parallel.record.values import integer, number, text
 
 _TAIL_BYTES = 2048  # holds a line or two
 SEPARATOR = "  "  # between the parts of a described line
 MOST_CELLS = 16  # of a measured row
+VALIDATION = "validation_"  # begins the keys of a validation
 _MAX_TAIL_BYTES = MIB  # the last whole line is searched in this many bytes
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line. Anybody may have written it: what it does not have, or with another type, is None.
+
+    Models, callbacks and scripts add keys of their own: `values` has all.
+    """
+
+    values: Mapping[str, Any]
+    step: int
+    steps: int | None = None  # of a measuring task: the number of its rows
+    time: str | None = None  # ISO 8601, UTC
+    loss: float | None = None
+    validation_loss: float | None = None
+    step_time_s: float | None = None
+    timed_steps: Any = 1  # without those that a profiler made slower
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    batch_size: float | None = None
+    latency_s: float | None = None
+    latency_p99_s: float | None = None
+    measured: Annotated[tuple[Any, ...], first(MOST_CELLS)] = ()  # the cells of a row for the screen
+    time_left_s: float | None = None  # that a measuring task will take at most
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Line:
+        """The line of a table that has a step, as all have that this module reads."""
+        line = build(cls, {**values, "values": values})
+        assert line is not None
+        return line
+
+    @property
+    def cells(self) -> list[str]:
+        """The cells of a measured row; empty if the line has none, or something else in their place."""
+        return list(map(printable, self.measured))
+
+    @property
+    def of_total(self) -> str:
+        """` 7/183`: the number of a measured row and of all rows, in the same width for all."""
+        total = str(self.steps or "?")
+        return f"{self.step:>{len(total)}}/{total}"
+
+    @property
+    def own_metrics(self) -> dict[str, float]:
+        """The model's own metrics of a validation, without the prefix."""
+        return {
+            key.removeprefix(VALIDATION): value
+            for key, value in self.values.items()
+            if key.startswith(VALIDATION) and key != "validation_loss" and number(value) is not None
+        }
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether a line stays on a terminal: a result, and not only the progress of a training."""
+        return "validation_loss" in self.values or "batch_size" in self.values or bool(self.measured)
+
+    @property
+    def time_left(self) -> str | None:
+        """The time that a measuring task will take at most, as text."""
+        return None if self.time_left_s is None else f"at most {duration(self.time_left_s)} left"
 
 
 class MetricsReader:
@@ -86,43 +150,26 @@ def last_line(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def describe(metrics: dict[str, Any], *, steps: int) -> str:
-    """Format a metrics line as `step 120/600  loss 2.413  512 samples/s`, or what another task measures."""
-    return SEPARATOR.join(described(metrics, steps=steps))
+def described(line: Line, *, steps: int) -> list[str]:
+    """What a line says, the most important first: `step 120/600`, `loss 2.413`, `512 samples/s`.
 
-
-def described(metrics: Mapping[str, Any], *, steps: int) -> list[str]:
-    """The parts of `describe`, the most important first."""
-    if cells := measured_cells(metrics):
-        return [of_total(metrics), *cells]
-    parts = [f"step {metrics['step']}/{steps}"]
-    if "loss" in metrics:
-        loss = number(metrics["loss"])
-        parts.append("loss is not finite" if loss is None else f"loss {figure(loss)}")
-    if (validation_loss := number(metrics.get("validation_loss"))) is not None:
-        parts.append(f"validation loss {figure(validation_loss)}")
-    for key, value in metrics.items():
-        if key.startswith("validation_") and key != "validation_loss" and number(value) is not None:
-            parts.append(f"{printable(key.removeprefix('validation_'))} {figure(value)}")
-    if (latency_s := number(metrics.get("latency_s"))) is not None and "batch_size" in metrics:
-        parts += [f"batch size {metrics['batch_size']}", f"latency {milliseconds(latency_s)}"]
-    if (rate := number(metrics.get("samples_per_s"))) is not None:
-        parts.append(f"{per_second(rate)} samples/s")
-    elif (rate := number(metrics.get("tokens_per_s"))) is not None:
-        parts.append(f"{per_second(rate)} tokens/s")
+    Or what another task has measured.
+    """
+    if line.cells:
+        return [line.of_total, *line.cells]
+    parts = [f"step {line.step}/{steps}"]
+    if "loss" in line.values:
+        parts.append("loss is not finite" if line.loss is None else f"loss {figure(line.loss)}")
+    if line.validation_loss is not None:
+        parts.append(f"validation loss {figure(line.validation_loss)}")
+    parts += [f"{printable(name)} {figure(value)}" for name, value in line.own_metrics.items()]
+    if line.latency_s is not None and line.batch_size is not None:
+        parts += [f"batch size {line.batch_size}", f"latency {milliseconds(line.latency_s)}"]
+    if line.samples_per_s is not None:
+        parts.append(f"{per_second(line.samples_per_s)} samples/s")
+    elif line.tokens_per_s is not None:
+        parts.append(f"{per_second(line.tokens_per_s)} tokens/s")
     return parts
-
-
-def measured_cells(metrics: Mapping[str, Any]) -> list[str]:
-    """The cells of a measured row; empty if the line has none, or something else in their place."""
-    cells = metrics.get("measured")
-    return [printable(cell) for cell in cells[:MOST_CELLS]] if isinstance(cells, list) else []
-
-
-def of_total(metrics: Mapping[str, Any]) -> str:
-    """` 7/183`: the number of a measured row and of all rows, in the same width for all."""
-    total = str(integer(metrics.get("steps")) or "?")
-    return f"{metrics['step']:>{len(total)}}/{total}"
 
 
 def fitting(parts: Sequence[str], *, columns: int) -> str:
@@ -133,17 +180,6 @@ def fitting(parts: Sequence[str], *, columns: int) -> str:
             break
         line += SEPARATOR + part
     return line.rstrip()
-
-
-def is_lasting(metrics: Mapping[str, Any]) -> bool:
-    """Whether a line stays on a terminal: a result, and not only the progress of a training."""
-    return "validation_loss" in metrics or "batch_size" in metrics or bool(measured_cells(metrics))
-
-
-def time_left(metrics: Mapping[str, Any]) -> str | None:
-    """The time that a measuring task will take at most, as its line says."""
-    left_s = number(metrics.get("time_left_s"))
-    return None if left_s is None else f"at most {duration(left_s)} left"
 
 
 def duration(seconds: float) -> str:
@@ -175,11 +211,7 @@ def milliseconds(seconds: float) -> str:
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The metrics in one line; None if it is not a metrics line (a torn write after a crash, for example)."""
     values = parse_line(line)
-    return values if values is not None and _is_metrics(values) else None
-
-
-def _is_metrics(values: dict[str, Any]) -> bool:
-    return integer(values.get("step")) is not None
+    return values if values is not None and integer(values.get("step")) is not None else None
 
 
 def size(count: float) -> str:

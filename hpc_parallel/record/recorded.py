@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_parallel.record import attempts
+from hpc_parallel.record.attempts import History
 from hpc_parallel.record.endings import Failure, Stop
 from hpc_parallel.record.environment_file import Environment
-from hpc_parallel.record.metrics_file import last_line, read_metrics
+from hpc_parallel.record.metrics_file import Line, last_line, read_metrics
 from hpc_parallel.record.owner import Owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import (
@@ -139,10 +140,9 @@ class RecordedRun:
         return build(Environment, self.environment) or Environment()
 
     @cached_property
-    def attempts(self) -> dict[str, Any]:
-        """`restarts`, `lost_steps`, `started` (ISO 8601, UTC; None before the first start), `job_ids`."""
-        history = self._read(self.folder.attempts, lambda _: attempts.history(self.folder))
-        return history or {"restarts": 0, "lost_steps": 0, "started": None, "job_ids": []}
+    def attempts(self) -> History:
+        """Its starts together."""
+        return self._read(self.folder.attempts, lambda _: attempts.history(self.folder)) or History()
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
@@ -154,10 +154,15 @@ class RecordedRun:
         """The last whole line; only the end of the file is read."""
         return self._read(self.folder.metrics, last_line)
 
+    @cached_property
+    def newest_line(self) -> Line | None:
+        """The same with checked types."""
+        return Line.of(self.last_metrics) if self.last_metrics is not None else None
+
     @property
     def job_ids(self) -> list[str]:
         """Slurm's job ids in order, with the newest also if it waits for its first start."""
-        jobs = [*self.attempts["job_ids"], self.owner and self.owner.job_id]
+        jobs = [*self.attempts.job_ids, self.owner and self.owner.job_id]
         return list(dict.fromkeys(job for job in jobs if job))
 
     @property

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from hpc_parallel.problems import printable
-from hpc_parallel.record.collectives_table import is_row, short_table, valid_rows, warning_lines
-from hpc_parallel.record.machine_check_table import machine_lines
+from hpc_parallel.record.collectives_file import CollectiveRow, Collectives, Rows, rows_of
+from hpc_parallel.record.collectives_table import short_table
+from hpc_parallel.record.machine_check_table import MeasuredMachine, machine_lines
 from hpc_parallel.record.metrics_file import milliseconds, per_second, read_metrics
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import MIB, list_folder, parse_line, read_head, read_json
+from hpc_parallel.record.safe_read import list_folder
 from hpc_parallel.record.summary_file import INITIAL, Latency, Summary
-from hpc_parallel.record.values import integer, table, text
-from hpc_parallel.record.values import texts as text_list
+from hpc_parallel.record.task_files import Calibration, Continued
+from hpc_parallel.record.values import integer, table
 
-SHOWN_BYTES = 16 * MIB  # of generated.jsonl
 OPENERS = {
     ".json.gz": "open it at ui.perfetto.dev",
     ".txt": "summary",
@@ -24,7 +22,6 @@ OPENERS = {
     ".nsys-rep": "open it in Nsight Systems",
     ".ncu-rep": "open it in Nsight Compute",
 }
-MOST_LINES = 100  # of `calibration.json`
 
 
 def results(folder: RunFolder, summary: Summary) -> list[str]:
@@ -32,15 +29,15 @@ def results(folder: RunFolder, summary: Summary) -> list[str]:
     lines: list[str] = []
     if summary.batch_sizes:
         lines = show_table(summary.batch_sizes)
-    elif measured := read_json(folder.collectives):
+    elif (measured := Collectives.read(folder)) is not None:
         return collectives(measured, folder)
-    elif calibrated := read_json(folder.calibration):
-        return [printable(line) for line in text_list(calibrated.get("lines"))[:MOST_LINES]]
-    elif checked := read_json(folder.machine_check):
+    elif (calibrated := Calibration.read(folder)) is not None:
+        return list(map(printable, calibrated.lines))
+    elif (checked := MeasuredMachine.read(folder)) is not None:
         return machine_lines(checked)
     elif rows := _rows_so_far(folder, summary):
         return [*short_table(rows), f"all sizes: {folder.metrics}"]
-    elif generated := _first_lines(folder.generated):
+    elif generated := Continued.read_first(folder):
         lines = texts(generated, show=integer(table(folder.read_config().get("task")).get("show")) or 0)
     if lines and (weights := summary.weights):
         initial = "the weights are the initial ones: nothing was trained or restored"
@@ -59,35 +56,25 @@ def profiles(folder: RunFolder) -> list[str]:
     ]
 
 
-def _rows_so_far(folder: RunFolder, summary: Summary) -> list[dict[str, Any]]:
+def _rows_so_far(folder: RunFolder, summary: Summary) -> Rows:
     """The measured rows of `task=collectives` that was killed before it could write its tables."""
-    return [] if summary.steps or summary.completed else valid_rows({"rows": read_metrics(folder.metrics)})
+    return [] if summary.steps or summary.completed else rows_of(read_metrics(folder.metrics))
 
 
-def collectives(content: Mapping[str, Any], folder: RunFolder) -> list[str]:
+def collectives(measured: Collectives, folder: RunFolder) -> list[str]:
     """The all-reduce of 2^20 numbers, a short table, and where the full one is."""
-    first = table(content.get("sum"))
-    lines = [first_line(first)] if is_row(first) else []
-    lines += [*short_table(valid_rows(content)), *warning_lines(content)]
-    if left_out := text(content.get("left_out")):
-        lines.append(printable(left_out))
+    lines = [first_line(measured.sum)] if measured.sum is not None else []
+    lines += short_table(measured.rows)
+    lines += [f"WARNING: {printable(line)}" for line in measured.warnings if line]
+    if measured.left_out:
+        lines.append(printable(measured.left_out))
     return [*lines, f"all sizes: {folder.collectives_table}"]
 
 
-def first_line(row: Mapping[str, Any]) -> str:
+def first_line(row: CollectiveRow) -> str:
     """What the all-reduce of 2^20 numbers showed."""
-    time_ms = row["time_s"] * 1e3
-    return f"2^20 float32 summed over {row['ranks']} ranks in {time_ms:.3f} ms; every rank has the right sum"
-
-
-def _first_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines in the first SHOWN_BYTES of a file of any length."""
-    try:
-        content = read_head(path, limit_bytes=SHOWN_BYTES)
-    except FileNotFoundError:
-        return []
-    lines = (parse_line(line) for line in content.splitlines())
-    return [line for line in lines if line is not None]
+    time_ms = row.time_s * 1e3
+    return f"2^20 float32 summed over {row.ranks} ranks in {time_ms:.3f} ms; every rank has the right sum"
 
 
 def show_table(rows: Sequence[Latency]) -> list[str]:
@@ -103,8 +90,8 @@ def show_table(rows: Sequence[Latency]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
 
 
-def texts(generated: Sequence[Mapping[str, Any]], *, show: int) -> list[str]:
+def texts(generated: Sequence[Continued], *, show: int) -> list[str]:
     """The first `show` prompts with their continuations, quoted so that no byte reaches the terminal raw."""
-    lines = [f"{line.get('prompt')!r} -> {line.get('text')!r}" for line in generated[: max(0, show)]]
+    lines = [f"{line.prompt!r} -> {line.text!r}" for line in generated[: max(0, show)]]
     hidden = len(generated) - len(lines)
     return lines + [f"and {hidden} more in generated.jsonl"] * (hidden > 0)

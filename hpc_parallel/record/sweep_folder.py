@@ -7,47 +7,53 @@ manifest to treat them as one sweep.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from hpc_parallel.record.run_folder import locked
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.record.values import integer, job_id, table, text
+from hpc_parallel.record.typed import WHOLE, build
+from hpc_parallel.record.values import job_id as job_id_of
 
 MANIFEST = "sweep.json"
+Texts = Annotated[tuple[str, ...], WHOLE]
+
+
+def _absolute(path: Any) -> Any:
+    return path if isinstance(path, str) and os.path.isabs(path) else None
 
 
 @dataclass(frozen=True)
 class SweepRun:
     """One run of a sweep."""
 
-    overrides: tuple[str, ...]
-    run_dir: Path
+    overrides: Texts
+    run_dir: Annotated[Path, _absolute]
     nodes: int
     gpus_per_node: int
-    job_id: str | None = None  # `123` or `123_4`; None: not a Slurm job, or not submitted
+    job_id: Annotated[str, job_id_of] | None = None  # None: not a Slurm job, or not submitted
 
 
 @dataclass(frozen=True)
 class SkippedRun:
     """A combination that can't run, and why."""
 
-    overrides: tuple[str, ...]
-    problems: tuple[str, ...]
+    overrides: Texts
+    problems: Texts
 
 
 @dataclass(frozen=True)
 class Sweep:
     """The content of `sweep.json`."""
 
-    command: tuple[str, ...]  # as typed
+    command: Texts  # as typed
     started: str  # ISO 8601, UTC
     parallelism: int | None  # runs at the same time; None: no limit
-    runs: tuple[SweepRun, ...] = ()
-    skipped: tuple[SkippedRun, ...] = ()
+    runs: Annotated[tuple[SweepRun, ...], WHOLE]
+    skipped: Annotated[tuple[SkippedRun, ...], WHOLE]
 
     def distinct_overrides(self, overrides: Sequence[str]) -> str:
         """Those overrides of a run that are not common to the whole sweep."""
@@ -94,50 +100,11 @@ def read_sweep(path: Path) -> Sweep:
     Raises FileNotFoundError if there is no manifest, and DamagedError if it is invalid.
     """
     file = path / MANIFEST
-    manifest = read_json(file)
-    if manifest is None:
+    if (manifest := read_json(file)) is None:
         raise FileNotFoundError(file)
-    try:
-        return Sweep(
-            command=_texts(manifest["command"]),
-            started=str(manifest["started"]),
-            parallelism=integer(manifest["parallelism"]),
-            runs=tuple(_run(table(run)) for run in manifest["runs"]),
-            skipped=tuple(
-                SkippedRun(_texts(run["overrides"]), _texts(run["problems"]))
-                for run in map(table, manifest["skipped"])
-            ),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamagedError(file, f"it is not the manifest of a sweep ({error!r})") from error
-
-
-def _run(values: Mapping[str, Any]) -> SweepRun:
-    """Raises KeyError, TypeError and ValueError."""
-    nodes, gpus_per_node = integer(values["nodes"]), integer(values["gpus_per_node"])
-    if nodes is None or gpus_per_node is None:
-        raise ValueError("a run without a number of nodes and devices")
-    return SweepRun(
-        overrides=_texts(values["overrides"]),
-        run_dir=_path(values["run_dir"]),
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        job_id=job_id(values["job_id"]),
-    )
-
-
-def _path(value: Any) -> Path:
-    path = Path(text(value) or "")
-    if not path.is_absolute() or "\0" in str(path):
-        raise ValueError("a run_dir that is not an absolute path")
-    os.fsencode(path)  # a UnicodeEncodeError is a ValueError
-    return path
-
-
-def _texts(values: Any) -> tuple[str, ...]:
-    if not isinstance(values, list):
-        raise TypeError("not a list of texts")
-    return tuple(map(str, values))
+    if (sweep := build(Sweep, manifest)) is None:
+        raise DamagedError(file, "it is not the manifest of a sweep")
+    return sweep
 
 
 def _plain(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

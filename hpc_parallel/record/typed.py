@@ -8,7 +8,8 @@ that files of other versions can be read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from functools import cache, partial
 from pathlib import Path
@@ -26,10 +27,11 @@ Reader = Callable[[Any], Any]  # gives None for a value of another type
 def build(kind: type[T], value: Any) -> T | None:
     """The record in a table; None if it is no table, or lacks a valid value for a field that is needed.
 
-    Fields may be int, float (finite), str, bool, Any, another record, `list[X]`, `tuple[X, ...]`,
+    Fields may be int, float (finite), str, bool, Path, Any, another record, `list[X]`, `tuple[X, ...]`,
     `dict[str, X]` or `Mapping[str, X]`. Items that are no X are left out; with `X | None` they are None and
-    keep their place. `Annotated[X, function]` applies the function to the raw value first; it returns None to
-    refuse it.
+    keep their place. A named tuple is a list in the file, with a value for each of its fields.
+    `Annotated[X, function]` applies the function to the raw value first; it returns None to refuse it.
+    `Annotated[tuple[X, ...], WHOLE]` is unknown if any item is no X.
     """
     if not isinstance(value, dict):
         return None
@@ -66,6 +68,13 @@ def write_record(path: Path, record: Any) -> None:
     write_json(path, asdict(record))
 
 
+class _Whole:
+    """The class of WHOLE, a mark for `Annotated`."""
+
+
+WHOLE = _Whole()
+
+
 def first(count: int) -> Reader:
     """For `Annotated`: only this many items of a list are read."""
     return lambda value: value[:count] if isinstance(value, list) else None
@@ -75,8 +84,19 @@ def _truth(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
+def _path(value: Any) -> Path | None:
+    """A path that the system accepts."""
+    if not isinstance(value, str) or "\0" in value:
+        return None
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:
+        return None
+    return Path(value)
+
+
 _PLAIN: Mapping[Any, Reader] = {
-    int: integer, float: number, str: text, bool: _truth, Any: lambda value: value,
+    int: integer, float: number, str: text, bool: _truth, Path: _path, Any: lambda value: value,
 }  # fmt: skip
 
 
@@ -105,7 +125,7 @@ def _reader(hint: Any) -> Reader:
     if hint in _PLAIN:
         return _PLAIN[hint]
     if origin is Annotated:
-        return partial(_after, parts[1], _reader(parts[0]))
+        return _prepared(_reader(parts[0]), parts[1:])
     if origin in (Union, UnionType):  # X | None
         (inner,) = (part for part in parts if part is not NoneType)
         return _reader(inner)
@@ -113,7 +133,37 @@ def _reader(hint: Any) -> Reader:
         return partial(_items, origin, _reader(parts[0]), _may_be_none(parts[0]))
     if origin in (dict, Mapping):
         return partial(_entries, _reader(parts[1]), _may_be_none(parts[1]))
+    if issubclass(hint, tuple):
+        return partial(_named_tuple, hint)
     return partial(build, hint)
+
+
+def _prepared(reader: Reader, marks: Sequence[Any]) -> Reader:
+    for mark in reversed(marks):
+        reader = partial(_whole, reader) if mark is WHOLE else partial(_after, mark, reader)
+    return reader
+
+
+def _whole(reader: Reader, values: Any) -> Any:
+    items = reader(values)
+    return items if items is not None and len(items) == len(values) else None
+
+
+@cache
+def _columns(kind: Any) -> list[tuple[Reader, bool]]:
+    """Reader of each field of a named tuple, and whether it may be None."""
+    return [(_reader(hint), _is_optional(hint)) for hint in get_type_hints(kind).values()]
+
+
+def _named_tuple(kind: Any, values: Any) -> Any:
+    columns = _columns(kind)
+    if not isinstance(values, list) or len(values) != len(columns):
+        return None
+    items = [reader(value) for (reader, _), value in zip(columns, values, strict=True)]
+    if any(item is None and not (optional and value is None)
+           for item, (_, optional), value in zip(items, columns, values, strict=True)):  # fmt: skip
+        return None
+    return kind(*items)
 
 
 def _after(prepare: Reader, reader: Reader, value: Any) -> Any:

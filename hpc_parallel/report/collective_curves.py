@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hpc_parallel.config.task_schema import COLLECTIVES
 from hpc_parallel.problems import printable
-from hpc_parallel.record.collectives_table import valid_rows
-from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.collectives_file import CollectiveRow, Collectives
+from hpc_parallel.record.typed import read_if_possible
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row
 
@@ -55,21 +54,17 @@ def curves(rows: Sequence[Row]) -> list[Curve]:
 def _curves_of(row: Row) -> Iterator[Curve]:
     points: dict[tuple[str, str, int, str], dict[float, Point]] = defaultdict(dict)
     for line in _lines(row):
-        size, time_s, rate = (number(line[key]) for key in ("size_bytes", "time_s", "busbw_bytes_per_s"))
+        size, time_s, rate = map(number, (line.size_bytes, line.time_s, line.busbw_bytes_per_s))
         if size is not None and rate is not None and time_s and size >= 0 and rate >= 0 and time_s > 0:
-            group, dtype = printable(line["group"]), printable(line["dtype"])
-            points[line["operation"], group, line["ranks"], dtype][size] = Point(size, time_s, rate)
+            group, dtype = printable(line.group), printable(line.dtype)
+            points[line.operation, group, line.ranks, dtype][size] = Point(size, time_s, rate)
     for (operation, group, ranks, dtype), by_size in points.items():
         yield Curve(row, operation, group, ranks, dtype, [by_size[size] for size in sorted(by_size)])
 
 
-def _lines(row: Row) -> list[Mapping[str, Any]]:
-    """The measured rows; anybody may have written the file."""
-    try:
-        lines = valid_rows(read_json(row.run.folder.collectives))
-    except (OSError, ValueError):
-        return []
-    return [line for line in lines if line["operation"] in COLLECTIVES]
+def _lines(row: Row) -> list[CollectiveRow]:
+    measured = read_if_possible(Collectives, row.run.folder.collectives) or Collectives()
+    return [line for line in measured.rows if line.operation in COLLECTIVES]
 
 
 def bytes_text(size: float) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,8 @@ from hpc_parallel.record import attempts
 from hpc_parallel.record.credentials import without_secret_values
 from hpc_parallel.record.names import RUN_COMMAND
 from hpc_parallel.record.recorded import RecordedRun, find_runs
-from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, read_sweep
+from hpc_parallel.record.timeline_file import RankTimeline, StepTimeline
 from hpc_parallel.record.values import flatten
 from hpc_parallel.report.figures import is_count, number
 from hpc_parallel.report.labels import OPTIMIZER_SPEEDLESS, SPEEDLESS, Label, labels_of
@@ -41,7 +41,7 @@ FIGURES = (  # of summary.json, with the keys and units of its contract
 PARTS = ("compute", "communication", "bubble", "data", "other")  # of a step's time
 # Keys of `training` that change how a step is computed, but not its result.
 SAME_RESULT = ("microbatch_size", "compile", "activation_checkpointing")
-MAX_STARTS, MAX_RANKS, MAX_CHUNKS = 1000, 256, 10_000
+MAX_STARTS = 1000
 MAX_OVERLAP = 4  # chunks of a rank at the same time: its compute and its transfers
 SWEEPS = ("", "*/", "*/*/")  # where sweep folders are in a folder of runs
 
@@ -234,33 +234,20 @@ def _command(sweep: Sweep) -> str:
     return shlex.join((*RUN_COMMAND, *without_secret_values(sweep.command)))
 
 
-def timeline(row: Row) -> list[dict[str, Any]]:
-    """The ranks of `timeline.json`, by rank; empty if it is missing or invalid.
-
-    Each has `rank`, `length_s`, and `chunks` of (start_s, end_s, stage, kind, microbatch).
-    """
-    try:
-        ranks = [
-            {"rank": int(rank["rank"]), "length_s": rank["length_s"], "chunks": rank["chunks"]}
-            for rank in (read_json(row.run.folder.timeline) or {})["ranks"][:MAX_RANKS]
-        ]
-        valid = all(_is_drawable(rank) for rank in ranks)
-        few = sum(len(rank["chunks"]) for rank in ranks) <= MAX_CHUNKS
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError):
-        return []
-    return sorted(ranks, key=lambda rank: rank["rank"]) if valid and few else []
+def timeline(row: Row) -> list[RankTimeline]:
+    """The ranks of `timeline.json`, by rank; empty if it is missing or invalid."""
+    ranks = StepTimeline.read(row.run.folder)
+    return sorted(ranks, key=lambda rank: rank.rank) if all(map(_is_drawable, ranks)) else []
 
 
-def _is_drawable(rank: Mapping[str, Any]) -> bool:
-    """Raises TypeError and ValueError for a value that is not a timeline."""
-    length_s, busy_s = number(rank["length_s"]) or 0.0, 0.0
-    for start, end, stage, kind, microbatch in rank["chunks"]:
-        times = number(start), number(end)
-        if None in times or start > end or not isinstance(kind, str):
+def _is_drawable(rank: RankTimeline) -> bool:
+    length_s, busy_s = number(rank.length_s) or 0.0, 0.0
+    for start_s, end_s, stage, _, microbatch in rank.chunks:
+        if None in (number(start_s), number(end_s)) or start_s > end_s:
             return False
         if not is_count(stage + 1) or not (microbatch is None or is_count(microbatch + 1)):
             return False
-        busy_s += end - start
+        busy_s += end_s - start_s
     return length_s > 0 and busy_s <= MAX_OVERLAP * length_s
 
 
@@ -305,12 +292,13 @@ def _devices(run: RecordedRun) -> int | None:
 
 def _summary_so_far(run: RecordedRun) -> dict[str, Any]:
     """The summary that a run without one would have now."""
+    history = asdict(run.attempts)
     try:
         return summarise(
-            run.config or {}, outcome="", lines=run.metrics, history=run.attempts, environment=run.environment
+            run.config or {}, outcome="", lines=run.metrics, history=history, environment=run.environment
         )
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError):
-        return dict(run.attempts)
+        return history
 
 
 def _layout(run: RecordedRun) -> dict[str, int]:
@@ -334,7 +322,7 @@ def device_hours(run: RecordedRun, *, devices: int | None) -> float | None:
         ends = [_time(end.ended) for end in attempts.ends(run.folder)]
         if len(starts) + len(ends) > MAX_STARTS:
             return None
-        last = run.totals.ended or (run.last_metrics or {}).get("time")
+        last = run.totals.ended or (run.newest_line and run.newest_line.time)
         ends += [_time(last)] if last else []
         spans = []
         for start, following in zip(starts, [*starts[1:], None], strict=True):

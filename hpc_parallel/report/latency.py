@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from hpc_parallel.record.metrics_file import Line
 from hpc_parallel.report.escaping import to_csv
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row
@@ -37,15 +37,18 @@ def curves(rows: Sequence[Row]) -> list[Curve]:
     """The curve of every run with timings, also while it runs; the newest line of a batch size counts."""
     result = []
     for row in rows:
-        points = {point.batch_size: point for line in row.run.metrics if (point := _timing(line))}
+        lines = (Line.of(line) for line in row.run.metrics if "batch_size" in line)  # few of 500,000
+        points = {point.batch_size: point for line in lines if (point := _timing(line))}
         if points:
             result.append(Curve(row, [points[size] for size in sorted(points)[:MAX_SIZES]]))
     return result
 
 
-def _timing(line: Mapping[str, Any]) -> BatchTiming | None:
+def _timing(line: Line) -> BatchTiming | None:
     """The timing in a line of metrics; None if a figure is missing or invalid."""
-    size, latency_s, p99_s, rate, tokens = (number(line.get(key)) for key in KEYS)
+    size, latency_s, p99_s, rate, tokens = map(number, (
+        line.batch_size, line.latency_s, line.latency_p99_s, line.samples_per_s, line.tokens_per_s
+    ))  # fmt: skip
     if not isinstance(size, int) or size < 1 or not latency_s or latency_s < 0 or not rate or rate < 0:
         return None
     return BatchTiming(size, latency_s, p99_s if p99_s and p99_s >= latency_s else None, rate, tokens)

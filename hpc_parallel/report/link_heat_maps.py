@@ -8,8 +8,8 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from hpc_parallel.record.machine_check_table import links
-from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.machine_check_table import MeasuredMachine, links
+from hpc_parallel.record.typed import read_if_possible
 from hpc_parallel.report.drawing import NARROW, WIDTH, Plot, is_wide, plot, short
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row
@@ -30,10 +30,8 @@ def plots(rows: Sequence[Row]) -> Iterator[Plot]:
 
 
 def _rates(row: Row) -> dict[tuple[str, str], float]:
-    try:
-        rates = links(read_json(row.run.folder.machine_check))
-    except (OSError, ValueError):
-        return {}
+    measured = read_if_possible(MeasuredMachine, row.run.folder.machine_check) or MeasuredMachine()
+    rates = links(measured)
     hosts = {host for pair in rates for host in pair}
     return {pair: rate for pair, rate in rates.items() if number(rate)} if len(hosts) <= MOST_HOSTS else {}
 

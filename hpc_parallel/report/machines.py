@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpc_parallel.record.device_states import device_lines
-from hpc_parallel.record.machine_check_table import machine_lines
+from hpc_parallel.record.machine_check_table import MeasuredMachine, machine_lines
 from hpc_parallel.record.network import topology_lines, transport_lines
 from hpc_parallel.record.recorded_slow_ranks import accused_lines
-from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.typed import read_if_possible
 from hpc_parallel.report.gather import Row
 
 MOST_LINES = 40  # of a run
@@ -23,11 +23,8 @@ def machines(rows: Sequence[Row]) -> list[tuple[Row, list[str]]]:
 
 
 def _lines(row: Row) -> list[str]:
-    try:
-        content = read_json(row.run.folder.machine_check)
-    except (OSError, ValueError):
-        return []
-    lines = machine_lines(content) if content is not None else []
+    measured = read_if_possible(MeasuredMachine, row.run.folder.machine_check)
+    lines = machine_lines(measured) if measured is not None else []
     hidden = len(lines) - MOST_LINES
     return lines[:MOST_LINES] + [f"and {hidden} more"] * (hidden > 0)
 

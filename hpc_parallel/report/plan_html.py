@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hpc_parallel.record.timeline_file import RankTimeline
 from hpc_parallel.report.page import fill
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class ScalingPoint:
 class PlanPage:
     """What the page shows.
 
-    lines: below the title. ranks: of a step, as `gather.timeline` has them. left_out: why numbers of nodes
+    lines: below the title. ranks: of a step. left_out: why numbers of nodes
     are not in `sizes`. notes: what the plan takes for granted.
     """
 
@@ -66,7 +67,7 @@ class PlanPage:
     figures: Sequence[PlannedFigure]
     roles: Sequence[Role]
     device_memory_bytes: float
-    ranks: Sequence[dict[str, Any]]
+    ranks: Sequence[RankTimeline]
     sizes: Sequence[ScalingPoint]
     verdict: str
     left_out: Sequence[str]

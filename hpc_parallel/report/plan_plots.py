@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from hpc_parallel.record.timeline_file import RankTimeline
 from hpc_parallel.report.drawing import (
     BLUE,
     GREEN,
@@ -97,17 +99,17 @@ def _step(page: PlanPage) -> Iterator[Plot]:
     yield plot("step", "timeline", "One step, planned", caption, partial(timeline_figure, ranks))
 
 
-def drawable(ranks: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], float | None]:
+def drawable(ranks: Sequence[RankTimeline]) -> tuple[list[RankTimeline], float | None]:
     """At most MAX_RANKS ranks, evenly spaced, and the time after MAX_CHUNKS chunks if they have more."""
     last = len(ranks) - 1
     chosen = sorted({round(at * last / (MAX_RANKS - 1)) for at in range(MAX_RANKS)})
     kept = [ranks[at] for at in chosen]
-    starts = sorted(chunk[0] for rank in kept for chunk in rank["chunks"])
+    starts = sorted(chunk.start_s for rank in kept for chunk in rank.chunks)
     if len(starts) <= MAX_CHUNKS:
         return kept, None
     cut_s = starts[MAX_CHUNKS]
     return [
-        {**rank, "length_s": cut_s, "chunks": [chunk for chunk in rank["chunks"] if chunk[1] <= cut_s]}
+        replace(rank, length_s=cut_s, chunks=tuple(chunk for chunk in rank.chunks if chunk.end_s <= cut_s))
         for rank in kept
     ], cut_s
 

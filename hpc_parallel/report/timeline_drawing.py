@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hpc_parallel.record.timeline_file import RankTimeline, StageWork
 from hpc_parallel.report.drawing import (
     BLUE,
     GREEN,
@@ -57,24 +57,24 @@ def plots(rows: Sequence[Row]) -> Iterator[Plot]:
         )  # fmt: skip
 
 
-def timeline_figure(ranks: Sequence[dict[str, Any]]) -> Figure:
-    """A row for each rank, as `gather.timeline` has them."""
+def timeline_figure(ranks: Sequence[RankTimeline]) -> Figure:
+    """A row for each rank."""
     figure, ((axes,),) = canvas(0.9 + 0.42 * len(ranks))
-    length_s = max(float(rank["length_s"]) for rank in ranks)
+    length_s = max(rank.length_s for rank in ranks)
     unit = unit_of("seconds", [length_s])
-    stages = [sorted({stage for _, _, stage, _, _ in rank["chunks"]}) for rank in ranks]
+    stages = [sorted({chunk.stage for chunk in rank.chunks}) for rank in ranks]
     with_stage = any(len(rank_stages) > 1 for rank_stages in stages)
     for y, rank in enumerate(ranks):
-        _draw_chunks(axes, rank["chunks"], y=y, unit=unit)
-        _draw_microbatches(axes, rank["chunks"], y=y, unit=unit, length_s=length_s, with_stage=with_stage)
+        _draw_chunks(axes, rank.chunks, y=y, unit=unit)
+        _draw_microbatches(axes, rank.chunks, y=y, unit=unit, length_s=length_s, with_stage=with_stage)
     labels = [
-        short(f"rank {rank['rank']}, stage {' '.join(map(str, rank_stages))}")
+        short(f"rank {rank.rank}, stage {' '.join(map(str, rank_stages))}")
         for rank, rank_stages in zip(ranks, stages, strict=True)
     ]
     name_bars(axes, labels)
     axes.set_xlim(0, length_s / unit.size)
     axes.set_xlabel(f"time since the step's start, {unit.name}")
-    drawn = {_known_kind(kind) for rank in ranks for _, _, _, kind, _ in rank["chunks"]}
+    drawn = {_known_kind(chunk.kind) for rank in ranks for chunk in rank.chunks}
     styles = [KINDS[kind] for kind in KINDS if kind in drawn]
     add_patch_legend(figure, [style[:2] for style in styles], [name for _, _, name in styles])
     return figure
@@ -84,7 +84,7 @@ def _known_kind(kind: str) -> str:
     return kind if kind in KINDS else OTHER
 
 
-def _draw_chunks(axes: Axes, chunks: Sequence[Any], *, y: int, unit: Unit) -> None:
+def _draw_chunks(axes: Axes, chunks: Sequence[StageWork], *, y: int, unit: Unit) -> None:
     spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for start, end, _, kind, _ in chunks:
         spans[_known_kind(kind)].append((start / unit.size, (end - start) / unit.size))
@@ -94,7 +94,7 @@ def _draw_chunks(axes: Axes, chunks: Sequence[Any], *, y: int, unit: Unit) -> No
 
 
 def _draw_microbatches(
-    axes: Axes, chunks: Sequence[Any], *, y: int, unit: Unit, length_s: float, with_stage: bool
+    axes: Axes, chunks: Sequence[StageWork], *, y: int, unit: Unit, length_s: float, with_stage: bool
 ) -> None:
     """Write the number of the microbatch on every chunk that has room, up to MAX_NUMBERS."""
     count, character = 0, 0.011 if is_wide() else 0.03  # the width of one, as a share of the step

@@ -280,7 +280,7 @@ def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str])
         folder.read_config(),
         outcome=outcome,
         lines=MetricsReader(folder.metrics).read(),
-        history=attempts.history(folder, environment=environment),
+        history=vars(attempts.history(folder, environment=environment)),
         measured={"slow_ranks": accusations(folder)},
         environment=read_environment(folder),
     )

@@ -164,7 +164,7 @@ def _conclude(cancelled: Sequence[Target], *, warn: Callable[[str], None]) -> No
     for target in waiting:
         ended = job_states[str(target.job)].ended
         has_summary = os.path.lexists(target.run.folder.summary)
-        if ended and not has_summary and not target.run.attempts["started"]:
+        if ended and not has_summary and not target.run.attempts.started:
             _write_summary(target.run, environment={"SLURM_JOB_ID": str(target.job)}, warn=warn)
 
 

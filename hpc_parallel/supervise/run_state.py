@@ -117,7 +117,7 @@ def _of_folder(run: RecordedRun) -> State:
     """The state of a local run, or of a run whose folder names no process or job."""
     lives = process_lives(run.owner) if run.owner else False
     outcome = _outcome(run)
-    began = run.attempts["started"] is not None
+    began = run.attempts.started is not None
     if lives and waits(run):
         return State(WAITING, ITS_TURN)
     if lives:  # a launcher may restart it after a failure

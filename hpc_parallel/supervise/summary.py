@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hpc_parallel.config.layout import layout_of, processes_per_node, recorded_strategy
+from hpc_parallel.record.metrics_file import VALIDATION
 from hpc_parallel.record.provenance import PREDICTED
 from hpc_parallel.record.summary_file import INITIAL
 from hpc_parallel.record.values import table
@@ -33,7 +34,6 @@ MEASURED = (
     "rank_memory_bytes",
     "rank_state_bytes",
 )
-VALIDATION = "validation_"
 Lines = Sequence[Mapping[str, Any]]
 
 

@@ -149,7 +149,7 @@ def _problems(config: RunConfig, *, words: Sequence[str], scope: _Scope, earlier
 
 def _open(folder: Path, command: Sequence[str]) -> None:
     open_folder(folder)
-    write_sweep(folder, Sweep(tuple(command), f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", None))
+    write_sweep(folder, Sweep(tuple(command), f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", None, (), ()))
 
 
 def _report(trial: Trial, stopped: Exception | None, *, names: Sequence[str]) -> int:

@@ -11,11 +11,10 @@ from rich.progress import TaskID
 
 from hpc_parallel.problems import printable
 from hpc_parallel.record.endings import Failure, Stop
-from hpc_parallel.record.metrics_file import MetricsReader, described, figure, fitting, per_second
+from hpc_parallel.record.metrics_file import Line, MetricsReader, described, figure, fitting, per_second
 from hpc_parallel.record.phase import read_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.summary_file import Summary
-from hpc_parallel.record.values import integer
 from hpc_parallel.sweep.sweep_plan import PlannedRun
 from hpc_parallel.terminal import progress_bars, room_beside_bar
 
@@ -72,10 +71,11 @@ class SweepView:
             self._bars.update(self._tasks[path], description=start[: room_beside_bar(self._console)])
         if lines:
             self._begun.add(path)
-            parts = [f"{planned.label}:", *described(lines[-1], steps=planned.run.steps)]
+            newest = Line.of(lines[-1])
+            parts = [f"{planned.label}:", *described(newest, steps=planned.run.steps)]
             self._bars.update(
-                self._tasks[path], description=self._fitting(parts), completed=lines[-1]["step"],
-                total=integer(lines[-1].get("steps")) or planned.run.steps,
+                self._tasks[path], description=self._fitting(parts), completed=newest.step,
+                total=newest.steps or planned.run.steps,
             )  # fmt: skip
 
     def end(self, planned: PlannedRun) -> bool:

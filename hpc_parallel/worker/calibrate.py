@@ -27,8 +27,9 @@ from hpc_parallel.profiling.machine_profile import machine_profile
 from hpc_parallel.record import attempts
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_write import write_json, write_text
+from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.record.summary_file import Summary
+from hpc_parallel.record.task_files import Calibration
 from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
 from hpc_parallel.training.writers import FileWriter
 from hpc_parallel.worker import collectives
@@ -246,7 +247,7 @@ def write_profile(folder: RunFolder, *, config: RunConfig, measured: Measured) -
         f"profile: {folder.hardware}. Copy it to FOLDER/hardware/NAME.yaml, then "
         "`plan --config-dir FOLDER hardware=NAME`"
     )
-    write_json(folder.calibration, {"lines": lines, "rows": [vars(row) for row in devices.rows]})
+    Calibration(tuple(lines), tuple(map(vars, devices.rows))).write(folder)
 
 
 def _machine(config: RunConfig, devices: DeviceRows, *, spread: float) -> Machine:
@@ -267,7 +268,7 @@ def _machine(config: RunConfig, devices: DeviceRows, *, spread: float) -> Machin
 def _link_profile(config: RunConfig, links: Plan) -> MachineConfig:
     """The fits of the links; all ranks are those inside a node, or one of each node."""
     names = {WORLD: INSIDE if config.nodes == 1 else ACROSS}
-    rows = [{**row, "group": names.get(row["group"], row["group"])} for row in links.sorted_rows()]
+    rows = [replace(row, group=names.get(row.group, row.group)) for row in links.sorted_rows()]
     profile = machine_profile(rows, site=config.cluster.name, device_type="", measured="")
     return MachineConfig(collectives=profile["collectives"])
 

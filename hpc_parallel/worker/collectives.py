@@ -37,10 +37,11 @@ from hpc_parallel.profiling.link_rates import synchronize
 from hpc_parallel.profiling.machine_comparison import compare
 from hpc_parallel.profiling.machine_profile import machine_profile
 from hpc_parallel.record import attempts
+from hpc_parallel.record.collectives_file import CollectiveRow, Collectives
 from hpc_parallel.record.collectives_table import as_csv, full_table
 from hpc_parallel.record.results import first_line, results
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_write import write_json, write_text
+from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
 from hpc_parallel.strategies.groups import backend_of
@@ -129,7 +130,7 @@ def measure_collectives(
 def write_results(
     folder: RunFolder,
     *,
-    first: dict[str, Any],
+    first: CollectiveRow,
     plan: Plan,
     config: RunConfig,
     device: torch.device,
@@ -139,12 +140,11 @@ def write_results(
     comparison = compare(rows, machine=config.machine, device_type=device.type)
     if config.machine.collectives:
         pairs = zip(rows, comparison.predicted_s, strict=True)
-        rows = [{**row, "predicted_s": time_s} for row, time_s in pairs]
-    content = {
-        "device": device.type, "backend": backend_of(device.type), "sum": first, "rows": rows,
-        "left_out": plan.left_out, "warnings": comparison.warnings,
-    }  # fmt: skip
-    write_json(folder.collectives, content)
+        rows = [replace(row, predicted_s=time_s) for row, time_s in pairs]
+    measured = Collectives(
+        device.type, backend_of(device.type), first, tuple(rows), plan.left_out, tuple(comparison.warnings)
+    )
+    measured.write(folder, with_predictions=bool(config.machine.collectives))
     write_text(folder.collectives_table, full_table(rows))
     write_text(folder.collectives.with_suffix(".csv"), as_csv(rows))
     today = datetime.now(UTC).date().isoformat()
@@ -154,7 +154,7 @@ def write_results(
 
 def measure_cell(
     cell: Cell, seconds: float, *, device: torch.device, groups: Mapping[str, Group]
-) -> dict[str, Any]:
+) -> CollectiveRow:
     name, kind, dtype = cell.series
     bench = Bench(device=device, seconds=seconds)
     return bench.measure(
@@ -226,7 +226,7 @@ class Bench:
 
     def measure(
         self, kind: str, *, group: tuple[str, Group], dtype: torch.dtype, size_bytes: int
-    ) -> dict[str, Any]:
+    ) -> CollectiveRow:
         """Returns the row of one collective; all groups of the name work at the same time.
 
         Raises WrongResultError on all ranks if a result before or after the timed rounds is wrong.
@@ -241,22 +241,22 @@ class Bench:
         times = self.time(case.run)
         self.require_right(case, what)
         rate = case.size_bytes / times.time_s
-        return {
-            "group": name,
-            "also": list(members.also),
-            "ranks": members.ranks,
-            "operation": kind,
-            "dtype": str(dtype).removeprefix("torch."),
-            "size_bytes": case.size_bytes,
-            "count": case.size_bytes // dtype.itemsize // (members.ranks if operation.by_slices else 1),
-            "redop": "sum" if operation.sums else "none",
-            "wrong": 0,  # else the run has ended
-            "time_s": times.time_s,
-            "spread": times.spread,
-            "rounds": times.rounds,
-            "algbw_bytes_per_s": rate,
-            "busbw_bytes_per_s": rate * bus_factor(kind, members.ranks),
-        }
+        return CollectiveRow(
+            group=name,
+            also=members.also,
+            ranks=members.ranks,
+            operation=kind,
+            dtype=str(dtype).removeprefix("torch."),
+            size_bytes=case.size_bytes,
+            count=case.size_bytes // dtype.itemsize // (members.ranks if operation.by_slices else 1),
+            redop="sum" if operation.sums else "none",
+            wrong=0,  # else the run has ended
+            time_s=times.time_s,
+            spread=times.spread,
+            rounds=times.rounds,
+            algbw_bytes_per_s=rate,
+            busbw_bytes_per_s=rate * bus_factor(kind, members.ranks),
+        )
 
     def require_right(self, case: Case, what: str) -> None:
         by_rank = all_gather(case.is_right())

@@ -9,6 +9,7 @@ from typing import Any
 
 from hpc_parallel.config.task_schema import CollectivesConfig
 from hpc_parallel.profiling.collective_cases import OPERATIONS, Group, sizes
+from hpc_parallel.record.collectives_file import CollectiveRow
 from hpc_parallel.record.collectives_table import row_cells
 from hpc_parallel.worker.time_budget import TimeBudget, advice
 
@@ -27,7 +28,7 @@ class Cell:
     size_bytes: int
 
 
-Measure = Callable[[Cell, float], dict[str, Any]]
+Measure = Callable[[Cell, float], CollectiveRow]
 """(cell, seconds for its timed rounds) -> the row; a collective call."""
 
 
@@ -41,7 +42,7 @@ class Plan:
         """levels: the cells by size."""
         self.levels = levels
         self.cells = [cell for level in levels for cell in level]
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[CollectiveRow] = []
         self.left_out: str | None = None  # with the reason
         # Of each series: its last size, and the seconds that it took with as few rounds as possible.
         self._last: dict[Series, tuple[int, float]] = {}
@@ -60,7 +61,7 @@ class Plan:
         first = [Cell(one, all_sizes[0] if one in sized else 0) for one in series]
         return cls([first, *([Cell(one, size) for one in sized] for size in all_sizes[1:])])
 
-    def measure(self, measure: Measure, budget: TimeBudget) -> Iterator[dict[str, Any]]:
+    def measure(self, measure: Measure, budget: TimeBudget) -> Iterator[CollectiveRow]:
         """Yields each row when it is measured. The smallest size is measured in any case."""
         for number, level in enumerate(self.levels):
             needed_s = sum(map(self._least_s, level))
@@ -92,19 +93,19 @@ class Plan:
             "steps": count,
             "measured": row_cells(row),
             "time_left_s": max(0.0, min(budget.seconds - budget.used_s, rest_s)),
-            **row,
+            **row.measured,
             "time": datetime.now(UTC).isoformat(),
         }
 
-    def sorted_rows(self) -> list[dict[str, Any]]:
+    def sorted_rows(self) -> list[CollectiveRow]:
         """The rows by group, operation and type."""
         order = {cell.series: number for number, cell in enumerate(self.levels[0])}
-        return sorted(self.rows, key=lambda row: order[row["group"], row["operation"], row["dtype"]])
+        return sorted(self.rows, key=lambda row: order[row.group, row.operation, row.dtype])
 
-    def _measure(self, cell: Cell, measure: Measure, *, seconds: float, budget: TimeBudget) -> dict[str, Any]:
+    def _measure(self, cell: Cell, measure: Measure, *, seconds: float, budget: TimeBudget) -> CollectiveRow:
         began_s = budget.used_s
         row = measure(cell, seconds)
-        least_s = budget.used_s - began_s - row["time_s"] * (row["rounds"] - BATCHES)
+        least_s = budget.used_s - began_s - row.time_s * (row.rounds - BATCHES)
         self._last[cell.series] = cell.size_bytes, least_s
         self.rows.append(row)
         return row

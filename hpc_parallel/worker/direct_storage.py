@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpc_parallel.record.machine_check_table import DirectReads
 from hpc_parallel.strategies import exchange
 from hpc_parallel.worker.read_scaling import ReadingError, rates_by_readers
 
@@ -60,27 +61,25 @@ class Reader:
         return None if is_right else "kvikio read wrong bytes"
 
 
-def direct_rates(
-    path: Path, *, names: Sequence[str], size_bytes: int, device: torch.device
-) -> dict[str, Any]:
-    """`reads_bytes_per_s` (see `rates_by_readers`) and `mode`, or `not_measured` with the reason.
+def direct_rates(path: Path, *, names: Sequence[str], size_bytes: int, device: torch.device) -> DirectReads:
+    """The rates (see `rates_by_readers`), or why there are none.
 
     A collective call. path: this rank's file of `size_bytes`; names: host of each rank.
     """
     reader = open_reader(path, size_bytes=size_bytes, device=device)
     reason = reader if isinstance(reader, str) else reader.first_error()
     if reasons := [text for text in exchange.all_gather(reason) if text is not None]:
-        return {"not_measured": reasons[0]}
+        return DirectReads(not_measured=reasons[0])
     assert isinstance(reader, Reader)
     before = counted_reads()
     try:
         rates = rates_by_readers(reader.read_s, names=names, size_bytes=size_bytes)
     except ReadingError as error:  # raised on all ranks
-        return {"not_measured": str(error)}
+        return DirectReads(not_measured=str(error))
     after = counted_reads()
     counted = None if before is None or after is None else after - before
     modes = exchange.all_gather(mode(reader.kvikio, counted=counted))
-    return {"reads_bytes_per_s": rates, "mode": "; ".join(dict.fromkeys(modes))}
+    return DirectReads(rates, mode="; ".join(dict.fromkeys(modes)))
 
 
 def open_reader(path: Path, *, size_bytes: int, device: torch.device) -> Reader | str:

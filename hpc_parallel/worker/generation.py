@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +22,8 @@ from hpc_parallel.models.drawn_weights import tensor_seed
 from hpc_parallel.record import attempts
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.record.summary_file import Summary
+from hpc_parallel.record.task_files import Continued, write_generated
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.decode import Decoder
 from hpc_parallel.strategies.exchange import all_gather_numbers
@@ -79,7 +78,7 @@ def generate(
     texts = continue_prompts(session, prompts, on_token=on_token)
     progress.mark("done", progress.latest[2])
     if rank == 0:
-        write_text(folder.generated, "".join(json.dumps(text) + "\n" for text in texts))
+        write_generated(folder, texts)
     measured = {"weights": weights, "comparison": session.comparison}
     complete(values, folder=folder, lines=lines, writers=writers, measured=measured)
     if rank == 0:
@@ -105,7 +104,7 @@ def prompts_of(session: Session) -> list[list[int]]:
 
 def continue_prompts(
     session: Session, prompts: Sequence[Sequence[int]], *, on_token: Callable[[int], None]
-) -> list[dict[str, Any]]:
+) -> list[Continued]:
     """Returns a line of `generated.jsonl` for each prompt, on all ranks.
 
     Of n replicas, each continues every n-th prompt. If n does not divide the number of prompts, some
@@ -132,12 +131,12 @@ def continue_prompts(
     new_tokens: dict[int, list[int]] = {index: new for part in by_replica for index, new in part}
     as_bytes = reads_bytes(session.config.data)
     return [
-        {
-            "prompt": decode(prompt, as_bytes=as_bytes),
-            "text": decode(new_tokens[index], as_bytes=as_bytes),
-            "prompt_tokens": list(prompt),
-            "tokens": new_tokens[index],
-        }
+        Continued(
+            prompt=decode(prompt, as_bytes=as_bytes),
+            text=decode(new_tokens[index], as_bytes=as_bytes),
+            prompt_tokens=tuple(prompt),
+            tokens=tuple(new_tokens[index]),
+        )
         for index, prompt in enumerate(prompts)
     ]
 

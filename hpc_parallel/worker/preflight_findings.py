@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, median_low
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hpc_parallel.machine.host_findings import SLOW, Finding, join_shared, product_takes
 from hpc_parallel.profiling.links import Rates, slow_hosts, slow_pairs
-from hpc_parallel.record.machine_check_table import COPIES
+from hpc_parallel.record.machine_check_table import COPIES, DirectReads, Link, MeasuredMachine, RankRates
 from hpc_parallel.worker.start_times import SIDES
 
 SLOW_COPY = 2.0  # times slower than the median host, in copies and all-reduces inside a host
@@ -32,7 +32,7 @@ class MachineMeasurement:
     matrix_s: Sequence[float] = ()
     copies: Sequence[Mapping[str, float]] = ()
     reads: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    direct: Mapping[str, Any] = field(default_factory=dict)
+    direct: DirectReads = field(default_factory=DirectReads)
     inside: Mapping[str, float | None] = field(default_factory=dict)
     links: Rates = field(default_factory=dict)
 
@@ -41,20 +41,23 @@ class MachineMeasurement:
         """Each host once, in the order of the ranks."""
         return list(dict.fromkeys(self.names))
 
-    def as_record(self) -> dict[str, Any]:
+    def recorded(self) -> MeasuredMachine:
         """The content of `machine_check.json` without findings."""
         hosts = self.hosts
         copies = self.copies or [{}] * len(self.names)
         flops = 2 * SIDES[self.device_type] ** 3
-        return {
-            "device": self.device_type, "hosts": hosts,
-            "ranks": [{"host": host, "flops": flops / time_s, **copied}
-                      for host, time_s, copied in zip(self.names, self.matrix_s, copies, strict=True)],
-            "reads_bytes_per_s": self.reads, "direct_reads": self.direct,
-            "inside_busbw_bytes_per_s": self.inside,
-            "links": [{"hosts": [hosts[a], hosts[b]], "bytes_per_s": rate}
-                      for (a, b), rate in self.links.items()],
-        }  # fmt: skip
+        return MeasuredMachine(
+            device=self.device_type,
+            hosts=tuple(hosts),
+            ranks=tuple(
+                RankRates(host, flops / time_s, **copied)
+                for host, time_s, copied in zip(self.names, self.matrix_s, copies, strict=True)
+            ),
+            reads_bytes_per_s=self.reads,
+            direct_reads=self.direct,
+            inside_busbw_bytes_per_s=self.inside,
+            links=tuple(Link((hosts[a], hosts[b]), rate) for (a, b), rate in self.links.items()),
+        )
 
 
 def machine_findings(measured: MachineMeasurement) -> list[Finding]:

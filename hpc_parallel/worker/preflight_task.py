@@ -24,12 +24,11 @@ from hpc_parallel.planning.collective_times import bus_factor
 from hpc_parallel.profiling.link_rates import fastest_s, link_rates
 from hpc_parallel.profiling.links import rounds
 from hpc_parallel.record import attempts
-from hpc_parallel.record.machine_check_table import machine_lines
+from hpc_parallel.record.machine_check_table import DirectReads, MeasuredMachine, machine_lines
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.recorded_preflight import listed_hosts
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.mesh import build_host_mesh
@@ -101,7 +100,7 @@ class Report:
 
     def end(self, findings: Sequence[Finding]) -> None:
         self._write_part()
-        self._write(findings=[finding.as_record() for finding in findings], judged=self._judged)
+        self._write(findings=findings, judged=self._judged)
 
     def _write_part(self) -> None:
         number, count = self._part
@@ -119,16 +118,17 @@ class Report:
                 })  # fmt: skip
         self._said = lines
 
-    def _write(self, *, findings: list[dict[str, Any]], judged: bool | None) -> dict[str, Any]:
+    def _write(self, *, findings: Sequence[Finding], judged: bool | None) -> MeasuredMachine:
         left_out = None
         if names := self._check.left_out:
             reason = advice(self._check.budget, needed_s=self._check.budget.used_s)
             left_out = f"left out: {', '.join(names)}: {reason}"
-        content = self._check.measured.as_record() | {
-            "findings": findings, "judged": judged, "left_out": left_out,
-        }  # fmt: skip
-        write_json(self._folder.machine_check, content)
-        return content
+        recorded = tuple(finding.recorded for finding in findings)
+        measured = replace(
+            self._check.measured.recorded(), findings=recorded, judged=judged, left_out=left_out
+        )
+        measured.write(self._folder)
+        return measured
 
 
 class MachineCheck:
@@ -221,7 +221,7 @@ def read_rates(
     size_bytes: int,
     device: torch.device,
     is_late: Callable[[], bool] = lambda: False,
-) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
+) -> tuple[dict[str, dict[str, float]], DirectReads]:
     """The rates of `rates_by_readers`, and those into device memory of `direct_rates`.
 
     Each rank reads a file of its own, which is not in the page cache. A collective call.

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,8 +29,9 @@ from hpc_parallel.config.site_schema import ClusterConfig
 from hpc_parallel.machine import fabric
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import DamagedError, parse_json, read_json
+from hpc_parallel.record.safe_read import DamagedError, parse_json
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.typed import read_record
 from hpc_parallel.worker.signed_store import SECRET_BYTES, ForgedError, SignedStore
 
 LOOPBACK = "127.0.0.1"
@@ -65,6 +67,26 @@ def hosts(store: SignedStore) -> tuple[str, ...]:
     return tuple(_parsed(store.get(_VERDICT))["hosts"])
 
 
+@dataclass(frozen=True)
+class Published:
+    """What rank 0 has written for the other ranks: where its store listens, or why the start has ended."""
+
+    host: str | None = None
+    port: int | None = None
+    secret: str | None = None  # hexadecimal
+    pid: int | None = None
+    error: str | None = None
+
+    @classmethod
+    def path(cls, folder: RunFolder, world: World) -> Path:
+        """The file of this start."""
+        return folder.rendezvous / f"{world.attempt}.json"
+
+    def write(self, file: Path) -> None:
+        """Replace the file; keys whose value is None are not written."""
+        write_json(file, {key: value for key, value in vars(self).items() if value is not None})
+
+
 class _Start:
     """One rank's part in one start, and its deadline."""
 
@@ -73,7 +95,7 @@ class _Start:
         self.announcement = {"host": world.host, "pid": os.getpid(), "device": device.partition(":")[0]}
         self.began = time.monotonic()
         self.deadline = self.began + cluster.start_timeout_s
-        self.file = folder.rendezvous / f"{world.attempt}.json"
+        self.file = Published.path(folder, world)
         self.arrivals = [_arrival(rank) for rank in range(world.world_size)]
 
     def host(self) -> SignedStore:
@@ -85,7 +107,7 @@ class _Start:
             except ForgedError as error:
                 self._end_all(store, str(error), others=self.world.world_size - 1)
         except StartError as error:
-            write_json(self.file, {"error": str(error)})  # for ranks that arrive after this process has ended
+            Published(error=str(error)).write(self.file)  # for ranks that arrive after this process has ended
             raise
         store.set(_VERDICT, json.dumps({"hosts": [announcement["host"] for announcement in announcements]}))
         return store
@@ -108,9 +130,9 @@ class _Start:
             if "error" in verdict:
                 store.add(_ACKNOWLEDGED, 1)
         except DistError:
-            published = _published(self.file) or {}
+            published = _published(self.file) or Published()
             raise StartError(
-                published.get("error")
+                published.error
                 or f"rank 0 on {self.world.where(0)} ended while the ranks were arriving. "
                 f"Look at {self.folder.log(0, 'err')}."
             ) from None
@@ -139,7 +161,7 @@ class _Start:
         store = SignedStore(server, secret=secret)
         store.set(_OPEN, "")
         host = address or self.world.host + self.cluster.master_suffix
-        write_json(self.file, {"host": host, "port": port, "secret": secret.hex(), "pid": os.getpid()})
+        Published(host, port, secret.hex(), os.getpid()).write(self.file)
         _require_own(self.file)
         return store
 
@@ -199,14 +221,14 @@ class _Start:
         stores[0].set_timeout(timedelta(seconds=self.cluster.collective_timeout_s))
         return stores[0]
 
-    def _reach(self, published: dict[str, Any]) -> SignedStore:
+    def _reach(self, published: Published) -> SignedStore:
         """Connect to the store that rank 0 published. Raises StartError."""
-        if "error" in published:
-            raise StartError(published["error"])
-        host, port = published["host"], published["port"]
+        host, port, secret = published.host, published.port, published.secret
+        if published.error is not None or host is None or port is None or secret is None:
+            raise StartError(published.error or f"{self.file} does not say where rank 0 listens.")
         try:
             client = _connect(host, port, timeout_s=max(PROBE_S, self._left_s()))
-            store = SignedStore(client, secret=bytes.fromhex(published["secret"]))
+            store = SignedStore(client, secret=bytes.fromhex(secret))
             if store.check([_OPEN]):
                 return store
             reason = "another program answers there"
@@ -286,14 +308,14 @@ class _Start:
         return True
 
 
-def _published(file: Path) -> dict[str, Any] | None:
+def _published(file: Path) -> Published | None:
     try:
         # To list the folder makes an NFS client ask its server. A look-up of one name may be answered
         # with "not found" from the client's cache for a minute.
         if file.name in os.listdir(file.parent):
             _require_own(file)
-            published = read_json(file)
-            return published if published and published.keys() & {"secret", "error"} else None
+            published = read_record(Published, file)
+            return published if published is not None and (published.secret or published.error) else None
     except (OSError, DamagedError):  # the folder does not exist yet, or the handle is stale
         pass
     return None

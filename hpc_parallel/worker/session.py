@@ -157,7 +157,7 @@ def complete(
             values,
             outcome="completed",
             lines=lines,
-            history=attempts.history(folder),
+            history=vars(attempts.history(folder)),
             measured=measured,
             environment=read_environment(folder),
         )

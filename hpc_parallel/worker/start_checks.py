@@ -54,7 +54,7 @@ def check(
     _add_xid_events(hosts, world=world, device=device, xids=xids)
     host_findings = findings(hosts)
     if world.rank == 0:
-        record = [finding.as_record() for finding in host_findings]
+        record = [vars(finding.recorded) for finding in host_findings]
         took_s = time.perf_counter() - began
         write_json(folder.preflight, {
             "took_s": took_s, "all_reduce_bytes": SUMMED_BYTES, "hosts": hosts, "findings": record,

@@ -303,7 +303,7 @@ def finish(
     chart = observers.measurement.schedule_chart()
     rank = dist.get_rank()
     if rank == 0 and chart is not None:
-        write_json(folder.timeline, chart)
+        chart.write(folder)
     lines = MetricsReader(folder.metrics).read() if rank == 0 else []
     complete(values, folder=folder, lines=lines, writers=observers.writers, measured=measured)
     if rank == 0:

@@ -24,8 +24,8 @@ import torch
 
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import replacing
+from hpc_parallel.record.typed import read_record
 from hpc_parallel.strategies.groups import SAVING
 from hpc_parallel.supervise import failure, hang_report
 from hpc_parallel.supervise.flight_recorder import Collective, collective_of, device_progress, recorded
@@ -33,6 +33,7 @@ from hpc_parallel.supervise.hang_report import HangReport
 from hpc_parallel.supervise.progress import READER, WAITS_FOR_REQUEST
 from hpc_parallel.training.observers import Progress
 from hpc_parallel.worker.hang_meeting import HangStore, meet_hang
+from hpc_parallel.worker.rendezvous import Published
 
 _POLL_S = 0.2
 COMPILES = 6  # times the time-out that a first step may take if it compiles
@@ -209,10 +210,10 @@ def last_collective(entries: Sequence[Mapping[str, Any]]) -> Collective:
 
 def _address_of_store(folder: RunFolder, *, world: World) -> tuple[str, int] | None:
     """Look up rank 0's address now, because the name server may be unreachable after the network fails."""
-    published = read_json(folder.rendezvous / f"{world.attempt}.json")
-    if world.rank == 0 or not published or "port" not in published:
+    published = read_record(Published, Published.path(folder, world))
+    if world.rank == 0 or published is None or published.port is None:
         return None
     with contextlib.suppress(OSError):
-        addresses = socket.getaddrinfo(published["host"], published["port"], type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(published.host, published.port, type=socket.SOCK_STREAM)
         return str(addresses[0][4][0]), int(addresses[0][4][1])
     return None

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import sys
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,11 @@ import torch.distributed as dist
 
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.resolve import resolve
-from hpc_parallel.record.machine_check_table import machine_lines
+from hpc_parallel.machine.host_findings import Finding
+from hpc_parallel.record.machine_check_table import DirectReads, MeasuredMachine, machine_lines
 from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.typed import build
 from hpc_parallel.report import run_plot
 from hpc_parallel.training.nonfinite import FollowerError
 from hpc_parallel.worker import direct_storage, preflight_findings, preflight_task
@@ -37,6 +40,11 @@ from hpc_parallel.worker.read_scaling import ReadingError, powers
 from hpc_parallel.worker.session import read_config
 from tests.composed import composed
 from tests.workers import Workers
+
+
+def lines_of(content: Any) -> list[str]:
+    """The lines of a file that anybody may have written."""
+    return machine_lines(build(MeasuredMachine, content) or MeasuredMachine())
 
 
 def test_all_is_measured(workers: Workers) -> None:
@@ -61,7 +69,7 @@ def test_all_is_measured(workers: Workers) -> None:
     assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
     assert {line["steps"] for line in lines} == {5}
     shown = [line["measured"][0] for line in lines]
-    final = [line for line in machine_lines(checked) if not line.startswith("nodes that share")]
+    final = [line for line in lines_of(checked) if not line.startswith("nodes that share")]
     assert sorted(shown) == sorted(final)
 
 
@@ -75,13 +83,13 @@ def test_the_budget_of_a_check_leaves_parts_out(workers: Workers) -> None:
         "left out: copies between host and device, an all-reduce inside each host, links between hosts, "
         "reads from the storage: the time of task.seconds=1e-06 is used. Try task.seconds="
     )
-    assert checked["left_out"] in machine_lines(checked)
+    assert checked["left_out"] in lines_of(checked)
     assert json.loads((folder / "summary.json").read_text())["outcome"] == "completed"
 
 
 def test_a_check_that_was_ended_shows_what_it_has() -> None:
     content = {"ranks": [{"host": "n1", "flops": 2e9}], "findings": [], "judged": None}
-    assert machine_lines(content) == ["matrix product: 2.0 GFLOP/s for each device (median), 2.0 (slowest)"]
+    assert lines_of(content) == ["matrix product: 2.0 GFLOP/s for each device (median), 2.0 (slowest)"]
 
 
 def judged(run_folder: str, slow_rank: int) -> str:
@@ -168,12 +176,33 @@ def test_slow_copies_and_slow_all_reduces_inside_a_host_are_named() -> None:
     assert list(slow_inside(dict.fromkeys(inside))) == []
     measured = MachineMeasurement(
         device_type="cuda", names=names, matrix_s=[0.01] * 8, copies=copies,
-        reads={host: {"1": 1e9} for host in inside}, direct={}, inside=inside, links={},
+        reads={host: {"1": 1e9} for host in inside}, inside=inside, links={},
     )  # fmt: skip
     assert [finding.host for finding in preflight_findings.machine_findings(measured)] == ["n3", "n1", "n4"]
-    lines = machine_lines(measured.as_record())
+    lines = machine_lines(measured.recorded())
     assert "copy to the device, pinned: 46.5 GB/s (median), 12.0 (slowest)" in lines
     assert "copy to the host, pageable: 10.0 GB/s (median), 2.0 (slowest)" in lines
+
+
+def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    on_cpus = MachineMeasurement(
+        device_type="cpu", names=["n1", "n2"], matrix_s=[0.01, 0.02], reads={"n1": {"1": 1e9}},
+        inside={"n1": 2e9, "n2": None}, links={(0, 1): 1e8}, direct=DirectReads(not_measured="no GPU"),
+    )  # fmt: skip
+    found = Finding("n1", "slow", others=("n2",)).recorded
+    measured = replace(on_cpus.recorded(), findings=(found,), judged=None, left_out="left out: links")
+    measured.write(folder)
+    assert MeasuredMachine.read(folder) == measured
+    content = json.loads(folder.machine_check.read_text())
+    assert [list(rank) for rank in content["ranks"]] == [["host", "flops"]] * 2
+    assert content | {"ranks": []} == {
+        "device": "cpu", "hosts": ["n1", "n2"], "ranks": [], "reads_bytes_per_s": {"n1": {"1": 1e9}},
+        "direct_reads": {"not_measured": "no GPU"}, "inside_busbw_bytes_per_s": {"n1": 2e9, "n2": None},
+        "links": [{"hosts": ["n1", "n2"], "bytes_per_s": 1e8}],
+        "findings": [{"host": found.host, "what": "slow", "harmful": True, "excludable": False}],
+        "judged": None, "left_out": "left out: links",
+    }  # fmt: skip
 
 
 def test_the_lines_end_with_what_can_be_pasted() -> None:
@@ -187,7 +216,7 @@ def test_the_lines_end_with_what_can_be_pasted() -> None:
             {"host": "n1 and n2", "what": "hot", "harmful": True, "excludable": False},
         ],
     }  # fmt: skip
-    assert machine_lines(content) == [
+    assert lines_of(content) == [
         "matrix product: 1.5 GFLOP/s for each device (median), 1.0 (slowest)",
         "read, processes on each host = 1: 200 MB/s (median of the hosts)",
         "links, in each direction: 0.120 GB/s (median), 0.120 (slowest)",
@@ -207,11 +236,11 @@ def test_the_lines_end_with_what_can_be_pasted() -> None:
 )
 def test_whether_input_scales(rate: float, sentence: str) -> None:
     reads = {"n1": {"1": 1e8, "2": 1.5e8, "4": rate}, "n2": {"1": 1e8, "2": 1.5e8, "4": rate}}
-    lines = machine_lines({"reads_bytes_per_s": reads})
+    lines = lines_of({"reads_bytes_per_s": reads})
     assert [line for line in lines if line.startswith("input")] == [sentence]
     hostile = {"n1": {"1": 0, "9" * 5000: 1e8, "x": 1e8, "-2": 1e8}}
     for content in (hostile, {"n1": {"1": 1e8}}, {"n1": {"4": 1e8}}):
-        assert not [line for line in machine_lines({"reads_bytes_per_s": content}) if "input" in line]
+        assert not [line for line in lines_of({"reads_bytes_per_s": content}) if "input" in line]
 
 
 @pytest.mark.parametrize(
@@ -220,8 +249,8 @@ def test_whether_input_scales(rate: float, sentence: str) -> None:
      {"reads_bytes_per_s": {"a": 5, "b": {"1": "x"}}, "inside_busbw_bytes_per_s": [1]}],
 )  # fmt: skip
 def test_the_files_of_others_are_checked(content: object) -> None:
-    assert machine_lines(content) == ["no host stands out"]
-    assert "\x1b" not in "".join(machine_lines({"findings": [{"host": "\x1b", "what": "\x1b"}]}))
+    assert lines_of(content) == ["no host stands out"]
+    assert "\x1b" not in "".join(lines_of({"findings": [{"host": "\x1b", "what": "\x1b"}]}))
 
 
 def test_wrong_sizes_are_refused(tmp_path: Path) -> None:
@@ -315,7 +344,7 @@ class StandIn:
 SIZE = 2**21
 
 
-def direct(folder: str, options: dict[str, Any]) -> tuple[dict[str, Any], int]:
+def direct(folder: str, options: dict[str, Any]) -> tuple[DirectReads, int]:
     """What a rank measures with a stand-in, and how often it read."""
     path = Path(folder, f"file-{dist.get_rank()}")
     path.write_bytes(os.urandom(SIZE))
@@ -332,15 +361,15 @@ def test_kvikio_reads_with_as_many_processes(workers: Workers, tmp_path: Path) -
     results = workers.run(3, direct, str(tmp_path), {})
     assert [reads for _, reads in results] == [3, 2, 3]  # one opens the driver; then 1 and 2 on each host
     for found, _ in results:
-        rates = found["reads_bytes_per_s"]
+        rates = found.reads_bytes_per_s
         assert {host: list(by_count) for host, by_count in rates.items()} == {"n1": ["1", "2"], "n2": ["1"]}
         assert all(rate > 0 for by_count in rates.values() for rate in by_count.values())
-        assert found["mode"] == "used, as cuFile says; the driver nvidia-fs does not count reads here"
+        assert found.mode == "used, as cuFile says; the driver nvidia-fs does not count reads here"
 
 
 def test_a_read_that_fails_on_one_rank_is_announced_on_all(workers: Workers, tmp_path: Path) -> None:
     results = workers.run(3, direct, str(tmp_path), {"broken_rank": 2})
-    assert [found for found, _ in results] == [{"not_measured": "RuntimeError: cuFile failed"}] * 3
+    assert [found for found, _ in results] == [DirectReads(not_measured="RuntimeError: cuFile failed")] * 3
 
 
 @pytest.mark.parametrize(
@@ -396,11 +425,11 @@ def test_reads_that_nvidia_fs_counts(tmp_path: Path) -> None:
 
 def test_lines_about_direct_storage() -> None:
     reads = {"n1": {"1": 2e9, "2": 4e9}, "n2": {"1": 4e9}}
-    assert machine_lines({"direct_reads": {"reads_bytes_per_s": reads, "mode": "used"}})[:-1] == [
+    assert lines_of({"direct_reads": {"reads_bytes_per_s": reads, "mode": "used"}})[:-1] == [
         "read into the GPU by kvikio, processes on each host = 1: 3000 MB/s",
         "read into the GPU by kvikio, processes on each host = 2: 4000 MB/s",
         "GPUDirect Storage: used",
     ]
-    lines = machine_lines({"direct_reads": {"not_measured": "no\x1b GPU"}})
+    lines = lines_of({"direct_reads": {"not_measured": "no\x1b GPU"}})
     assert lines[0] == "GPUDirect Storage: not measured (no\\x1b GPU)"
-    assert machine_lines({"direct_reads": [1]}) == machine_lines({"direct_reads": {"mode": 5}})
+    assert lines_of({"direct_reads": [1]}) == lines_of({"direct_reads": {"mode": 5}})

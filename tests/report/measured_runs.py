@@ -63,7 +63,7 @@ def ended(
     config = yaml.safe_load(folder.config.read_text())
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     summary = summarise(
-        config, outcome=outcome, lines=lines, history=attempts.history(folder, environment={})
+        config, outcome=outcome, lines=lines, history=vars(attempts.history(folder, environment={}))
     )
     end = (BEGAN + timedelta(hours=hours)).isoformat()
     write_json(folder.summary, {**summary, "ended": end, **measured})

@@ -6,6 +6,7 @@ import html
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hpc_parallel.planning import memory
 from hpc_parallel.planning.hardware import named_hardware
 from hpc_parallel.planning.pipeline_orders import Pipeline
 from hpc_parallel.planning.pipeline_times import Span, simulate
+from hpc_parallel.record.timeline_file import RankTimeline, StageWork
 from hpc_parallel.report.plan_plots import MAX_CHUNKS, MAX_RANKS, PARTS, drawable
 from tests.composed import composed
 from tests.report.browser import open_page, unavailable_reason
@@ -115,13 +117,13 @@ def test_every_action_has_its_span() -> None:
 
 
 def test_a_long_step_is_cut_for_the_picture() -> None:
-    chunks = [(float(at), at + 1.0, 0, "forward", at) for at in range(1000)]
-    ranks = [{"rank": rank, "length_s": 1000.0, "chunks": chunks} for rank in range(64)]
+    chunks = tuple(StageWork(float(at), at + 1.0, 0, "forward", at) for at in range(1000))
+    ranks = [RankTimeline(rank, 1000.0, chunks) for rank in range(64)]
     kept, cut_s = drawable(ranks)
-    assert [kept[0]["rank"], kept[-1]["rank"], len(kept)] == [0, 63, MAX_RANKS]
+    assert [kept[0].rank, kept[-1].rank, len(kept)] == [0, 63, MAX_RANKS]
     assert cut_s is not None
-    assert sum(len(rank["chunks"]) for rank in kept) <= MAX_CHUNKS
-    few = [{**rank, "chunks": chunks[: MAX_CHUNKS // 2]} for rank in ranks[:2]]
+    assert sum(len(rank.chunks) for rank in kept) <= MAX_CHUNKS
+    few = [replace(rank, chunks=chunks[: MAX_CHUNKS // 2]) for rank in ranks[:2]]
     assert drawable(few) == (few, None)
 
 

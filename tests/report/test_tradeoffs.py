@@ -44,7 +44,7 @@ def inferred(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [json.loads(line) for line in whole.metrics.read_text().splitlines()]
     summary = summarise(
         yaml.safe_load(whole.config.read_text()), outcome="completed", lines=lines,
-        history=attempts.history(whole, environment={}),
+        history=vars(attempts.history(whole, environment={})),
     )  # fmt: skip
     write_json(whole.summary, summary)
     going_on = timing(root / "b", "strategy=data", "nodes=2", sizes={2: (0.5, 0.6)})

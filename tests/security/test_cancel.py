@@ -99,7 +99,7 @@ class TestAsVictim:
         sweep = shared / "theirs"
         sweep.mkdir()
         runs = (SweepRun((), folder.path, nodes=1, gpus_per_node=1),)
-        write_sweep(sweep, Sweep(("-m",), "2026-11-22T01:00:00+00:00", None, runs))
+        write_sweep(sweep, Sweep(("-m",), "2026-11-22T01:00:00+00:00", None, runs, ()))
         os.chown(sweep / "sweep.json", ATTACKER, ATTACKER)
         with living() as process:
             own(folder, process.pid)

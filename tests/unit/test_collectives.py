@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +19,10 @@ from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.task_schema import COLLECTIVES
 from hpc_parallel.profiling.collective_cases import OPERATIONS, Group, Patterns, elements, sizes
 from hpc_parallel.profiling.machine_profile import fit_link, machine_profile
-from hpc_parallel.record.collectives_table import COLUMNS, as_csv, full_table, short_table, valid_rows
+from hpc_parallel.record.collectives_file import CollectiveRow, Collectives, rows_of
+from hpc_parallel.record.collectives_table import COLUMNS, as_csv, full_table, short_table
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.typed import build
 from hpc_parallel.worker.collectives_plan import BATCHES, Cell, Plan
 from hpc_parallel.worker.time_budget import rounded_up
 from tests.composed import composed
@@ -29,11 +35,13 @@ def group(ranks: int) -> Group:
     return Group(None, rank=0, ranks=ranks)  # type: ignore[arg-type]  # no collective is run
 
 
-def row(size: int, *, factor: float = 1.5, dtype: str = "float32", operation: str = "all_reduce") -> dict:
+def row(
+    size: int, *, factor: float = 1.5, dtype: str = "float32", operation: str = "all_reduce"
+) -> CollectiveRow:
     time_s = LATENCY_S + size * factor / RATE
     rate = size / time_s
     values = ("world", 4, operation, dtype, size, time_s, 0.02, 100, rate, rate * factor)
-    return dict(zip(COLUMNS, values, strict=True))
+    return CollectiveRow(**dict(zip(COLUMNS, values, strict=True)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,7 +94,7 @@ def test_the_fit_finds_latency_and_bandwidth() -> None:
 
 
 def test_the_machine_profile_has_each_operation_of_each_group() -> None:
-    rows = [*map(row, (8, 2**16, 2**26)), row(8, dtype="bfloat16"), {**row(0, operation="barrier")}]
+    rows = [*map(row, (8, 2**16, 2**26)), row(8, dtype="bfloat16"), row(0, operation="barrier")]
     world = machine_profile(rows, site="here", device_type="cpu", measured="2026-11-20")["collectives"][
         "world"
     ]
@@ -96,15 +104,15 @@ def test_the_machine_profile_has_each_operation_of_each_group() -> None:
 
 
 def test_tables_show_what_was_measured() -> None:
-    nccl_tests = {"redop": "sum", "wrong": 0, "also": ["axis shard"]}
-    rows = [{**row(8), "count": 2, **nccl_tests}, {**row(2**20), "count": 2**18, **nccl_tests}]
+    nccl_tests = {"redop": "sum", "wrong": 0, "also": ("axis shard",)}
+    rows = [replace(row(8), count=2, **nccl_tests), replace(row(2**20), count=2**18, **nccl_tests)]
     assert list(csv.DictReader(io.StringIO(as_csv(rows)))) == [
-        {key: str(value) for key, value in line.items() if key != "also"} for line in rows
+        {key: str(value) for key, value in line.measured.items() if key != "also"} for line in rows
     ]
     lines = full_table(rows).splitlines()
     assert lines[0] == "all_reduce, world = axis shard: 4 ranks"
     assert lines[2].split() == ["8", "2", "float32", "sum", "20.0", "2%", "0.000", "0.001", "0"]
-    best = rows[1]["busbw_bytes_per_s"] / 1e9
+    best = rows[1].busbw_bytes_per_s / 1e9
     assert short_table(rows)[1].split() == [
         "world", "=", "axis", "shard", "(4)", "all_reduce", "float32", "20.0", "us", f"{best:.3f}", "GB/s",
         "1048576", "B",
@@ -112,13 +120,30 @@ def test_tables_show_what_was_measured() -> None:
 
 
 def test_rows_of_others_are_checked() -> None:
-    wrong = [{**row(8), key: None} for key in COLUMNS]
-    assert valid_rows({"rows": [row(8), 5, *wrong]}) == [row(8)]
-    assert valid_rows({"rows": "none"}) == valid_rows(None) == []
-    hostile = {**row(8), "group": "\x1b[2J", "also": ["\x1b", 5], "count": "\x1b", "redop": "\x1b",
+    line = json.loads(json.dumps(row(8).measured))
+    wrong = [{**line, key: value} for key in COLUMNS for value in (None, [], math.nan)]
+    assert rows_of([line, 5, None, *wrong]) == [row(8)]
+    assert build(Collectives, {"rows": "none"}) == build(Collectives, {"sum": 5}) == Collectives()
+    hostile = {**line, "group": "\x1b[2J", "also": ["\x1b", 5], "count": "\x1b", "redop": "\x1b",
                "wrong": []}  # fmt: skip
-    assert "\x1b" not in full_table([hostile])
-    assert full_table([{**row(8), "also": 5}]).startswith("all_reduce, world: ")
+    assert rows_of([hostile])[0].measured | {"group": "", "redop": "", "also": ()} == {
+        **row(8).measured, "group": "", "redop": "", "count": None, "wrong": None
+    }  # fmt: skip
+    assert "\x1b" not in full_table(rows_of([hostile]))
+    assert full_table(rows_of([{**line, "also": 5}])).startswith("all_reduce, world: ")
+
+
+@pytest.mark.parametrize("with_predictions", [True, False])
+def test_the_file_is_read_as_it_was_written(tmp_path: Path, with_predictions: bool) -> None:
+    folder = RunFolder(tmp_path)
+    predicted = replace(row(8), also=("axis shard",), predicted_s=0.5 if with_predictions else None)
+    measured = Collectives("cpu", "gloo", row(4), (predicted, row(16)), "left out: 1", ("slow",))
+    measured.write(folder, with_predictions=with_predictions)
+    assert Collectives.read(folder) == measured
+    first, second = json.loads(folder.collectives.read_text())["rows"]
+    keys = ["group", "also", "ranks", "operation", "dtype", "size_bytes", "count", "redop", "wrong", "time_s",
+            "spread", "rounds", "algbw_bytes_per_s", "busbw_bytes_per_s"]  # fmt: skip
+    assert list(first) == list(second) == [*keys, *["predicted_s"] * with_predictions]
 
 
 def test_wrong_options_are_refused_together() -> None:
@@ -143,14 +168,14 @@ class Clock:
     def left_s(self, *, after_s: float = 0.0) -> float:
         return self.seconds - self.used_s - after_s
 
-    def measure(self, cell: Cell, seconds: float) -> dict[str, Any]:
+    def measure(self, cell: Cell, seconds: float) -> CollectiveRow:
         """Three rounds to warm up, one to estimate, then as many as `seconds` allow; 4 ms for the checks."""
         name, operation, dtype = cell.series
         time_s = LATENCY_S + cell.size_bytes / 1e8
         rounds = BATCHES * max(1, int(seconds / BATCHES / time_s))
         self.used_s += (4 + rounds) * time_s + 4e-3
-        return {**row(cell.size_bytes, operation=operation, dtype=dtype), "group": name, "rounds": rounds,
-                "time_s": time_s}  # fmt: skip
+        measured = row(cell.size_bytes, operation=operation, dtype=dtype)
+        return replace(measured, group=name, rounds=rounds, time_s=time_s)
 
 
 def planned(*words: str, groups: Mapping[str, Group] | None = None) -> Plan:
@@ -172,13 +197,13 @@ def test_the_budget_decides_the_largest_size() -> None:
     assert 10 < clock.used_s < 30
     sizes_of: dict[tuple[str, str], list[int]] = {}
     for line in plan.sorted_rows():
-        sizes_of.setdefault((line["operation"], line["dtype"]), []).append(line["size_bytes"])
+        sizes_of.setdefault((line.operation, line.dtype), []).append(line.size_bytes)
     assert sizes_of.pop(("barrier", "float32")) == [0]
     assert len(sizes_of) == 14
     assert len(set(map(tuple, sizes_of.values()))) == 1  # all have the same sizes
     largest = 8 * 4 ** (len(sizes_of["all_reduce", "float32"]) - 1)
     assert sizes_of["all_reduce", "float32"][-1] == largest < 2**26
-    assert min(line["rounds"] for line in plan.rows) >= BATCHES
+    assert min(line.rounds for line in plan.rows) >= BATCHES
     left = 183 - len(plan.rows)
     words = rf"left out: {left} of 183 rows, from {4 * largest:,} bytes on: .*Try task.seconds=(\d+)"
     advised = re.fullmatch(words, str(plan.left_out))
@@ -203,7 +228,7 @@ def test_a_long_budget_measures_no_longer_than_the_rows_need() -> None:
 def test_the_smallest_size_is_measured_in_any_case() -> None:
     plan = planned()
     measured(plan, 1e-9)
-    assert [line["size_bytes"] for line in plan.rows] == [8] * 14 + [0]
+    assert [line.size_bytes for line in plan.rows] == [8] * 14 + [0]
 
 
 def test_rows_say_how_many_there_are_and_how_long_they_take() -> None:
@@ -214,7 +239,7 @@ def test_rows_say_how_many_there_are_and_how_long_they_take() -> None:
         assert lines[-1]["time_left_s"] <= 30 - clock.used_s
     assert [line["step"] for line in lines] == list(range(1, len(plan.rows) + 1))
     assert {line["steps"] for line in lines} == {183}
-    assert valid_rows({"rows": lines})[0]["size_bytes"] == 8
+    assert rows_of(lines)[0].size_bytes == 8
 
 
 @pytest.mark.parametrize("task", ["collectives", "infer", "preflight", "calibrate"])

@@ -359,7 +359,7 @@ def test_a_new_start_keeps_the_metrics_up_to_its_checkpoint(folder: RunFolder) -
     assert folder.metrics.read_text() == "".join(lines[:2])
     assert not folder.summary.exists()
     known = attempts.history(folder, environment={"SLURM_JOB_ID": "9"})
-    assert (known["restarts"], known["lost_steps"], known["job_ids"]) == (1, 10, ["7", "9"])
+    assert (known.restarts, known.lost_steps, known.job_ids) == (1, 10, ("7", "9"))
 
 
 @pytest.mark.parametrize("peer", ["lost_peer", "killed"])

@@ -14,8 +14,9 @@ from rich.console import Console
 
 from hpc_parallel.launch.follow import Follower
 from hpc_parallel.record.checkpoint_index import MARKER
+from hpc_parallel.record.collectives_file import CollectiveRow
 from hpc_parallel.record.collectives_table import row_cells
-from hpc_parallel.record.metrics_file import MetricsReader, describe, described, figure, fitting
+from hpc_parallel.record.metrics_file import SEPARATOR, Line, MetricsReader, described, figure, fitting
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
@@ -70,7 +71,7 @@ def test_a_torn_line_is_passed_over(folder: RunFolder) -> None:
     ],
 )
 def test_a_line_of_metrics(extra: dict[str, Any], line: str) -> None:
-    assert describe({**LINE, **extra}, steps=600) == line
+    assert described(Line.of({**LINE, **extra}), steps=600) == line.split(SEPARATOR)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_a_line_of_metrics(extra: dict[str, Any], line: str) -> None:
     ],
 )
 def test_a_line_of_a_task_that_trains_nothing(metrics: dict[str, Any], line: str) -> None:
-    assert describe(metrics, steps=3) == line
+    assert described(Line.of(metrics), steps=3) == line.split(SEPARATOR)
 
 
 def test_plain_lines_of_a_completed_run(folder: RunFolder) -> None:
@@ -362,14 +363,15 @@ def test_a_failed_run_prints_the_line_that_continues_it(
     ]
 
 
-ROW = {"group": "world", "ranks": 2, "operation": "all_reduce", "dtype": "float32", "size_bytes": 2**20,
-       "time_s": 621.7e-6, "spread": 0.1, "rounds": 8, "algbw_bytes_per_s": 1e9,
-       "busbw_bytes_per_s": 1e9}  # fmt: skip
+ROW = CollectiveRow(
+    group="world", ranks=2, operation="all_reduce", dtype="float32", size_bytes=2**20, time_s=621.7e-6,
+    spread=0.1, rounds=8, algbw_bytes_per_s=1e9, busbw_bytes_per_s=1e9,
+)  # fmt: skip
 
 
 def test_measured_rows_are_shown_as_they_come(folder: RunFolder) -> None:
-    measured = {"step": 7, "steps": 183, "measured": row_cells(ROW), "time_left_s": 42.0, **ROW}
-    parts = described(measured, steps=0)
+    measured = {"step": 7, "steps": 183, "measured": row_cells(ROW), "time_left_s": 42.0, **ROW.measured}
+    parts = described(Line.of(measured), steps=0)
     assert "  ".join(parts) == (
         "  7/183  all_reduce        1.0 MiB     621.7 us  float32     1.000 GB/s  world"
     )
@@ -395,7 +397,7 @@ def test_a_measured_row_of_others_without_cells_is_a_line_of_progress(
 
 
 def test_a_killed_measurement_shows_the_rows_that_are_done(folder: RunFolder) -> None:
-    add(folder, json.dumps({"step": 1, "steps": 183, "measured": row_cells(ROW), **ROW}) + "\n")
+    add(folder, json.dumps({"step": 1, "steps": 183, "measured": row_cells(ROW), **ROW.measured}) + "\n")
     write_json(folder.summary, {"outcome": "cancelled"})
     following, shown = follower(folder)
     following.finish()

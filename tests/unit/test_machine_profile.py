@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,12 @@ from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.planning.collective_times import bus_factor, predict
 from hpc_parallel.profiling.machine_comparison import compare
 from hpc_parallel.profiling.machine_profile import machine_profile
-from hpc_parallel.record.collectives_table import as_csv, full_table, short_table, warning_lines
+from hpc_parallel.record.collectives_file import CollectiveRow
+from hpc_parallel.record.collectives_table import as_csv, full_table, short_table
+from hpc_parallel.record.results import results
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.summary_file import Summary
 
 LATENCY_S, RATE = 1e-3, 1e9
 FACTORS = {  # of nccl-tests (PERFORMANCE.md) for n ranks
@@ -40,12 +46,14 @@ def profile(*, ranks: int = 4, error: float = 0.0, **values: Any) -> MachineConf
     )
 
 
-def rows(*, slow: dict[int, float] | None = None, operation: str = "all_reduce") -> list[dict[str, Any]]:
+def rows(*, slow: dict[int, float] | None = None, operation: str = "all_reduce") -> list[CollectiveRow]:
     """Four ranks, whose all-reduce puts 1.5 times its size on the bus. slow: size -> factor."""
     return [
-        {"group": "world", "ranks": 4, "operation": operation, "dtype": "float32", "size_bytes": size,
-         "time_s": (time_s := (LATENCY_S + 1.5 * size / RATE) * (slow or {}).get(size, 1.0)), "spread": 0.1,
-         "rounds": 9, "algbw_bytes_per_s": size / time_s, "busbw_bytes_per_s": 1.5 * size / time_s}
+        CollectiveRow(
+            group="world", ranks=4, operation=operation, dtype="float32", size_bytes=size,
+            time_s=(time_s := (LATENCY_S + 1.5 * size / RATE) * (slow or {}).get(size, 1.0)), spread=0.1,
+            rounds=9, algbw_bytes_per_s=size / time_s, busbw_bytes_per_s=1.5 * size / time_s,
+        )
         for size in SIZES
     ]  # fmt: skip
 
@@ -63,7 +71,7 @@ def test_the_predicted_time_is_latency_and_bytes_on_the_bus(operation: str, rank
 
 
 def test_a_group_is_found_by_its_other_names() -> None:
-    measured = [{**row, "group": "inside a node", "also": ["axis shard"]} for row in rows()]
+    measured = [replace(row, group="inside a node", also=("axis shard",)) for row in rows()]
     content = machine_profile(measured, site="here", device_type="cpu", measured="2026-11-20")
     machine = MachineConfig(**content)
     size = {"operation": "all_reduce", "ranks": 4, "size_bytes": 3_000_000}
@@ -86,7 +94,7 @@ def test_a_measured_profile_predicts_its_own_times() -> None:
     measured = rows()
     content = machine_profile(measured, site="here", device_type="cpu", measured="2026-11-20")
     comparison = compare(measured, machine=MachineConfig(**content), device_type="cpu")
-    assert comparison.predicted_s == pytest.approx([row["time_s"] for row in measured])
+    assert comparison.predicted_s == pytest.approx([row.time_s for row in measured])
     assert comparison.warnings == []
 
 
@@ -113,7 +121,7 @@ def test_the_error_of_the_fit_is_no_slowness() -> None:
 
 
 def test_what_is_not_compared_is_said() -> None:
-    other_type = [{**row, "dtype": "bfloat16"} for row in rows()]
+    other_type = [replace(row, dtype="bfloat16") for row in rows()]
     assert compare(other_type, machine=profile(), device_type="cpu").predicted_s == [None] * len(SIZES)
     assert compare(rows(), machine=MachineConfig(), device_type="cpu").warnings == []
     title = "the machine profile (good, 2026-11-20)"
@@ -131,16 +139,18 @@ def test_what_is_not_compared_is_said() -> None:
 def test_tables_show_the_predicted_time_beside_the_measured() -> None:
     comparison = compare(rows(), machine=profile(), device_type="cpu")
     times = zip(rows(), comparison.predicted_s, strict=True)
-    compared = [{**row, "predicted_s": time_s} for row, time_s in times]
+    compared = [replace(row, predicted_s=time_s) for row, time_s in times]
     assert full_table(compared).splitlines()[2].split()[4::5] == ["1000.0", "1000.0"]
     assert short_table(compared)[1].split()[-4:] == ["101663.3", "us", "101663.3", "us"]
     assert as_csv(compared).splitlines()[1].endswith(",0.001000012")
     assert "predicted" not in full_table(rows()) + as_csv(rows()) + short_table(rows())[0]
 
 
-def test_warnings_of_others_are_checked() -> None:
-    assert warning_lines({"warnings": ["slow\x1b", 5, None]}) == ["WARNING: slow\\x1b"]
-    assert warning_lines({"warnings": 5}) == warning_lines([]) == []
+def test_warnings_of_others_are_checked(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for warnings, lines in ((["slow\x1b", 5, None, ""], ["WARNING: slow\\x1b"]), (5, [])):
+        write_json(folder.collectives, {"warnings": warnings})
+        assert [line for line in results(folder, Summary()) if "WARNING" in line] == lines
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def test_a_sweep_is_named_wherever_it_lies(place: str, here: Path) -> None:
     folder.mkdir(parents=True)
     gone = here / "runs/a/2"
     runs = tuple(SweepRun((), path, nodes=1, gpus_per_node=1) for path in (run, gone))
-    write_sweep(folder, Sweep(("-m",), "2026-11-22T01:00:00+00:00", None, runs))
+    write_sweep(folder, Sweep(("-m",), "2026-11-22T01:00:00+00:00", None, runs, ()))
     (named,) = find_all([shlex.split(command_on(folder, "cancel"))[4]])
     assert (named.path, [each.path for each in named.runs]) == (folder, [run, gone])
 

@@ -59,7 +59,7 @@ def test_a_complete_run(tmp_path: Path) -> None:
     assert (run.name, run.run_id, run.strategy, run.task) == ("mine", "20261122-0101", "pipeline", "train")
     assert (run.nodes, run.gpus_per_node, run.head["training"]) == (2, 4, {"steps": 600})
     assert (run.summary, run.failure, run.damaged) == ({"outcome": "completed"}, None, {})
-    assert (run.attempts["restarts"], run.attempts["lost_steps"]) == (1, 10)
+    assert (run.attempts.restarts, run.attempts.lost_steps) == (1, 10)
     assert run.job_ids == ["17", "18", "19"]
     assert run.metrics == [{"step": 10, "loss": 0.1}]
     assert run.last_metrics == run.metrics[-1]
@@ -79,7 +79,7 @@ def test_a_half_written_or_foreign_file_reads_as_none(tmp_path: Path) -> None:
     run = read_run(folder.path)
     assert (run.config, run.head, run.summary, run.failure, run.owner) == (None, {}, None, None, None)
     assert (run.name, run.nodes, run.strategy, run.job_ids) == ("data", None, None, [])
-    assert run.attempts == {"restarts": 0, "lost_steps": 0, "started": None, "job_ids": []}
+    assert run.attempts == attempts.History()
     assert run.last_metrics == {"step": 10, "loss": 0.1}
     damaged = run.damaged
     assert list(damaged) == ["config.yaml", "summary.json", "failure.json", "environment.json", "owner.json"]
@@ -146,7 +146,9 @@ def test_runs_of_a_sweep(tmp_path: Path) -> None:
     sweep = tmp_path / "sweeps" / "1"
     sweep.mkdir(parents=True)
     runs = [SweepRun((), tmp_path / name, nodes=1, gpus_per_node=1) for name in ("b", "gone", "a")]
-    write_sweep(sweep, Sweep(("-m",), "2026-11-22T01:01:01+00:00", parallelism=None, runs=tuple(runs)))
+    write_sweep(
+        sweep, Sweep(("-m",), "2026-11-22T01:01:01+00:00", parallelism=None, runs=tuple(runs), skipped=())
+    )
     assert [run.path for run in find_runs(sweep)] == [second.path, first.path]
     assert [run.path for run in find_runs(tmp_path)] == [first.path, second.path]  # each once
     (sweep / MANIFEST).write_text("{")

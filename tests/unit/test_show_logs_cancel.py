@@ -258,7 +258,7 @@ class TestCancel:
         sweep = tmp_path / "sweep"
         sweep.mkdir()
         runs = tuple(SweepRun((), folder.path, nodes=1, gpus_per_node=1) for folder in folders)
-        write_sweep(sweep, Sweep(("-m",), "2026-11-22T01:00:00+00:00", None, runs))
+        write_sweep(sweep, Sweep(("-m",), "2026-11-22T01:00:00+00:00", None, runs, ()))
         with living() as one, living() as two:
             own(folders[0], one.pid)
             own(folders[1], two.pid)

@@ -245,7 +245,7 @@ def test_sweeps_are_left_out(checkout: Path, tmp_path: Path) -> None:
     """But not a folder of source with a `sweep.json` of another program's."""
     sweep = checkout / "sweeps" / "1"
     sweep.mkdir(parents=True)
-    write_sweep(sweep, Sweep(("-m",), "2026-11-22T01:00:00+00:00", None, ()))
+    write_sweep(sweep, Sweep(("-m",), "2026-11-22T01:00:00+00:00", None, (), ()))
     (sweep / "slurm.out").write_text("")
     (checkout / "sub" / "sweep.json").write_text('{"command": ["wandb"]}')
     plan_snapshot(tmp_path / "code", working_directory=checkout).take()

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import pytest
 
@@ -16,7 +16,7 @@ from hpc_parallel.record.environment_file import Environment
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.summary_file import Latency, RankState, Summary
-from hpc_parallel.record.typed import build, first, read_record
+from hpc_parallel.record.typed import WHOLE, build, first, read_record
 from hpc_parallel.supervise.summary import summarise
 
 
@@ -41,32 +41,32 @@ class Everything:
     more: Any = None
 
 
-WHOLE = {
+SOUND_VALUES = {
     "count": 3, "note": "a", "rate": 0.5, "flag": True, "names": ["x", "y"], "places": [1, 2],
     "links": [{"host": "n1", "rate": 2}], "rates": {"a": 1.5}, "gaps": {"b": 2.5}, "link": {"host": "n2"},
     "more": [1, {"k": None}],
 }  # fmt: skip
-SOUND = build(Everything, WHOLE)
+SOUND = build(Everything, SOUND_VALUES)
 STRATEGY = {"name": "data", "replicate": -1, "execution": "spmd", "dedicated_server": False}
 
 
 def test_a_sound_record() -> None:
-    assert build(Everything, WHOLE) == Everything(
+    assert build(Everything, SOUND_VALUES) == Everything(
         3, "a", 0.5, True, ["x", "y"], (1, 2), (Link("n1", 2.0),), {"a": 1.5}, {"b": 2.5}, Link("n2"),
         [1, {"k": None}],
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("odd", [None, True, 5, 1.5, float("nan"), 10**400, "text", [], [[]], {}, {"1": 2}])
-@pytest.mark.parametrize("key", [*WHOLE])
+@pytest.mark.parametrize("key", [*SOUND_VALUES])
 def test_a_value_of_another_type_is_unknown(key: str, odd: Any) -> None:
-    record = build(Everything, {**WHOLE, key: odd})
+    record = build(Everything, {**SOUND_VALUES, key: odd})
     if key == "count" and (odd is True or not isinstance(odd, int)):
         assert record is None  # it has no default
         return
     assert record is not None
-    known = [name for name in WHOLE if name != key and getattr(record, name) == getattr(SOUND, name)]
-    assert known == [name for name in WHOLE if name != key]
+    known = [name for name in SOUND_VALUES if name != key and getattr(record, name) == getattr(SOUND, name)]
+    assert known == [name for name in SOUND_VALUES if name != key]
     value = getattr(record, key)
     types = {"count": int, "note": str, "rate": int | float, "flag": bool, "names": list, "places": tuple,
              "links": tuple, "rates": dict, "gaps": dict, "link": Link}  # fmt: skip
@@ -83,10 +83,43 @@ def test_null_is_a_value_where_anything_is() -> None:
 def test_items_of_another_type() -> None:
     links = [{"host": 1}, {"host": "n1", "rate": "fast"}, {"host": "n2"}]
     odd = {"names": ["x", 1], "places": [1, "x", 3], "links": links, "rates": {"a": 1, "b": "x"}}
-    record = build(Everything, {**WHOLE, **odd, "gaps": {"a": None, "b": 2}})
+    record = build(Everything, {**SOUND_VALUES, **odd, "gaps": {"a": None, "b": 2}})
     assert record is not None
     assert (record.names, record.places, record.rates) == (["x"], (1, None, 3), {"a": 1})
     assert (record.links, record.gaps) == ((Link("n1"),), {"a": None, "b": 2})
+
+
+class Span(NamedTuple):
+    name: str
+    end_s: float
+    part: int | None
+
+
+@dataclass(frozen=True)
+class Spans:
+    spans: Annotated[tuple[Span, ...], first(3), WHOLE]
+    at: Annotated[Path, lambda value: value or None] | None = None
+
+
+def test_a_named_tuple_is_a_list() -> None:
+    record = build(Spans, {"spans": [["a", 1.5, None], ["b", 2, 3]], "at": "/x"})
+    assert record == Spans((Span("a", 1.5, None), Span("b", 2, 3)), Path("/x"))
+
+
+@pytest.mark.parametrize(
+    "odd", [None, [], "abc", {"name": "a", "end_s": 1, "part": 2}, ["a", 1], ["a", 1, 2, 3], [1, 1, 2],
+            ["a", None, 2], ["a", 1, "2"]],
+)  # fmt: skip
+def test_a_whole_list_has_no_item_of_another_type(odd: Any) -> None:
+    sound = ["a", 1, 2]
+    assert build(Spans, {"spans": [sound, odd, sound]}) is None
+    assert build(Spans, {"spans": [sound, sound, sound, odd]}) == Spans((Span("a", 1, 2),) * 3)
+    assert build(Spans, {"spans": 5}) is build(Spans, {}) is None
+
+
+@pytest.mark.parametrize("odd", ["a\0b", "\ud800", 5, ""])
+def test_a_path_that_the_system_refuses_is_unknown(odd: Any) -> None:
+    assert build(Spans, {"spans": [], "at": odd}) == Spans(())
 
 
 @pytest.mark.parametrize("value", [None, [], "x", 5])
