@@ -35,7 +35,7 @@ from hpc_parallel.worker import collectives
 from hpc_parallel.worker.collectives import Bench, largest_size, measure_cell, named_groups
 from hpc_parallel.worker.collectives_plan import ROW_S, Measure, Plan
 from hpc_parallel.worker.device_probes import Probe, probes
-from hpc_parallel.worker.session import complete, note_stop
+from hpc_parallel.worker.session import TaskContext, complete, note_stop
 from hpc_parallel.worker.stop import Stop
 from hpc_parallel.worker.storage_rates import StorageRow, gigabytes
 from hpc_parallel.worker.time_budget import TimeBudget, advice
@@ -61,24 +61,18 @@ SOURCES = {
 }
 
 
-def calibrate(
-    config: RunConfig,
-    *,
-    values: dict[str, Any],
-    folder: RunFolder,
-    device: torch.device,
-    environment: Mapping[str, str],
-) -> None:
+def calibrate(context: TaskContext) -> None:
     """Measure on all ranks of the default process group.
 
     Rank 0 writes a line of `metrics.jsonl` for each row at once, and at the end `hardware.yaml` and
     `calibration.json`, then `summary.json`; after a signal `stopped.json`, without a profile.
     """
+    config, folder, device = context.config, context.folder, context.device
     assert isinstance(config.task, CalibrateConfig)
     if dist.get_rank() == 0:
-        attempts.begin(folder, step=0, environment=environment)
+        attempts.begin(folder, step=0, environment=context.environment)
     budget = TimeBudget(config.task.seconds)
-    devices = DeviceRows(device, turns=turns_of(config, environment, device=device))
+    devices = DeviceRows(device, turns=turns_of(config, context.environment, device=device))
     groups = link_groups(named_groups(config, device=device))
     most_bytes = min(MOST_LINK_BYTES[device.type], largest_size(LINKS, device=device))
     storage = StorageRow(folder.path, device=device)
@@ -99,7 +93,7 @@ def calibrate(
         if dist.get_rank() == 0:
             measured = Measured(devices, storage, links, spread)
             write_profile(folder, config=config, measured=measured)
-        complete(values, folder=folder, lines=[], writers=[])
+        complete(context)
     if dist.get_rank() == 0:
         print(*results(folder, Summary.read(folder) or Summary()), sep="\n", flush=True)
 

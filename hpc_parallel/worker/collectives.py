@@ -39,7 +39,6 @@ from hpc_parallel.profiling.machine_profile import machine_profile
 from hpc_parallel.record import attempts
 from hpc_parallel.record.collectives_table import as_csv, full_table
 from hpc_parallel.record.results import first_line, results
-from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
@@ -48,7 +47,7 @@ from hpc_parallel.strategies.mesh import axis_of, build_host_mesh, build_mesh
 from hpc_parallel.training.writers import FileWriter
 from hpc_parallel.worker.collectives_plan import BATCHES, ROW_S, Cell, Plan
 from hpc_parallel.worker.run_plots import draw_plots
-from hpc_parallel.worker.session import complete, note_stop
+from hpc_parallel.worker.session import TaskContext, complete, note_stop
 from hpc_parallel.worker.stop import Stop
 from hpc_parallel.worker.time_budget import TimeBudget
 
@@ -76,27 +75,21 @@ class Times:
     rounds: int
 
 
-def measure_collectives(
-    config: RunConfig,
-    *,
-    values: dict[str, Any],
-    folder: RunFolder,
-    device: torch.device,
-    environment: Mapping[str, str],
-) -> None:
-    """Measure as `config.task` says, on all ranks of the default process group.
+def measure_collectives(context: TaskContext) -> None:
+    """Measure as `task` of the configuration says, on all ranks of the default process group.
 
     Rank 0 writes a line of `metrics.jsonl` for each row at once, and at the end or after a signal
     `collectives.json`, `collectives.csv` and `machine.yaml`; then `summary.json`, or `stopped.json`.
 
     Raises WrongResultError on all ranks.
     """
+    config, folder, device = context.config, context.folder, context.device
     task = config.task
     assert isinstance(task, CollectivesConfig)
     began = time.monotonic()
     rank = dist.get_rank()
     if rank == 0:
-        attempts.begin(folder, step=0, environment=environment)
+        attempts.begin(folder, step=0, environment=context.environment)
     groups = named_groups(config, device=device)
     most_bytes = largest_size(task, device=device)
     bench = Bench(device=device, seconds=ROW_S)
@@ -115,26 +108,20 @@ def measure_collectives(
                 plan.stopped_by(signalled.name)
                 break
         if rank == 0:
-            write_results(folder, first=first, plan=plan, config=config, device=device)
+            write_results(context, first=first, plan=plan)
         if signalled is not None:
             kept = f"{len(plan.rows)} of {len(plan.cells)} rows"
             note_stop(folder, [], signalled=signalled, about={"kept": kept})
             return
-        complete(values, folder=folder, lines=[], writers=[])
+        complete(context)
     if rank == 0:
         print(*results(folder, Summary.read(folder) or Summary()), sep="\n", flush=True)
         draw_plots(folder, lasted_s=time.monotonic() - began)
 
 
-def write_results(
-    folder: RunFolder,
-    *,
-    first: dict[str, Any],
-    plan: Plan,
-    config: RunConfig,
-    device: torch.device,
-) -> None:
+def write_results(context: TaskContext, *, first: dict[str, Any], plan: Plan) -> None:
     """Write the rows, beside what a machine profile predicts, and the machine profile of this run."""
+    config, folder, device = context.config, context.folder, context.device
     rows = plan.sorted_rows()
     comparison = compare(rows, machine=config.machine, device_type=device.type)
     if config.machine.collectives:

@@ -40,7 +40,7 @@ from hpc_parallel.worker.direct_storage import direct_rates, missing
 from hpc_parallel.worker.preflight_findings import MachineMeasurement, machine_findings, slow_rates
 from hpc_parallel.worker.read_scaling import BLOCK_BYTES, rates_by_readers, read_s
 from hpc_parallel.worker.run_plots import draw_plots
-from hpc_parallel.worker.session import complete
+from hpc_parallel.worker.session import TaskContext, complete
 from hpc_parallel.worker.start_times import matrix_times_s
 from hpc_parallel.worker.time_budget import TimeBudget, advice
 
@@ -49,27 +49,21 @@ COPIED_BYTES = 2**28
 NODE = ", node "  # between the name of a machine and a number; no host name has it
 
 
-def check_machine(
-    config: RunConfig,
-    *,
-    values: dict[str, Any],
-    folder: RunFolder,
-    device: torch.device,
-    environment: Mapping[str, str],
-) -> None:
-    """Measure as `config.task` says, on all ranks. Rank 0 writes `machine_check.json` and `summary.json`.
+def check_machine(context: TaskContext) -> None:
+    """Measure as `task` of the configuration says, on all ranks.
 
-    After each part, rank 0 writes what is measured so far and a line of `metrics.jsonl`.
+    Rank 0 writes `machine_check.json` and `summary.json`; after each part, it writes what is measured so far
+    and a line of `metrics.jsonl`.
 
     Raises PreflightError or FollowerError after that, as `preflight.act` says.
     """
     began = time.monotonic()
-    rank = dist.get_rank()
+    config, folder, rank = context.config, context.folder, dist.get_rank()
     if rank == 0:
-        attempts.begin(folder, step=0, environment=environment)
-    names = host_names(config, environment)
+        attempts.begin(folder, step=0, environment=context.environment)
+    names = host_names(config, context.environment)
     simulated = any(NODE in name for name in names)  # nodes that share the cores of one machine
-    check = MachineCheck(config, names=names, folder=folder, device=device)
+    check = MachineCheck(config, names=names, folder=folder, device=context.device)
     report = Report(folder, check, judged=not simulated) if rank == 0 else None
     for number, count, name in check.measure():
         if report is not None:
@@ -81,7 +75,7 @@ def check_machine(
         draw_plots(folder, lasted_s=time.monotonic() - began)
     dist.barrier()  # a rank that fails ends the others
     act_on(findings, act=config.preflight.act, host=names[rank], hosts=check.hosts)
-    complete(values, folder=folder, lines=[], writers=[])
+    complete(context)
 
 
 class Report:

@@ -34,7 +34,7 @@ from hpc_parallel.worker.preflight_findings import (
 )
 from hpc_parallel.worker.preflight_task import check_machine
 from hpc_parallel.worker.read_scaling import ReadingError, powers
-from hpc_parallel.worker.session import read_config
+from hpc_parallel.worker.session import TaskContext, read_config
 from tests.composed import composed
 from tests.workers import Workers
 
@@ -96,7 +96,7 @@ def judged(run_folder: str, slow_rank: int) -> str:
         patch.setattr(preflight_task, "link_rates", lambda *_, **__: {})
         patch.setattr(preflight_findings, "SLOW_READ", 1e9)
         try:
-            check_machine(config, values=values, folder=folder, device=torch.device("cpu"), environment={})
+            check_machine(TaskContext(config, values, folder, torch.device("cpu"), environment={}))
         except (PreflightError, FollowerError) as error:
             return f"{type(error).__name__}: {error} {getattr(error, 'details', '')}"
     return "completed"
