@@ -18,7 +18,7 @@ from hpc_parallel.supervise.run_state import DAMAGED, RUNNING, State, despite_da
 
 
 @dataclass(frozen=True)
-class Row:
+class RunRow:
     """One run. None: unknown, or the task has no such value.
 
     time_left_s follows the newest step time; job_left_s is the time until Slurm's limit. last_line: what
@@ -52,22 +52,22 @@ HEADINGS = (
 RIGHT = ("step", "loss", "samples/s", "left", "restarts")
 
 
-def rows_of(runs: Sequence[RecordedRun]) -> list[Row]:
+def rows_of(runs: Sequence[RecordedRun]) -> list[RunRow]:
     return [
         despite_damage(partial(row_of, run, state), partial(_damaged_row, run, state))
         for run, state in zip(runs, states(runs), strict=True)
     ]
 
 
-def _damaged_row(run: RecordedRun, state: State, reason: str) -> Row:
-    unknown = dict.fromkeys(field.name for field in fields(Row))
-    return Row(**{
+def _damaged_row(run: RecordedRun, state: State, reason: str) -> RunRow:
+    unknown = dict.fromkeys(field.name for field in fields(RunRow))
+    return RunRow(**{
         **unknown, "run": label(run.path), "path": str(run.path), "state": DAMAGED, "reason": reason,
         "ended": state.ended, "restarts": 0, "job_id": state.job, "damaged": run.noticed,
     })  # type: ignore[arg-type]  # fmt: skip
 
 
-def row_of(run: RecordedRun, state: State) -> Row:
+def row_of(run: RecordedRun, state: State) -> RunRow:
     last, summary = run.last_metrics or {}, run.summary or {}
     step, steps = integer(last.get("step")), total_steps(run, state)
     step_time_s = number(last.get("step_time_s"))
@@ -75,7 +75,7 @@ def row_of(run: RecordedRun, state: State) -> Row:
     if state.name == RUNNING and step is not None and steps is not None and step_time_s is not None:
         left_s = number(max(0, steps - step) * step_time_s)
     rate = summary.get("samples_per_s") if state.ended else None
-    return Row(
+    return RunRow(
         run=label(run.path),
         path=str(run.path),
         strategy=run.strategy,
@@ -122,7 +122,7 @@ def failure_line(run: RecordedRun) -> str | None:
     return None if run.root_cause is None else run.root_cause.line
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: RunRow) -> tuple[str, ...]:
     """The texts of a row, in the order of HEADINGS."""
     state = row.state + (f" ({row.reason})" if row.reason else "")
     shape = f"{_or_question_mark(row.nodes)} x {_or_question_mark(row.gpus_per_node)}"
@@ -141,14 +141,14 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _left(row: Row) -> str:
+def _left(row: RunRow) -> str:
     """The time that the steps take, else at most until the time limit of the job."""
     if row.time_left_s is not None:
         return duration(row.time_left_s)
     return "" if row.job_left_s is None else f"< {duration(row.job_left_s)}"
 
 
-def count_states(rows: Sequence[Row]) -> Mapping[str, int]:
+def count_states(rows: Sequence[RunRow]) -> Mapping[str, int]:
     """The number of runs in each state, the most frequent state first."""
     return dict(Counter(row.state for row in rows).most_common())
 

@@ -55,7 +55,7 @@ class CellError(Exception):
 
 
 @dataclass(frozen=True)
-class Cells:
+class SweepCells:
     """All combinations of a command, in the order of Hydra's basic sweeper.
 
     folder: `hydra.sweep.dir`; settings: the keys of the sweep as a whole.
@@ -122,7 +122,7 @@ def _without_effect(composed: DictConfig) -> Iterator[str]:
 
 def compose_cells(
     words: Sequence[str], *, config_dir: str, config_name: str, extra_dir: str | None = None
-) -> Cells | None:
+) -> SweepCells | None:
     """Compose the combinations of a sweep.
 
     `words`: overrides; `extra_dir`: the user's folder of configuration files (`--config-dir`).
@@ -146,7 +146,7 @@ def compose_cells(
             for overrides, config in _compose_each(batch, sweep_config=sweep_config, loader=loader)
         )
         folder = Path(os.path.expanduser(str(sweep_config.hydra.sweep.dir))).absolute()
-        return Cells(cells, folder, {str(key): value for key, value in settings.items()})
+        return SweepCells(cells, folder, {str(key): value for key, value in settings.items()})
 
 
 def _combinations(

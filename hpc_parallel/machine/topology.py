@@ -20,7 +20,7 @@ _TO_A_SWITCH = "a switch"  # NVSwitch: every GPU reaches every other with all it
 
 
 @dataclass(frozen=True)
-class Part:
+class MachinePart:
     """A GPU or a network card.
 
     path: the PCIe bridges above it and itself, from the host bridge; empty if unknown. nvlinks: bus
@@ -68,7 +68,7 @@ def nvml_module() -> Any:
     return pynvml
 
 
-def connection(one: Part, other: Part) -> str:
+def connection(one: MachinePart, other: MachinePart) -> str:
     """The word for the shortest way between two parts."""
     if one.name == other.name:
         return SELF
@@ -88,7 +88,7 @@ def connection(one: Part, other: Part) -> str:
     return SWITCH if between <= 2 else SWITCHES
 
 
-def _gpus(nvml: Any, *, sysfs: Path) -> list[Part]:
+def _gpus(nvml: Any, *, sysfs: Path) -> list[MachinePart]:
     if nvml is None:
         return []
     try:
@@ -99,10 +99,10 @@ def _gpus(nvml: Any, *, sysfs: Path) -> list[Part]:
         return []
 
 
-def _gpu(nvml: Any, handle: Any, *, index: int, sysfs: Path) -> Part:
+def _gpu(nvml: Any, handle: Any, *, index: int, sysfs: Path) -> MachinePart:
     bus = _bus(nvml.nvmlDeviceGetPciInfo(handle).busId)
     folder = sysfs / "bus" / "pci" / "devices" / bus
-    return Part(
+    return MachinePart(
         f"GPU{index}", _text(nvml.nvmlDeviceGetName(handle)), bus, _numa(folder), _path(folder),
         _nvlinks(nvml, handle),
     )  # fmt: skip
@@ -121,15 +121,15 @@ def _nvlinks(nvml: Any, handle: Any) -> dict[str, int]:
     return links
 
 
-def _network_cards(sysfs: Path) -> list[Part]:
+def _network_cards(sysfs: Path) -> list[MachinePart]:
     """RDMA devices, and network interfaces of PCIe devices that are none."""
-    parts: dict[Path, Part] = {}
+    parts: dict[Path, MachinePart] = {}
     for group in ("infiniband", "net"):
         folder = sysfs / "class" / group
         for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
             device = (entry / "device").resolve()
             if (entry / "device").exists() and device not in parts and _path(device):
-                parts[device] = Part(entry.name, "", device.name, _numa(device), _path(device))
+                parts[device] = MachinePart(entry.name, "", device.name, _numa(device), _path(device))
     return list(parts.values())
 
 

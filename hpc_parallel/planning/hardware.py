@@ -66,7 +66,7 @@ class Products:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class MemoryTraffic:
     """What is bound by the memory of the device.
 
     share: of the data sheet's bandwidth. kernel_s: the least time of a kernel. elementwise, attention:
@@ -87,7 +87,7 @@ class Traffic:
     flash_share: float | None = None
     flash_bytes: float | None = None
 
-    def of_compiled(self) -> Traffic:
+    def of_compiled(self) -> MemoryTraffic:
         """That of compiled blocks and a compiled loss; the same if it was not measured."""
         if self.compiled is None:
             return self
@@ -176,7 +176,7 @@ class Hardware:
     node: Node
     network: Network
     products: Products
-    traffic: Traffic
+    traffic: MemoryTraffic
     host: Host
     storage: Storage = field(default_factory=Storage)
     ring_factors: dict[str, float] = field(default_factory=dict)

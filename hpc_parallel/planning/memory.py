@@ -169,15 +169,15 @@ def _setup(config: RunConfig) -> Setup:
     return Setup(config.strategy, layout, model_facts(config.model), gpus=config.device != "cpu")
 
 
-def _planner_of(config: RunConfig, model: ModelWeights | None = None) -> _Planner | None:
+def _planner_of(config: RunConfig, model: ModelWeights | None = None) -> _MemoryPlanner | None:
     shape = sample_shape_of(config.model, config.data)
     model = model or (None if shape is None else weights_of(config.model, sample_shape=shape))
     if model is None or shape is None:
         return None
-    return _Planner(config, layout_of(config.strategy, devices=config.devices), model, shape)
+    return _MemoryPlanner(config, layout_of(config.strategy, devices=config.devices), model, shape)
 
 
-class _Planner:
+class _MemoryPlanner:
     """The plan of each device of one configuration."""
 
     def __init__(

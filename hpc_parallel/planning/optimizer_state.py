@@ -17,7 +17,7 @@ Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Kind:
+class OptimizerKind:
     """A class of torch.optim.
 
     kept: the numbers that it keeps for a weight of a shape, by the options of the class. counts: whether it
@@ -52,11 +52,11 @@ def _muon(shape: Shape, _: Options) -> int:
 
 
 KINDS = {
-    "torch.optim.AdamW": Kind(_adam, counts=True),
-    "torch.optim.Adam": Kind(_adam, counts=True),
-    "torch.optim.SGD": Kind(_sgd, counts=False),
-    "torch.optim.Adafactor": Kind(_adafactor, counts=True, whole=True),
-    "torch.optim.Muon": Kind(_muon, counts=False, whole=True),
+    "torch.optim.AdamW": OptimizerKind(_adam, counts=True),
+    "torch.optim.Adam": OptimizerKind(_adam, counts=True),
+    "torch.optim.SGD": OptimizerKind(_sgd, counts=False),
+    "torch.optim.Adafactor": OptimizerKind(_adafactor, counts=True, whole=True),
+    "torch.optim.Muon": OptimizerKind(_muon, counts=False, whole=True),
 }
 
 

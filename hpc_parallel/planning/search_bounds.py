@@ -17,7 +17,7 @@ from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Pipeline
 from hpc_parallel.planning.planned_state import Division
 from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.shared_cores import contended
-from hpc_parallel.planning.step_time import Step
+from hpc_parallel.planning.step_time import StepTerms
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Bounds:
             size, checkpointing = variants.microbatch_sizes(layout)[-1], variants.choices.checkpointing[0]
             config = variants.variant(variants.strategy(layout, None), size, checkpointing)
             work = replace(work_of_run(config, model=self._model), schedule="1f1b", per_rank=1)
-            self._sent_s[layout] = Step(work, self._hardware, self._kernels).exchanges.least_sent_s()
+            self._sent_s[layout] = StepTerms(work, self._hardware, self._kernels).exchanges.least_sent_s()
         hidden_s = blocks * times.backward_s + times.ends_s + 2 * self._hardware.host.action_s
         return max(0.0, self._sent_s[layout] - hidden_s)
 
@@ -153,7 +153,7 @@ class Bounds:
             config = self._variants.variant(self._variants.strategy(flat, None), size, checkpointing)
             training = replace(config.training, global_batch_size=size * flat.data)
             work = work_of_run(replace(config, training=training), model=self._model)
-            step = Step(work, replace(busy, shared_cores=None) if busy.shared_cores else busy, kernels)
+            step = StepTerms(work, replace(busy, shared_cores=None) if busy.shared_cores else busy, kernels)
             self._known_times[key] = _Times(
                 step.microbatch_s(), step.block_s(FORWARD), step.block_s(BACKWARD), self._model.blocks
             )

@@ -14,10 +14,10 @@ from hpc_parallel.config.holdings import sliced_over
 from hpc_parallel.config.layout import Layout, layout_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.planning.collective_times import bus_factor
-from hpc_parallel.planning.group_times import Exchange, Group
+from hpc_parallel.planning.group_times import GroupExchange, GroupShape
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Pipeline
-from hpc_parallel.planning.split_attention import SplitAttention
-from hpc_parallel.planning.step_time import Step
+from hpc_parallel.planning.split_attention import PlannedSplitAttention
+from hpc_parallel.planning.step_time import StepTerms
 
 SUMS = "over the tensor axis"  # how the names of these exchanges end
 
@@ -27,7 +27,7 @@ def joined(axes: Iterator[str] | list[str]) -> str:
     return " x ".join(axes)
 
 
-def sent_by_axes(step: Step, config: RunConfig, *, pipeline_rank: int) -> dict[str, float]:
+def sent_by_axes(step: StepTerms, config: RunConfig, *, pipeline_rank: int) -> dict[str, float]:
     """Bytes by label, of a rank at this place of the pipeline; `step.result()` must have been called."""
     layout = layout_of(config.strategy, devices=config.devices)
     rank, total = _Rank(step, config, layout, pipeline_rank), defaultdict[str, float](float)
@@ -36,7 +36,7 @@ def sent_by_axes(step: Step, config: RunConfig, *, pipeline_rank: int) -> dict[s
     return {label: size for label, size in total.items() if size}
 
 
-def _bus_bytes(exchange: Exchange) -> float:
+def _bus_bytes(exchange: GroupExchange) -> float:
     if exchange.group.ranks == 1:
         return 0.0
     return exchange.bytes * bus_factor(exchange.operation, exchange.group.ranks)
@@ -44,7 +44,7 @@ def _bus_bytes(exchange: Exchange) -> float:
 
 @dataclass(frozen=True)
 class _Rank:
-    step: Step
+    step: StepTerms
     config: RunConfig
     layout: Layout
     place: int
@@ -97,7 +97,9 @@ class _Rank:
         work = self.step.work
         if work.context == 1:
             return 0.0
-        attention = SplitAttention(self.step.share, Group(work.context, work.tensor, work.devices))
+        attention = PlannedSplitAttention(
+            self.step.share, GroupShape(work.context, work.tensor, work.devices)
+        )
         times = {FORWARD: 1 + work.recompute, BACKWARD: 1}
         of_block = sum(
             times[kind] * message.count * _bus_bytes(message.exchange)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpc_parallel.planning.decoder import Decoder
+from hpc_parallel.planning.decoder import DecoderSizes
 from hpc_parallel.planning.float8_rounding import Rounding
 from hpc_parallel.planning.operations import NUMBER_BYTES
 from hpc_parallel.planning.pipeline_orders import Pipeline
@@ -26,7 +26,7 @@ class Work:
     loss.
     """
 
-    decoder: Decoder
+    decoder: DecoderSizes
     tensor: int
     data: int
     pipeline: int

@@ -34,7 +34,7 @@ class RankRates:
 
 
 @dataclass(frozen=True)
-class Link:
+class HostLink:
     """In each direction between two hosts."""
 
     hosts: tuple[str, ...]
@@ -58,7 +58,7 @@ class MachineCheck:
     reads_bytes_per_s: Reads = field(default_factory=dict)
     direct_reads: DirectReads = field(default_factory=DirectReads)
     inside_busbw_bytes_per_s: Mapping[str, float] = field(default_factory=dict)  # by host
-    links: Annotated[tuple[Link, ...], first(MOST)] = ()
+    links: Annotated[tuple[HostLink, ...], first(MOST)] = ()
     findings: Annotated[tuple[HostFinding, ...], first(MOST)] = ()
     left_out: str | None = None
     judged: bool | None = True  # None: parts are still to be measured
@@ -95,8 +95,8 @@ def _medians(measured: MachineCheck) -> Iterator[str]:
     if inside := [rate for rate in measured.inside_busbw_bytes_per_s.values() if rate]:
         yield f"all-reduce inside a node: {median(inside) / 1e9:.3f} GB/s bus bandwidth (median)"
     if rates := list(_links(measured).values()):
-        shown = f"{median(rates) / 1e9:.3f} GB/s (median), {min(rates) / 1e9:.3f} (slowest)"
-        yield f"links, in each direction: {shown}"
+        middle, slowest = median(rates) / 1e9, min(rates) / 1e9
+        yield f"links, in each direction: {middle:.3f} GB/s (median), {slowest:.3f} (slowest)"
 
 
 def _median(title: str, rows: Sequence[RankRates], key: str, *, scale: float, unit: str) -> Iterator[str]:

@@ -28,7 +28,7 @@ class PlannedFigure(Protocol):
 
 
 @dataclass(frozen=True)
-class Role:
+class RoleBytes:
     """Devices that hold the same, and the bytes of each kind."""
 
     label: str
@@ -64,7 +64,7 @@ class PlanPage:
     lines: Sequence[str]
     command: str
     figures: Sequence[PlannedFigure]
-    roles: Sequence[Role]
+    roles: Sequence[RoleBytes]
     device_memory_bytes: float
     ranks: Sequence[dict[str, Any]]
     sizes: Sequence[ScalingPoint]

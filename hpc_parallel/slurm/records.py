@@ -28,7 +28,7 @@ _UNSET_MB = 1  # the memory of nodes for which the site has configured none
 
 
 @dataclass(frozen=True)
-class Node:
+class SlurmNode:
     """What jobs can get of a node.
 
     cpus: without those that the site keeps for the system; gpus: type -> count, where the type is empty if
@@ -67,19 +67,19 @@ class SlurmRecords:
 
     settings: dict[str, str] = field(default_factory=dict)
     partitions: dict[str, Partition] = field(default_factory=dict)
-    nodes: dict[str, Node] = field(default_factory=dict)
+    nodes: dict[str, SlurmNode] = field(default_factory=dict)
     version: str | None = None
     cluster: str | None = None
 
-    def nodes_of(self, partition: str) -> list[Node]:
+    def nodes_of(self, partition: str) -> list[SlurmNode]:
         return [node for node in self.nodes.values() if partition in node.partitions]
 
 
 def ask_records() -> SlurmRecords | None:
     """The records of this machine's Slurm; None if it does not answer."""
     texts = []
-    for words in _SHOW:
-        if (text := printed("scontrol", *words)) is None:
+    for arguments in _SHOW:
+        if (text := printed("scontrol", *arguments)) is None:
             return None
         texts.append(text)
     return read_records(filter(None, texts))
@@ -87,8 +87,8 @@ def ask_records() -> SlurmRecords | None:
 
 def accounts_of(user: str) -> list[str]:
     """The accounts of a user; empty on a site without accounting."""
-    words = ("--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
-    return list(dict.fromkeys((printed("sacctmgr", *words) or "").split()))
+    arguments = ("--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
+    return list(dict.fromkeys((printed("sacctmgr", *arguments) or "").split()))
 
 
 def has_accounting() -> bool:
@@ -144,8 +144,8 @@ def _add_text(records: SlurmRecords, text: str) -> None:
         records.cluster = records.settings.get("ClusterName", records.cluster)
 
 
-def _text_node(fields: Mapping[str, str]) -> Node:
-    return Node(
+def _text_node(fields: Mapping[str, str]) -> SlurmNode:
+    return SlurmNode(
         fields["NodeName"], int(fields.get("CPUEfctv", fields["CPUTot"])),
         _memory(int(fields.get("RealMemory", 0)), int(fields.get("MemSpecLimit", 0))),
         gpus_of(fields.get("Gres", "")), _names(fields.get("Partitions")),
@@ -183,8 +183,8 @@ def _add_document(records: SlurmRecords, document: Mapping[str, Any]) -> None:
         _add_row(records, row)
 
 
-def _json_node(entry: Mapping[str, Any]) -> Node:
-    return Node(
+def _json_node(entry: Mapping[str, Any]) -> SlurmNode:
+    return SlurmNode(
         entry["name"], _number(entry.get("effective_cpus")) or int(entry["cpus"]),
         _memory(_number(entry.get("real_memory")), _number(entry.get("specialized_memory")) or 0),
         gpus_of(entry.get("gres") or ""), _names(entry.get("partitions")),
@@ -229,7 +229,7 @@ def _add_row(records: SlurmRecords, row: Mapping[str, Any]) -> None:
         earlier = records.nodes.get(name)
         if earlier is None or earlier.grouped:
             partitions = (*(earlier.partitions if earlier else ()), partition.name)
-            records.nodes[name] = Node(name, cpus, memory, gpus, partitions, True, features)
+            records.nodes[name] = SlurmNode(name, cpus, memory, gpus, partitions, True, features)
 
 
 def _names(value: str | Sequence[str] | None) -> tuple[str, ...]:

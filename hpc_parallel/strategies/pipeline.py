@@ -236,7 +236,7 @@ def _local(weight: Parameter) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-class Pipeline:
+class PipelineDriver:
     """Drives this rank's stages through a schedule of torch.distributed.pipelining."""
 
     def __init__(

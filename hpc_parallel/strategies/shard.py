@@ -54,8 +54,8 @@ def _separate_parts(model: LayeredModel) -> list[Module]:
         end for end in (model.stem, model.head) if end is not None and any(True for _ in end.parameters())
     ]
     parts = [*model.distinct_blocks, *ends]
-    holders = Counter(id(weight) for part in parts for weight in part.parameters())
-    return [part for part in parts if all(holders[id(weight)] == 1 for weight in part.parameters())]
+    uses = Counter(id(weight) for part in parts for weight in part.parameters())
+    return [part for part in parts if all(uses[id(weight)] == 1 for weight in part.parameters())]
 
 
 def _prefetch(model: LayeredModel, *, ahead: int) -> None:

@@ -15,7 +15,7 @@ from hpc_parallel.config.compose import UnresolvedError, with_batch_size
 from hpc_parallel.config.default_batch import usual_batch_size
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.schema import SweepConfig
-from hpc_parallel.config.sweep_compose import Cell, Cells
+from hpc_parallel.config.sweep_compose import Cell, SweepCells
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.problems import ConfigError, Problem, quoted, spell
 from hpc_parallel.record.snapshot import Snapshot, plan_snapshot
@@ -88,7 +88,7 @@ class SweepPlan:
 
 
 def plan_sweep(
-    cells: Cells,
+    cells: SweepCells,
     *,
     command: Sequence[str],
     config_dir: str | None = None,
@@ -101,7 +101,7 @@ def plan_sweep(
     Raises ConfigError with the problems of all combinations if nothing may start, and UnresolvedError if
     the command itself is wrong.
     """
-    planner = _Planner(config_dir, earlier)
+    planner = _SweepChecker(config_dir, earlier)
     for cell in cells.cells:
         planner.add(cell)
     settings = SweepConfig(**cells.settings)
@@ -121,7 +121,7 @@ def plan_sweep(
 
 
 @dataclass
-class _Planner:
+class _SweepChecker:
     """Checks the combinations of a sweep one by one, and collects the results."""
 
     config_dir: str | None

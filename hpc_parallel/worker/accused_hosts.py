@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from hpc_parallel.machine.host_findings import Finding
 from hpc_parallel.record.recorded_preflight import listed_hosts
-from hpc_parallel.training.nonfinite import FollowerError
+from hpc_parallel.strategies.exchange import FollowerError
 
 STOP, EXCLUDE = "stop", "exclude"
 

@@ -26,7 +26,7 @@ from hpc_parallel.config.task_schema import CollectivesConfig
 from hpc_parallel.planning.collective_times import bus_factor
 from hpc_parallel.profiling.collective_cases import (
     OPERATIONS,
-    Case,
+    CollectiveCase,
     Group,
     Patterns,
     elements,
@@ -45,10 +45,10 @@ from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
 from hpc_parallel.strategies.groups import backend_of
 from hpc_parallel.strategies.mesh import axis_of, build_host_mesh, build_mesh
 from hpc_parallel.training.writers import FileWriter
-from hpc_parallel.worker.collectives_plan import BATCHES, ROW_S, Cell, Plan
+from hpc_parallel.worker.collectives_plan import BATCHES, ROW_S, CollectivesPlan, PlannedRow
 from hpc_parallel.worker.run_plots import draw_plots
 from hpc_parallel.worker.session import TaskContext, complete, note_stop
-from hpc_parallel.worker.stop import Stop
+from hpc_parallel.worker.stop import StopFlag
 from hpc_parallel.worker.time_budget import TimeBudget
 
 WARM_UP = 3  # rounds: the first allocate buffers and connect ranks
@@ -94,11 +94,11 @@ def measure_collectives(context: TaskContext) -> None:
     most_bytes = largest_size(task, device=device)
     bench = Bench(device=device, seconds=ROW_S)
     writer = FileWriter(folder, steps=0)
-    with Stop(step=0, period_s=0.0) as stop:  # until all is written
+    with StopFlag(step=0, period_s=0.0) as stop:  # until all is written
         first = bench.measure("all_reduce", group=("world", groups["world"]), dtype=torch.float32,
                               size_bytes=4 * SUM_ELEMENTS)  # fmt: skip
         say(first_line(first))
-        plan = Plan.of(task, groups=groups, most_bytes=most_bytes)
+        plan = CollectivesPlan.of(task, groups=groups, most_bytes=most_bytes)
         budget = TimeBudget(task.seconds)
         signalled = None
         for _ in plan.measure(partial(measure_cell, device=device, groups=groups), budget):
@@ -119,7 +119,7 @@ def measure_collectives(context: TaskContext) -> None:
         draw_plots(folder, lasted_s=time.monotonic() - began)
 
 
-def write_results(context: TaskContext, *, first: dict[str, Any], plan: Plan) -> None:
+def write_results(context: TaskContext, *, first: dict[str, Any], plan: CollectivesPlan) -> None:
     """Write the rows, beside what a machine profile predicts, and the machine profile of this run."""
     config, folder, device = context.config, context.folder, context.device
     rows = plan.sorted_rows()
@@ -140,7 +140,7 @@ def write_results(context: TaskContext, *, first: dict[str, Any], plan: Plan) ->
 
 
 def measure_cell(
-    cell: Cell, seconds: float, *, device: torch.device, groups: Mapping[str, Group]
+    cell: PlannedRow, seconds: float, *, device: torch.device, groups: Mapping[str, Group]
 ) -> dict[str, Any]:
     name, kind, dtype = cell.series
     bench = Bench(device=device, seconds=seconds)
@@ -245,7 +245,7 @@ class Bench:
             "busbw_bytes_per_s": rate * bus_factor(kind, members.ranks),
         }
 
-    def require_right(self, case: Case, what: str) -> None:
+    def require_right(self, case: CollectiveCase, what: str) -> None:
         by_rank = all_gather(case.is_right())
         if wrong := [str(rank) for rank, right in enumerate(by_rank) if not right]:
             raise WrongResultError(f"{what}: rank {', '.join(wrong)} got wrong values")

@@ -52,7 +52,7 @@ def infer(context: TaskContext) -> None:
     writers = open_writers(config, folder=folder, values=context.values) if rank == 0 else []
     lines: list[dict[str, Any]] = []
     on_phase("validation")
-    sizes = Sizes(session, progress)
+    sizes = BatchSizeTimes(session, progress)
     for step, figures in enumerate(sizes.measure(), start=1):
         (peaks,) = all_gather_numbers([float(peak_memory_bytes(session.device))], device=session.device)
         now = datetime.now(UTC).isoformat()
@@ -66,7 +66,7 @@ def infer(context: TaskContext) -> None:
         print(*results(folder, Summary.read(folder) or Summary()), sep="\n", flush=True)
 
 
-class Sizes:
+class BatchSizeTimes:
     """Measures the validation loss, then one batch size after another until the time is used."""
 
     def __init__(self, session: Session, progress: Progress) -> None:

@@ -32,8 +32,8 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.strategies import exchange
+from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.strategies.mesh import build_host_mesh
-from hpc_parallel.training.nonfinite import FollowerError
 from hpc_parallel.training.writers import FileWriter
 from hpc_parallel.worker.accused_hosts import PreflightError, act_on
 from hpc_parallel.worker.direct_storage import direct_rates, missing
@@ -63,8 +63,8 @@ def check_machine(context: TaskContext) -> None:
         attempts.begin(folder, step=0, environment=context.environment)
     names = host_names(config, context.environment)
     simulated = any(NODE in name for name in names)  # nodes that share the cores of one machine
-    check = MachineCheck(config, names=names, folder=folder, device=context.device)
-    report = Report(folder, check, judged=not simulated) if rank == 0 else None
+    check = MachineProbe(config, names=names, folder=folder, device=context.device)
+    report = PreflightReport(folder, check, judged=not simulated) if rank == 0 else None
     for number, count, name in check.measure():
         if report is not None:
             report.before(number, count, name)
@@ -78,10 +78,10 @@ def check_machine(context: TaskContext) -> None:
     complete(context)
 
 
-class Report:
+class PreflightReport:
     """What rank 0 writes: each part when it is measured, then all with the findings."""
 
-    def __init__(self, folder: RunFolder, check: MachineCheck, *, judged: bool) -> None:
+    def __init__(self, folder: RunFolder, check: MachineProbe, *, judged: bool) -> None:
         self._folder, self._check, self._judged = folder, check, judged
         self._writer = FileWriter(folder, steps=0)
         self._said: list[str] = []
@@ -125,7 +125,7 @@ class Report:
         return content
 
 
-class MachineCheck:
+class MachineProbe:
     """Measures part after part until the time is used; the storage last, because it may be slow."""
 
     def __init__(

@@ -113,7 +113,7 @@ def on_one_device(run: SmallRun, model: LayeredModel) -> Reference:
         return results
     model.train()
     shapes = dropout_shapes.whole_shapes(model, sample_shape=tuple(run.inputs.shape[1:]))
-    dropout.apply(model, shapes=shapes, part=dropout.Part(), seed=run.config.seed, device=run.device)
+    dropout.apply(model, shapes=shapes, part=dropout.SamplePart(), seed=run.config.seed, device=run.device)
     return _train_alone(run, model)
 
 

@@ -36,7 +36,7 @@ def remember(number: int, frame: FrameType | None) -> None:
     _early.append(number)
 
 
-class Stop:
+class StopFlag:
     """The stop flag of this rank, and the agreement of all ranks. Inside the context, signals set the flag.
 
     About every `period_s` seconds rank 0 broadcasts two numbers, at a step that all ranks compute alike; the

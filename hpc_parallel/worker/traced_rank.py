@@ -31,13 +31,13 @@ from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.training.state_bytes import local_bytes
 from hpc_parallel.worker.saved_tensors import SavedTensors
 from hpc_parallel.worker.traced_stages import Stages, states_between
-from hpc_parallel.worker.traced_traffic import MOST, Collective, GroupTraffic, of_step
+from hpc_parallel.worker.traced_traffic import MOST, GroupTraffic, TracedCollective, of_step
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Measured:
+class HeldAndSent:
     """What one rank holds and sends.
 
     parameters, gradients, optimizer: bytes. activations: bytes that each of its stages keeps of one
@@ -49,7 +49,7 @@ class Measured:
     gradients: int
     optimizer: int
     activations: tuple[int, ...]
-    collectives: tuple[Collective, ...]
+    collectives: tuple[TracedCollective, ...]
 
 
 class TracedRank:
@@ -89,7 +89,7 @@ class TracedRank:
         dtype = torch.uint8 if pixelwise else torch.int64
         return torch.zeros((microbatches * self._batch.microbatch_size, *labels), dtype=dtype)
 
-    def measure(self, *, microbatches: int | None = None) -> Measured:
+    def measure(self, *, microbatches: int | None = None) -> HeldAndSent:
         """Run a step with the first microbatches and the last one.
 
         microbatches: of the step, if it is not that of the run.
@@ -117,7 +117,7 @@ class TracedRank:
         collectives = of_step(
             traffic, microbatches=microbatches, layout=self._layout, first=servers(self._config.strategy)
         )  # fmt: skip
-        return Measured(*held, state_bytes, activations, tuple(collectives))
+        return HeldAndSent(*held, state_bytes, activations, tuple(collectives))
 
     def _train(self, microbatches: int, *, traffic: GroupTraffic) -> tuple[int, ...]:
         """The bytes that each stage keeps of the first microbatch."""

@@ -29,27 +29,28 @@ from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.device_traffic import figures, ring_all_reduce
+from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.strategies.groups import make_saving_group
 from hpc_parallel.strategies.mesh import axis_of, weight_axes
 from hpc_parallel.training.callbacks import Callbacks
-from hpc_parallel.training.checkpoint import Reader, optimizer_sizes, save_s, state_of
+from hpc_parallel.training.checkpoint import CheckpointReader, optimizer_sizes, save_s, state_of
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
-from hpc_parallel.training.nonfinite import FollowerError, NonFiniteError
+from hpc_parallel.training.nonfinite import NonFiniteError
 from hpc_parallel.training.observers import Observers
 from hpc_parallel.training.optimizer import ModelOptimizer, build_optimizer
 from hpc_parallel.training.read_ahead import ReadAhead
-from hpc_parallel.training.replicas import ReplicaError, Replicas
+from hpc_parallel.training.replicas import ReplicaCheck, ReplicaError
 from hpc_parallel.training.restore import newest_sound, restore
 from hpc_parallel.training.saver import Saver, SavingGroup
 from hpc_parallel.training.state_bytes import state_by_rank
 from hpc_parallel.training.step import Step
-from hpc_parallel.training.trainer import Samples, Trainer
+from hpc_parallel.training.trainer import RankBatches, Trainer
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.run_plots import draw_plots, span_s
 from hpc_parallel.worker.session import Session, TaskContext, complete, note_stop, phases_of
 from hpc_parallel.worker.start_checks import gpu_uuid
-from hpc_parallel.worker.stop import Stop
+from hpc_parallel.worker.stop import StopFlag
 from hpc_parallel.worker.time_limit import time_limit_of
 
 
@@ -81,7 +82,7 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
         on_saved=observers.callbacks.checkpoint,
     )  # fmt: skip
     limit = time_limit_of(context.environment, save_s=lambda: saver.save_s) if dist.get_rank() == 0 else None
-    stop = Stop(step=steps_done, time_limit=limit)
+    stop = StopFlag(step=steps_done, time_limit=limit)
     step = step_of(session, optimizer=optimizer, on_gradients=on_gradients)
     trainer = Trainer(
         step, optimizer=optimizer, samples=samples, observers=observers, config=config, saver=saver,
@@ -211,7 +212,7 @@ def restore_or_start(
     if checkpoint is not None:
         if not config.launcher.shared_folder:
             require_private(checkpoint.path)  # its index is a pickle
-        reader = Reader(checkpoint)
+        reader = CheckpointReader(checkpoint)
         if session.assembled.server is None or session.assembled.server.serves:
             optimizer.create_state(optimizer_sizes(reader))
         state = state_of(session.assembled, optimizer)
@@ -239,16 +240,16 @@ def replicas_check(session: Session) -> Callable[[int], None]:
     if not session.config.training.compare_replicas or assembled.server is not None:
         return lambda step: None
     axis = axis_of(assembled.mesh, "tensor")
-    return Replicas(
+    return ReplicaCheck(
         assembled.named_parameters(),
         tensor_rank=0 if axis is None else axis.get_local_rank(),
         device=session.device,
     ).check
 
 
-def samples_of(session: Session) -> Samples:
+def samples_of(session: Session) -> RankBatches:
     train = session.batches(session.data.train, seed=session.config.seed)
-    return Samples(
+    return RankBatches(
         train=ReadAhead(train, steps=session.config.training.steps, device=session.device),
         validation=session.batches(session.data.validation, seed=None),
         validation_steps=session.validation_steps,

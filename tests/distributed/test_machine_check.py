@@ -21,7 +21,7 @@ from hpc_parallel.record.machine_check_table import machine_lines
 from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.report import run_plot
-from hpc_parallel.training.nonfinite import FollowerError
+from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.worker import direct_storage, preflight_findings, preflight_task
 from hpc_parallel.worker.accused_hosts import PreflightError
 from hpc_parallel.worker.preflight_findings import (
@@ -369,7 +369,7 @@ def test_what_can_not_be_measured_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "file").write_bytes(bytes(100))
     StandIn().install(monkeypatch)
     reader = direct_storage.open_reader(tmp_path / "file", size_bytes=100, device=torch.device("cpu"))
-    assert isinstance(reader, direct_storage.Reader)
+    assert isinstance(reader, direct_storage.DirectReader)
     assert reader.first_error() is None
     (tmp_path / "file").write_bytes(bytes(60))
     assert "size" in str(reader.first_error())  # of the tensors

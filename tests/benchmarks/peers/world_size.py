@@ -134,9 +134,9 @@ def repeated_s(work: Callable[[], object], *, repeats: int = REPEATS) -> float:
 
 def stop_s() -> float:
     """An exchange of the flags, which happens about every two seconds only."""
-    from hpc_parallel.worker.stop import Stop
+    from hpc_parallel.worker.stop import StopFlag
 
-    return repeated_s(lambda: Stop(step=0).after(1))
+    return repeated_s(lambda: StopFlag(step=0).after(1))
 
 
 def line_s(ranks: int) -> float:
