@@ -110,12 +110,12 @@ def resume_words(script: Mapping[str, Any], *, values: Mapping[str, str], folder
 
     folder: the working directory, from which relative paths count.
     """
-    words = [fill(word, values) for word in shlex.split(script["resume_arguments"] or "")]
-    paths = [folder / path for word in words if "/" in (path := word.rpartition("=")[2])]
+    arguments = [fill(word, values) for word in shlex.split(script["resume_arguments"] or "")]
+    paths = [folder / path for word in arguments if "/" in (path := word.rpartition("=")[2])]
     for needed in paths:  # an NFS client may remember that a file was missing until the folder is listed
         with suppress(OSError):
             os.listdir(needed.parent)
-    return words if all(needed.exists() for needed in paths) else []
+    return arguments if all(needed.exists() for needed in paths) else []
 
 
 def fill(word: str, values: Mapping[str, str]) -> str:
@@ -141,12 +141,12 @@ def _words_of(key: str, value: Any, *, style: str) -> Iterator[str]:
         yield f"{name}={value}"
 
 
-def may_mention(path: Path, words: re.Pattern[bytes]) -> bool:
-    """Whether a Python file has one of the words, or imports a module beside it, which may."""
+def may_mention(path: Path, pattern: re.Pattern[bytes]) -> bool:
+    """Whether a Python file matches the pattern, or imports a module beside it, which may."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES)
         beside = {entry.stem for entry in path.parent.iterdir()}
     except OSError:
         return True
-    return bool(words.search(content)) or any(name.decode() in beside for name in _IMPORT.findall(content))
+    return bool(pattern.search(content)) or any(name.decode() in beside for name in _IMPORT.findall(content))
