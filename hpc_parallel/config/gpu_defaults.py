@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpc_parallel.config.node_devices import launcher_kind, sees_gpus
+from hpc_parallel.config.launcher_kind import launcher_kind
+from hpc_parallel.config.node_devices import sees_gpus
 from hpc_parallel.slurm.limits import NodeShare, share_of_a_gpu
 
 OF_GPUS, OF_CPUS = "bfloat16", "float32"
@@ -27,8 +28,9 @@ def default_precision(values: Mapping[str, Any], *, environment: Mapping[str, st
 def default_share(values: Mapping[str, Any], *, environment: Mapping[str, str] = os.environ) -> NodeShare:
     """`cluster.cpus_per_device` and `cluster.memory_gb_per_device` if they are null.
 
-    values: as above, with `launcher.partition`, `cluster.gpu_type`, and `flags`, the names of more flags.
-    One CPU and the partition's memory, where the run starts here, has no GPUs, or sinfo does not say more.
+    values: those of `default_precision`, and `launcher.partition`, `cluster.gpu_type`, and `flags`, the names
+    of more flags. Returns one CPU and the memory of the partition if the run starts here or has no GPUs, or
+    if sinfo does not say more.
     """
     launcher, cluster = values["launcher"], values["cluster"]
     is_job = launcher_kind(launcher["kind"], environment=environment) != "local"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config.launcher_kind import choose_automatically
+from hpc_parallel.config.launcher_kind import launcher_kind
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.slurm.limits import gpu_counts
@@ -52,16 +52,6 @@ def devices_of_a_node(values: Mapping[str, Any], *, environment: Mapping[str, st
         unset = f"cluster={cluster['name']} does not set cluster.gpus_per_node"
         rule = f"has no value here: {unset}, and sinfo lists no GPUs in {where}"
     raise ConfigError([Problem("gpus_per_node", AUTO, rule, tuple(counts or [1]))])
-
-
-def launcher_kind(kind: str, *, environment: Mapping[str, str] = os.environ) -> str:
-    """The launcher that `kind` means now: local, slurm or script."""
-    return choose_launcher(kind, environment=environment)[0]
-
-
-def choose_launcher(kind: str, *, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """The launcher that `kind` means now, and the reason if `kind` is auto (else an empty text)."""
-    return choose_automatically(environment) if kind == AUTO else (kind, "")
 
 
 def runs_on_cpus(config: RunConfig) -> bool:
