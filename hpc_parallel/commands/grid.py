@@ -34,7 +34,7 @@ WORDS = {"replicate": "replica"}  # the name of a position on the axis, if it di
 
 @dataclass(frozen=True)
 class GridDevice:
-    """One device. `rank`: of the process that drives it; `holds`: `stage` -> `0`, `tensor` -> `1`, ..."""
+    """One device. `rank`: the rank that drives it. `holds`: `stage` -> `0`, `tensor` -> `1`, ..."""
 
     rank: int
     name: str | None  # cuda:0; None before the run has started

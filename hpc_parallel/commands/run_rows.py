@@ -21,8 +21,8 @@ from hpc_parallel.supervise.run_state import DAMAGED, RUNNING, State, despite_da
 class RunRow:
     """One run. None: unknown, or the task has no such value.
 
-    time_left_s follows the newest step time; job_left_s is the time until Slurm's limit. last_line: what
-    rank 0 of a run that goes on has printed last, escaped.
+    time_left_s follows the newest step time; job_left_s is the time until Slurm's limit. last_line: the
+    newest line that rank 0 has printed, escaped; only for a run that goes on.
     """
 
     run: str

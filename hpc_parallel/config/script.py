@@ -54,7 +54,7 @@ def with_script(words: Sequence[str]) -> list[str]:
 def with_quotes(word: str) -> str:
     """The override `word`, with quotes around values of `script.` that Hydra could not read.
 
-    It would take `{run}` for a mapping, and stop at the spaces or the `=` of a text.
+    Without them, Hydra reads `{run}` as a mapping, and stops at a space or a `=` in a text.
     """
     key, _, value = word.partition("=")
     if not key.lstrip("+").startswith(f"{TASK}.") or set(value) & set("'\""):
@@ -126,7 +126,10 @@ def fill(word: str, values: Mapping[str, str]) -> str:
 
 
 def _words_of(key: str, value: Any, *, style: str) -> Iterator[str]:
-    """One argument. With a space, true is a flag without a value, and false and null leave it out."""
+    """The words of one argument in a style.
+
+    In the style with a space, true gives a flag without a value, and false and null give nothing.
+    """
     if value == {}:
         return
     dashes, _, separator = style.partition("key")
@@ -142,7 +145,7 @@ def _words_of(key: str, value: Any, *, style: str) -> Iterator[str]:
 
 
 def may_mention(path: Path, pattern: re.Pattern[bytes]) -> bool:
-    """Whether a Python file matches the pattern, or imports a module beside it, which may."""
+    """Whether a Python file matches the pattern, or imports a module beside it, which may match it."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES)

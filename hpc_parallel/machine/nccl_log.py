@@ -45,8 +45,8 @@ def keep_log(folder: RunFolder, *, rank: int | str, environment: MutableMapping[
 class NcclTransport:
     """What one rank uses, or all ranks after `merged`.
 
-    library: NCCL, or RCCL on AMD's GPUs; network: as it names it; pairs: `INSIDE` or `ACROSS` -> carrier ->
-    the channels that it carries.
+    library: NCCL, or RCCL on AMD's GPUs. network: the name that the library prints. pairs: `INSIDE` or
+    `ACROSS` -> carrier -> the channels that it carries.
     """
 
     library: str = "NCCL"

@@ -81,7 +81,7 @@ def connection(one: MachinePart, other: MachinePart) -> str:
         both_known = one.numa is not None and other.numa is not None
         return (NODE if one.numa == other.numa else SYSTEM) if both_known else SYSTEM
     shared = sum(1 for a, b in zip(one.path, other.path, strict=False) if a == b)
-    # Of a path (host bridge, root port, switch, ..., device) two parts of one switch share the root port too.
+    # A path is (host bridge, root port, switch, ..., device): two parts of one switch share the root port.
     if shared == 1:
         return HOST
     between = len(one.path) + len(other.path) - 2 * shared - 2  # bridges below those that both share
@@ -122,7 +122,7 @@ def _nvlinks(nvml: Any, handle: Any) -> dict[str, int]:
 
 
 def _network_cards(sysfs: Path) -> list[MachinePart]:
-    """RDMA devices, and network interfaces of PCIe devices that are none."""
+    """RDMA devices, and the network interfaces of other PCIe devices."""
     parts: dict[Path, MachinePart] = {}
     for group in ("infiniband", "net"):
         folder = sysfs / "class" / group

@@ -76,7 +76,7 @@ class DecoderSizes:
     def stage_weights(self, blocks: int, *, first: bool, last: bool, experts: float | None = None) -> float:
         """The weights of a stage, or of a rank with several, by whether it has the first and last stage.
 
-        experts: of each block; None: all.
+        experts: the number of experts in each block; None: all.
         """
         ends = first + last - (first and last and self.tied)
         held = self.experts if experts is None else experts
@@ -103,8 +103,9 @@ class DecoderSizes:
 class Share:
     """The part of a decoder that one device computes: `samples` samples on one of `tensor` devices.
 
-    number_bytes: of the inputs and results of matrix products. context: the parts of a sequence, of which the
-    device has one. rounding: of linear products in float8. expert: the devices that split the experts.
+    number_bytes: the bytes of a number in the inputs and results of matrix products. context: the number of
+    parts of a sequence; the device has one. rounding: how linear products round to float8. expert: the number
+    of devices that split the experts.
     """
 
     decoder: DecoderSizes
@@ -179,7 +180,7 @@ class Share:
         return self.decoder.per_token * self.decoder.ffn_dim / self.decoder.dim
 
     def _feed_forward(self, columns: float) -> Iterator[Operation]:
-        """columns: of this device's part."""
+        """columns: the inner width of this device's part."""
         decoder, dim = self.decoder, self.decoder.dim
         if decoder.experts == 1:
             yield self._linear(UP, (decoder.ffn_matrices - 1) * columns, dim)

@@ -46,7 +46,7 @@ class DeviceRow:
     """One measurement.
 
     size: the side of a product, the bytes that are moved, the weights of an update, or the width of a block.
-    tokens: of a block, in one sample.
+    tokens: the tokens of a sample, for a row of a block.
     """
 
     kind: str
@@ -58,7 +58,10 @@ class DeviceRow:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is not fitted. devices: that measured at the same time; spread: of their speeds, relative."""
+    """The values that are not fitted.
+
+    devices: how many measured at the same time. spread: the relative standard deviation of their speeds.
+    """
 
     name: str
     kind: str

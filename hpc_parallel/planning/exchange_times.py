@@ -59,7 +59,7 @@ class ExchangeTimes:
 
     @cached_property
     def context_s(self) -> dict[ActionKind, float]:
-        """What a block waits for the other parts of its sequences, forward and backward."""
+        """How long a block waits for the other parts of its sequences, forward and backward."""
         attention = PlannedSplitAttention(
             self._share, self._group(self._work.context, stride=self._work.tensor)
         )
@@ -92,7 +92,7 @@ class ExchangeTimes:
 
     @property
     def waits_of_block_s(self) -> list[float]:
-        """What a block waits in a microbatch's passes: for other parts of its sequences, and for experts."""
+        """How long a block waits for other parts of its sequences and for experts in a microbatch."""
         forward_passes, waits_s = 1 + self._work.recompute, []
         if self._work.context > 1:
             waits_s += [*[self.context_s[FORWARD]] * forward_passes, self.context_s[BACKWARD]]
@@ -161,7 +161,7 @@ class ExchangeTimes:
     def gradients_s(self, *, backward_s: float) -> float:
         """The wait for gradients: means over replicas, slices, and the weight that both ends share.
 
-        backward_s: of the first stage's backward pass, which hides a part of the messages.
+        backward_s: the time of the first stage's backward pass, which hides a part of the messages.
         """
         work = self._work
         averaged = max(map(work.averaged_weights, work.stages_of_ranks)) / work.tensor
@@ -219,7 +219,7 @@ class ExchangeTimes:
         return sum(self._terms.add(term.name, term.seconds, term.formula) for term in terms)
 
     def _slices_s(self, weights: float) -> float:
-        """Gathers and sums over `shard`: of a stage once, or for each microbatch outside of the blocks."""
+        """Gathers and sums over `shard`: once for a stage, or for each microbatch outside of the blocks."""
         ends = self._work.microbatches * self._work.decoder.stage_weights(0, first=True, last=True)
         weights = ends if self.gathers_blocks else weights * self._work.tensor
         size = self._work.gradient_bytes
@@ -231,7 +231,7 @@ class ExchangeTimes:
     def _after_backward_s(self, seconds: float, hidden_s: float, *, share: float, least_s: float) -> float:
         """The part of messages that lasts longer than the backward pass, which takes `hidden_s`.
 
-        share: of all gradients in one message. least_s: what a processor copies.
+        share: the share of all gradients in one message. least_s: the time in which a processor copies them.
         """
         left_s = max(least_s, left_after(hidden_s, seconds, share=share))
         text = f"{seconds:.6g} s in messages of {100 * share:.3g} %, beside {hidden_s:.6g} s of computation"

@@ -29,8 +29,8 @@ def in_float8(operations: Sequence[Operation]) -> list[MatrixProduct]:
 class Rounding:
     """How factors of products are rounded.
 
-    by_rows: with one scale for each row, or for a tensor. fused: by compiled code, or one kernel after the
-    other.
+    by_rows: whether each row has a scale, or the whole tensor has one. fused: whether compiled code rounds,
+    or one kernel after the other.
     """
 
     by_rows: bool

@@ -253,7 +253,7 @@ class _MemoryPlanner:
 
     @property
     def _has_gradients(self) -> bool:
-        """Whether gradients exist before the last backward pass: of earlier ones, or as views of buckets."""
+        """Whether gradients exist before the last backward pass: earlier ones, or views of buckets."""
         layout, strategy = self._layout, self._config.strategy
         views = strategy.execution == SPMD and layout.averaged > 1 and not layout.by_fully_shard
         views &= not schedule_of(strategy).splits_backward

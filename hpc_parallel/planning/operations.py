@@ -27,8 +27,8 @@ def precise_bytes(number_bytes: int) -> int:
 class MatrixProduct:
     """`batch` products of [rows, depth] and [depth, columns].
 
-    number_bytes: of each number. With float8: of the result only; a factor has one byte. in_cache: the
-    largest matrix stays in the cache.
+    number_bytes: the bytes of each number; with float8, those of the result, and a factor has one byte.
+    in_cache: the largest matrix stays in the cache.
     """
 
     name: str

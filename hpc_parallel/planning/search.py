@@ -80,7 +80,10 @@ def enough_nodes(config: RunConfig, hardware: Hardware, *, choices: Choices) -> 
 
 @dataclass(order=True)
 class _Entry:
-    """bound_s: of the step, exact for a candidate. What is next: `refine` it, or take the `candidate`."""
+    """bound_s: a lower bound of the step time, exact for a candidate.
+
+    Next: `refine` it, or take the `candidate`.
+    """
 
     bound_s: float
     number: int

@@ -48,7 +48,8 @@ class _Times:
 class _Profile:
     """How a schedule divides the blocks.
 
-    rows: for each stage, the blocks before it, and its rank's from it on. in_front: those of the first stage.
+    rows: for each stage, the number of blocks before it, and of its rank's blocks from this stage on.
+    in_front: the blocks of the first stage.
     """
 
     rows: list[tuple[int, int]]
@@ -72,9 +73,9 @@ class Bounds:
         self._sent_s: dict[Layout, float] = {}
 
     def under_any_schedule_s(self, layout: Layout, size: int, checkpointing: str) -> float:
-        """By what the mean rank of a pipeline computes, and by the time in which one microbatch passes it.
+        """A bound from the work of a pipeline's mean rank and from the time of one microbatch through it.
 
-        size: of the microbatches.
+        size: the samples of a microbatch.
         """
         microbatches = self._variants.microbatches(layout, size)
         times, blocks = self._times(layout, size, checkpointing), self._model.blocks
@@ -84,7 +85,7 @@ class Bounds:
         return alone_s + self._waits_s(layout, times, self._most_in_front(layout))
 
     def under_schedule_s(self, schedule: str | None, layout: Layout, size: int, checkpointing: str) -> float:
-        """By what the rank of a pipeline computes that has most to do. `size`: of the microbatches."""
+        """A bound from the work of a pipeline's busiest rank. `size`: the samples of a microbatch."""
         microbatches = self._variants.microbatches(layout, size)
         times = self._times(layout, size, checkpointing)
         profile = self._profile(self._variants.strategy(layout, schedule), layout)

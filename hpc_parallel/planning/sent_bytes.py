@@ -1,4 +1,4 @@
-"""The bytes that a rank sends in a step, by axes: of the exchanges whose time a plan has.
+"""The bytes that a rank sends in a step, by axes, as far as a plan has a time for the exchange.
 
 `plan --exact` compares them with the collectives of a traced step.
 """
@@ -63,7 +63,7 @@ class _Rank:
 
     @property
     def _passes(self) -> int:
-        """A block's passes through this rank in a step."""
+        """How often a microbatch passes a block on this rank in a step."""
         work = self.step.work
         return work.microbatches * sum(work.blocks[stage] for stage in self._stages)
 
@@ -85,7 +85,7 @@ class _Rank:
         return 0.0 if exchange is None else _bus_bytes(exchange)
 
     def _tensor_sums(self) -> float:
-        """Two sums of a block each way; one of the embedding forward, one of the head backward."""
+        """A block has two sums in each pass; the embedding has one forward, and the head has one backward."""
         work = self.step.work
         one = sum(
             _bus_bytes(exchange) for name, exchange in self.step.exchanges.sent.items() if name.endswith(SUMS)
@@ -109,7 +109,7 @@ class _Rank:
         return of_block * self._passes
 
     def _experts(self) -> float:
-        """Tokens and outputs each way; the numbers of tokens forward only."""
+        """Both passes move tokens and outputs; only the forward pass moves the numbers of tokens."""
         times = 1 + self.step.work.recompute
         names = ("tokens to experts", "outputs of experts")
         of_block = (times + 1) * sum(map(self._named, names)) + times * self._named("numbers of tokens")
@@ -130,7 +130,7 @@ class _Rank:
 
     @property
     def _most(self) -> float:
-        """The weights of the rank that has most, which a plan takes the time of."""
+        """The weights of the rank with the most weights: a plan takes the time of this rank."""
         return max(self.step.work.rank_weights(self._pipeline.stages_of(rank)) for rank in self._ranks)
 
     @property
@@ -148,7 +148,7 @@ class _Rank:
         return self._named("mean of the experts' gradients") * blocks[self.place] / max(blocks)
 
     def _stage_to_stage(self) -> float:
-        """Activations to the next stage, and gradients to the one before, unless this rank has it."""
+        """Activations to the next stage and gradients to the one before, if they are on other ranks."""
         work, stages = self.step.work, self._stages
         others = [near for stage in stages for near in (stage - 1, stage + 1) if 0 <= near <= self._last]
         share = self.step.share

@@ -56,8 +56,8 @@ class ScalingPoint:
 class PlanPage:
     """What the page shows.
 
-    lines: below the title. ranks: of a step, as `gather.timeline` has them. left_out: why numbers of nodes
-    are not in `sizes`. notes: what the plan takes for granted.
+    lines: the text below the title. ranks: those of a step, as `gather.timeline` has them. left_out: why
+    numbers of nodes are not in `sizes`. notes: what the plan takes for granted.
     """
 
     title: str

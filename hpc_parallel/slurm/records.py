@@ -31,9 +31,10 @@ _UNSET_MB = 1  # the memory of nodes for which the site has configured none
 class SlurmNode:
     """What jobs can get of a node.
 
-    cpus: without those that the site keeps for the system; gpus: type -> count, where the type is empty if
-    the site does not name it; memory_mb: None if unknown; grouped: known from a row of several nodes, of
-    which the GPUs and the features are those of the first, and the CPUs and the memory are the least of any.
+    cpus: the CPUs, without those that the site keeps for the system. gpus: type -> count; the type is empty
+    if the site does not name it. memory_mb: None if unknown. grouped: Slurm printed one row for several
+    nodes; then the GPUs and the features are those of the first node, and CPUs and memory are the smallest of
+    all.
     """
 
     name: str
@@ -47,9 +48,9 @@ class SlurmNode:
 
 @dataclass(frozen=True)
 class Partition:
-    """time_minutes, max_nodes: the most of one job; None: no limit. nodes: how many it has.
+    """time_minutes, max_nodes: the limits of one job; None: no limit. nodes: how many nodes it has.
 
-    qos: the only ones that it takes; empty: any.
+    qos: the qualities of service that its jobs may use; empty: any.
     """
 
     name: str

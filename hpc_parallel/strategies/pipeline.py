@@ -201,7 +201,7 @@ class TiedEnds:
     def __init__(
         self, stages: Sequence[LayeredModel], *, group: dist.ProcessGroup | None, v_shaped: bool
     ) -> None:
-        """`group`: of the ranks of the first and of the last stage (`Groups.ends`).
+        """`group`: the group of the ranks of the first and of the last stage (`Groups.ends`).
 
         `v_shaped`: the first and the last stage are on one rank, in every pipeline.
         """

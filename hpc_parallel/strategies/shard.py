@@ -90,7 +90,7 @@ class UnusedWeights:
         for gradients in self._gradients:
             here = gradients.used()
             used = torch.ones(len(here), dtype=torch.int32, device=self._device)
-            if not all(here):  # else nothing goes from the host to the device, for which it would wait
+            if not all(here):  # otherwise no copy from the host, which would make it wait for the device
                 used = torch.tensor(here, dtype=torch.int32, device=self._device)
             with marked(f"all_reduce {name_of(self._axis)}"):
                 dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._axis.get_group())

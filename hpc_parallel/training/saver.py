@@ -240,7 +240,7 @@ class Saver:
                 self._raise_stuck([not done for done in is_done], waited_s=max(waits_s))
 
     def _raise_stuck(self, is_stuck: Sequence[bool], *, waited_s: float) -> NoReturn:
-        """End the run on all ranks. is_stuck: of each rank, whether it still writes."""
+        """End the run on all ranks. is_stuck: whether each rank still writes."""
         self._pending, self._stuck = None, True
         ranks = [rank for rank, stuck in enumerate(is_stuck) if stuck]
         clause = "have not written their parts" if len(ranks) > 1 else "has not written its part"

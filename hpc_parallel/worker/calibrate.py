@@ -208,7 +208,7 @@ def _own_time_s(run: Callable[[], object], device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """What the ranks have measured. spread: of the devices' speeds."""
+    """What the ranks have measured. spread: the relative standard deviation of the devices' speeds."""
 
     devices: DeviceRows
     storage: StorageRow

@@ -32,7 +32,7 @@ from hpc_parallel.worker.traced_rank import HeldAndSent, TracedRank
 def measure(config: RunConfig, ranks: Sequence[int], *, microbatches: int | None = None) -> list[HeldAndSent]:
     """What each of `ranks` of the run's world would hold. Each is measured in a process of its own.
 
-    microbatches: in the traced step; None: as many as the run has.
+    microbatches: the number in the traced step; None: as many as the run has.
 
     torch keeps names of process groups in caches, so a process can't have one world after another. Raises
     ConfigError as `assemble` does, for tiles in a pipeline, and for data whose shape must be read.

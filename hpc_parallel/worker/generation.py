@@ -147,8 +147,8 @@ def continue_all(
     there on, a longer prompt takes its own next token until it ends. So nothing is padded or masked, and
     short prompts get more new tokens than asked for.
 
-    `lengths`: of the shortest and the longest prompt of all replicas, because replicas may share collectives.
-    `on_token` is called with the 1-based number of each new token.
+    `lengths`: those of the shortest and the longest prompt of all replicas, because replicas may share
+    collectives. `on_token` is called with the 1-based number of each new token.
     """
     task = session.config.task
     assert isinstance(task, GenerateConfig)

@@ -23,8 +23,9 @@ Host = TypeVar("Host", str, int)
 class MachineMeasurement:
     """Figures of all ranks and hosts; a part that was left out is empty.
 
-    names: host of each rank; matrix_s: of one product on each rank; copies: of `copy_rates` on each rank;
-    reads, direct: of `read_rates`; inside: host -> bus bandwidth, None for one rank; links: of `link_rates`.
+    names: the host of each rank. matrix_s: the time of one product on each rank. copies: what `copy_rates`
+    returned on each rank. reads, direct: what `read_rates` returned. inside: host -> bus bandwidth; None for
+    a host with one rank. links: what `link_rates` returned.
     """
 
     device_type: str
@@ -58,7 +59,7 @@ class MachineMeasurement:
 
 
 def machine_findings(measured: MachineMeasurement) -> list[Finding]:
-    """What is slow."""
+    """All findings about slow devices, storage and links."""
     shares_cores = len(measured.hosts) == 1 and measured.device_type == "cpu"
     findings = [
         *([] if shares_cores else slow_devices(measured.names, measured.matrix_s)),
@@ -79,13 +80,13 @@ def slow_devices(names: Sequence[str], matrix_s: Sequence[float]) -> Iterator[Fi
 
 
 def slow_rates(by_host: Mapping[Host, float]) -> dict[Host, float]:
-    """The hosts below the median by SLOW_COPY; none of less than three hosts."""
+    """The hosts more than SLOW_COPY times slower than the median; empty for fewer than three hosts."""
     usual = median(by_host.values()) if len(by_host) > 2 else 0.0
     return {host: rate for host, rate in by_host.items() if rate * SLOW_COPY < usual}
 
 
 def slow_copies(names: Sequence[str], copies: Sequence[Mapping[str, float]]) -> Iterator[Finding]:
-    """names: host of each rank; copies: of `copy_rates` on each. The slowest device of a host counts."""
+    """The slowest device of a host counts. names: the host of each rank; copies: its `copy_rates`."""
     for title, key in COPIES.items() if copies else ():
         slowest: dict[str, float] = {}
         for host, rates in zip(names, copies, strict=True):
@@ -95,7 +96,7 @@ def slow_copies(names: Sequence[str], copies: Sequence[Mapping[str, float]]) -> 
 
 
 def slow_inside(inside: Mapping[str, float | None]) -> Iterator[Finding]:
-    """inside: host -> bus bandwidth of `inside_rates`."""
+    """inside: host -> the bus bandwidth that `inside_rates` returned."""
     measured = {host: rate for host, rate in inside.items() if rate is not None}
     yield from _slow_hosts("an all-reduce inside the host", measured)
 
@@ -109,7 +110,7 @@ def _slow_hosts(title: str, by_host: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def slow_storage(reads: Mapping[str, Mapping[str, float]]) -> Iterator[Finding]:
-    """reads: of `read_rates`; the rate with most processes counts."""
+    """The rate with most processes counts. reads: what `read_rates` returned."""
     most = {host: list(rates.values())[-1] for host, rates in reads.items()}
     usual = median(most.values()) if most else 0.0
     for host, rate in most.items():
@@ -118,7 +119,10 @@ def slow_storage(reads: Mapping[str, Mapping[str, float]]) -> Iterator[Finding]:
 
 
 def slow_links(hosts: Sequence[str], rates: Rates) -> Iterator[Finding]:
-    """rates: of `link_rates`. A single slow link accuses no host, so its finding is not harmful."""
+    """A single slow link accuses no host, so its finding is not harmful.
+
+    rates: what `link_rates` returned.
+    """
     of_hosts, of_pairs = slow_hosts(rates), slow_pairs(rates)
     usual = [rate for pair, rate in rates.items() if not of_hosts.keys() & set(pair) and pair not in of_pairs]
     others = f"and others {median(usual) / 1e9:.3f}" if usual else "and no link is fast"

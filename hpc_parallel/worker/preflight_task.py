@@ -259,7 +259,7 @@ def opened_file(
 def raise_storage_errors(storage: Path, *, names: Sequence[str], errors: Sequence[str | None]) -> None:
     """Raise the error of the first rank that has one, with all hosts that have one.
 
-    names, errors: of each rank.
+    names, errors: the host and the error of each rank.
     """
     failed = {name: error for name, error in zip(names, errors, strict=True) if error is not None}
     if failed:

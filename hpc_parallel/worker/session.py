@@ -157,7 +157,7 @@ class Session:
 
 
 def phases_of(folder: RunFolder, *, rank: int) -> Callable[[str], None]:
-    """Returns what says which part of the start begins; only rank 0 does."""
+    """Returns a function that records which part of the start begins; on other ranks it does nothing."""
     return partial(note_phase, folder) if rank == 0 else lambda text: None
 
 

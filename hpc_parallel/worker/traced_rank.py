@@ -41,8 +41,8 @@ class HeldAndSent:
     """What one rank holds and sends.
 
     parameters, gradients, optimizer: bytes. activations: bytes that each of its stages keeps of one
-    microbatch. collectives: of one step. Those of a parameter server and between the devices of one process
-    are not traced.
+    microbatch. collectives: those of one step; the ones of a parameter server and between the devices of one
+    process are not traced.
     """
 
     parameters: int
@@ -92,7 +92,7 @@ class TracedRank:
     def measure(self, *, microbatches: int | None = None) -> HeldAndSent:
         """Run a step with the first microbatches and the last one.
 
-        microbatches: of the step, if it is not that of the run.
+        microbatches: how many the step has, if not as many as in the run.
         """
         microbatches = microbatches or self._batch.microbatches
         assembled, server = self._assembled, self._assembled.server

@@ -17,8 +17,8 @@ from hpc_parallel.profiling.traffic import Moved, Traffic
 class TracedCollective:
     """What one rank sends in a step by one kind of collective over one group.
 
-    over: the axes that the group's ranks differ on. calls: with this rank as a sender. sent_bytes: by the
-    best algorithm, as `Traffic` counts.
+    over: the axes that the group's ranks differ on. calls: how many have this rank as a sender. sent_bytes:
+    the bytes of the best algorithm, as `Traffic` counts them.
     """
 
     kind: str

@@ -268,7 +268,7 @@ def finish(
 ) -> None:
     """Write the timeline and the summary after the last step, and draw the losses.
 
-    `state_bytes`: of each rank (`state_by_rank`).
+    `state_bytes`: what `state_by_rank` returned.
     """
     folder = context.folder
     measured = observers.measurement.figures() | traffic_of(session)

@@ -31,7 +31,7 @@ class FabricError(RuntimeError):
 
 @dataclass(frozen=True)
 class TransportCheck:
-    """The same on all ranks. kinds, devices: of the fabric, by host; transport: None without NCCL."""
+    """The same on all ranks. kinds, devices: host -> those of the fabric. transport: None without NCCL."""
 
     expected: str
     kinds: Mapping[str, str]
