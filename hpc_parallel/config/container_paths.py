@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.conda import find_environment
-from hpc_parallel.config.launcher_kind import launcher_kind
+from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import spell
 from hpc_parallel.record.values import flatten

@@ -13,7 +13,7 @@ from hpc_parallel.config.schedules import schedule_of, stages_per_rank
 from hpc_parallel.config.schema import StrategyConfig
 
 USUAL = 16
-# Digits are small images. Other images may be large, so that few fit a device.
+# Digits are small images. Of images of any size, few fit a device.
 OF_MODEL = {ConvNetConfig._target_: 64, SegmenterConfig._target_: 8, UNetConfig._target_: 8}
 
 
@@ -24,7 +24,7 @@ def usual_batch_size(model: Any) -> int:
 
 
 def default_batch_size(values: Mapping[str, Any]) -> int:
-    """Returns the smallest number that the layout can split and that is not below the model's usual one.
+    """Returns the smallest number from the model's usual one on that the layout can split.
 
     `values`: a resolved configuration. Returns the usual number if the layout is wrong, which checks report.
     """

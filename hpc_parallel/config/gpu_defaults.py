@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpc_parallel.config.launcher_kind import launcher_kind
-from hpc_parallel.config.node_devices import sees_gpus
+from hpc_parallel.config.node_devices import launcher_kind, sees_gpus
 from hpc_parallel.slurm.limits import NodeShare, share_of_a_gpu
 
 OF_GPUS, OF_CPUS = "bfloat16", "float32"

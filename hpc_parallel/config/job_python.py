@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpc_parallel.config.conda import find_environment
-from hpc_parallel.config.launcher_kind import launcher_kind
+from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.site_schema import LauncherConfig
 from hpc_parallel.problems import ConfigError, Problem

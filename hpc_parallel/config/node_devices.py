@@ -1,4 +1,4 @@
-"""`gpus_per_node=auto`: how many devices a node has, where the run will be."""
+"""What `auto` means for `launcher.kind`, and for `gpus_per_node` where the run will be."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config.launcher_kind import launcher_kind
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.slurm import client
 from hpc_parallel.slurm.limits import gpu_counts
 
 AUTO = "auto"
@@ -52,6 +52,27 @@ def devices_of_a_node(values: Mapping[str, Any], *, environment: Mapping[str, st
         unset = f"cluster={cluster['name']} does not set cluster.gpus_per_node"
         rule = f"has no value here: {unset}, and sinfo lists no GPUs in {where}"
     raise ConfigError([Problem("gpus_per_node", AUTO, rule, tuple(counts or [1]))])
+
+
+def launcher_kind(kind: str, *, environment: Mapping[str, str] = os.environ) -> str:
+    """The launcher that `kind` means now: local, slurm or script."""
+    return choose_launcher(kind, environment=environment)[0]
+
+
+def choose_launcher(kind: str, *, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """The launcher that `kind` means now, and the reason if `kind` is auto (else an empty text)."""
+    return _choose_automatically(environment) if kind == AUTO else (kind, "")
+
+
+def _choose_automatically(environment: Mapping[str, str]) -> tuple[str, str]:
+    """Slurm where it answers and we are not inside an allocation, else this machine; with the reason."""
+    if job := environment.get("SLURM_JOB_ID"):
+        return "local", f"already inside the allocation of job {job}"
+    if not client.is_installed():
+        return "local", "there is no sbatch on this machine"
+    if not client.answers():
+        return "local", "sbatch is here, but Slurm's controller does not answer"
+    return "slurm", "sbatch is here and Slurm's controller answers"
 
 
 def runs_on_cpus(config: RunConfig) -> bool:

@@ -17,8 +17,7 @@ from typing import Any
 
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import resolve
-from hpc_parallel.config.launcher_kind import launcher_kind
-from hpc_parallel.config.node_devices import AUTO
+from hpc_parallel.config.node_devices import AUTO, launcher_kind
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.sweep_compose import compose_run
 from hpc_parallel.launch.checked_run import reporting_all_problems

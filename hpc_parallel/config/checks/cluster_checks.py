@@ -7,8 +7,7 @@ import re
 from typing import Any
 
 from hpc_parallel.config import fabric_kinds
-from hpc_parallel.config.launcher_kind import launcher_kind
-from hpc_parallel.config.node_devices import runs_on_cpus
+from hpc_parallel.config.node_devices import launcher_kind, runs_on_cpus
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK
 from hpc_parallel.config.site_schema import RUNTIMES

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shutil
 
-from hpc_parallel.config.launcher_kind import launcher_kind
 from hpc_parallel.config.layout import processes_per_node
-from hpc_parallel.config.node_devices import runs_on_cpus
+from hpc_parallel.config.node_devices import launcher_kind, runs_on_cpus
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, Problems
 

@@ -7,8 +7,8 @@ import os
 from hpc_parallel.config.axes import SAMPLE_AXES
 from hpc_parallel.config.checks.image_checks import is_convnet
 from hpc_parallel.config.counts import count
-from hpc_parallel.config.launcher_kind import launcher_kind
 from hpc_parallel.config.layout import SPMD, Layout, layout_of
+from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.task_schema import (
     CollectivesConfig,
