@@ -91,7 +91,7 @@ def calibrate(context: TaskContext) -> None:
                 return
         spread = speed_spread(devices.rows, device=device)
         if dist.get_rank() == 0:
-            measured = MeasuredMachine(devices, storage, links, spread)
+            measured = HardwareMeasurement(devices, storage, links, spread)
             write_profile(folder, config=config, measured=measured)
         complete(context)
     if dist.get_rank() == 0:
@@ -207,7 +207,7 @@ def _own_time_s(run: Callable[[], object], device: torch.device) -> float:
 
 
 @dataclass(frozen=True)
-class MeasuredMachine:
+class HardwareMeasurement:
     """What the ranks have measured. spread: the relative standard deviation of the devices' speeds."""
 
     devices: DeviceRows
@@ -220,7 +220,7 @@ class MeasuredMachine:
         return [*filter(None, (part.left_out for part in (self.devices, self.storage, self.links)))]
 
 
-def write_profile(folder: RunFolder, *, config: RunConfig, measured: MeasuredMachine) -> None:
+def write_profile(folder: RunFolder, *, config: RunConfig, measured: HardwareMeasurement) -> None:
     """Write `hardware.yaml`, and the rows with the lines for people to `calibration.json`."""
     devices, links = measured.devices, measured.links
     machine = _machine(config, devices, spread=measured.spread)
