@@ -25,7 +25,7 @@ from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.hydra_internals import borrowed_hydra
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.checked_run import checked_run, with_resumed
-from hpc_parallel.launch.choose_launcher import launcher_of
+from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.recompose import Origin, recompose, remember
 from hpc_parallel.launch.wait import conclude_job, summary_timeout_s
 from hpc_parallel.problems import ConfigError, Problem

@@ -26,12 +26,12 @@ from typing import SupportsFloat
 
 from hpc_parallel.record.safe_write import append_line, write_text
 
-# The variables in which a rank finds its job: the run folder, the number of earlier starts, and how the names
-# of the files begin by which the ranks agree on a stop.
+# The variables in which a rank finds its job: the run folder, the number of earlier starts, and the prefix of
+# the files with which the ranks agree on a stop.
 RUN, RESTARTS, STOP = "HPC_PARALLEL_RUN", "HPC_PARALLEL_RESTARTS", "HPC_PARALLEL_STOP"
 LOGGED = Path("logs", "rank-0.metrics.jsonl")  # what `log` writes, in the run folder
-_ANSWER_S = 60.0  # in which all ranks must have asked once
-_PER_S = 100  # how often all ranks together list the folder, which may be on a file server
+_ANSWER_S = 60.0  # within this time all ranks must have asked once
+_PER_S = 100  # listings of the folder per second, by all ranks together: it may be on a file server
 
 _run = os.environ.get(RUN)
 _rank = int(os.environ.get("RANK") or 0)
@@ -173,7 +173,7 @@ def has_agreed(prefix: str) -> bool:
 
 
 def _outlive_sigterm() -> None:
-    """Keep running after SIGTERM, of which the rank's parent knows, unless the script handles it."""
+    """Ignore SIGTERM, unless the script handles it. The parent of the rank gets the signal too, and acts."""
     process = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:

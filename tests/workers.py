@@ -186,7 +186,7 @@ def train_and_keep(
     from torch.distributed.tensor import DTensor
 
     from hpc_parallel.record.run_folder import RunFolder
-    from hpc_parallel.worker.session import read_config
+    from hpc_parallel.worker.session import TaskContext, read_config
     from hpc_parallel.worker.train import train
 
     os.environ.update(variables)
@@ -204,7 +204,7 @@ def train_and_keep(
             first.append(whole({name: p.grad for name, p in assembled.named_parameters().items()}))
 
     trained = train(
-        config, values=values, folder=folder, device=torch.device("cpu"), environment={}, on_gradients=keep
+        TaskContext(config, values, folder, torch.device("cpu"), environment={}), on_gradients=keep
     )
     return first[0] if first else {}, whole(trained.named_parameters())
 
@@ -215,9 +215,9 @@ def do_here(run_folder: str) -> None:
 
     from hpc_parallel.record.run_folder import RunFolder
     from hpc_parallel.worker.main import TASKS
-    from hpc_parallel.worker.session import read_config
+    from hpc_parallel.worker.session import TaskContext, read_config
 
     folder = RunFolder(Path(run_folder))
     config, values = read_config(folder.config)
     task = TASKS[config.task.name]
-    task(config, values=values, folder=folder, device=torch.device("cpu"), environment={})
+    task(TaskContext(config, values, folder, torch.device("cpu"), environment={}))

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _site_lines_if_wrong(line: CommandLine) -> list[Line]:
-    """Check the site although the configuration is wrong; legal overrides about the site count."""
+    """Check the site although the configuration is wrong. Uses the overrides of the site that are legal."""
     flags = [word for word in line.words if word not in line.overrides]
     site_overrides = [word for word in line.overrides if key_of(word).partition(".")[0] in _SITE_KEYS]
     groups = [word for word in site_overrides if key_of(word) in ("cluster", "launcher")]

@@ -33,8 +33,8 @@ WORDS = {"replicate": "replica"}  # the name of a position on the axis, if it di
 
 
 @dataclass(frozen=True)
-class Device:
-    """One device. `rank`: of the process that drives it; `holds`: `stage` -> `0`, `tensor` -> `1`, ..."""
+class GridDevice:
+    """One device. `rank`: the rank that drives it. `holds`: `stage` -> `0`, `tensor` -> `1`, ..."""
 
     rank: int
     name: str | None  # cuda:0; None before the run has started
@@ -42,12 +42,12 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Host:
+class GridHost:
     """A node with its devices."""
 
     node: int
     name: str | None
-    devices: tuple[Device, ...]
+    devices: tuple[GridDevice, ...]
 
 
 def world_size(run: RecordedRun) -> int | None:
@@ -69,7 +69,7 @@ def layout(run: RecordedRun) -> Layout | None:
         return None
 
 
-def hosts(run: RecordedRun) -> list[Host]:
+def hosts(run: RecordedRun) -> list[GridHost]:
     """The hosts by node; empty if the configuration does not say it or has too many devices."""
     degrees, count, strategy = layout(run), world_size(run), _strategy(run)
     nodes, devices = run.nodes or 0, run.gpus_per_node or 0
@@ -85,8 +85,8 @@ def hosts(run: RecordedRun) -> list[Host]:
             # If a process drives several devices, the run records only the first.
             name = places[rank].device if count == nodes * devices else None
             holds = {} if run.task == SCRIPT else _holds(place - servers(strategy), degrees, strategy)
-            held.append(Device(rank, name, holds))
-        rows.append(Host(node, places[node * count // nodes].host, tuple(held)))
+            held.append(GridDevice(rank, name, holds))
+        rows.append(GridHost(node, places[node * count // nodes].host, tuple(held)))
     return rows
 
 
@@ -139,7 +139,7 @@ def _outermost_first(word: str) -> int:
     return order.index(word)
 
 
-def draw(hosts: Sequence[Host]) -> RenderableType:
+def draw(hosts: Sequence[GridHost]) -> RenderableType:
     """Draw one row for each host and one cell for each device; at most HOSTS rows."""
     from rich import box
     from rich.console import Group

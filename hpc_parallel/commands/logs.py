@@ -37,7 +37,7 @@ _LOG = re.compile(r"rank-([0-9]{1,9})\.(out|err)")
 
 
 @dataclass(frozen=True)
-class Source:
+class LogFile:
     """A log of one rank. Rank None: the process that starts the ranks (batch script or local agent)."""
 
     path: Path
@@ -48,10 +48,10 @@ class Source:
         return f"rank {self.rank} {self.stream}" if self.rank is not None else self.path.name
 
 
-class Reader:
+class LogReader:
     """Reads the complete lines added to a file since the last read; of a huge file the last ones."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: LogFile) -> None:
         self.source = source
         self._offset_bytes: int | None = None
 
@@ -109,7 +109,7 @@ def _logs(options: argparse.Namespace) -> int:
         raise ConfigError(problems)
     rank = options.rank or _first_rank(run)
     show = _printer(options, rank)
-    readers: dict[Path, Reader] = {}
+    readers: dict[Path, LogReader] = {}
     damaged: dict[Path, DamagedError] = {}
     state: State | None = None
     asked_s = float("-inf")
@@ -122,7 +122,7 @@ def _logs(options: argparse.Namespace) -> int:
                 _print_state(run, state)
         last = not options.follow or (state is not None and state.ended)
         for source in _sources(run, rank):
-            reader = readers.setdefault(source.path, Reader(source))
+            reader = readers.setdefault(source.path, LogReader(source))
             try:
                 show(source, reader.read(to_the_end=last))
             except DamagedError as error:
@@ -163,7 +163,7 @@ def _world_size(run: RecordedRun) -> int:
     return count if count is not None else max([1, *(1 + (source.rank or 0) for source in _logged(run))])
 
 
-def _sources(run: RecordedRun, rank: str) -> list[Source]:
+def _sources(run: RecordedRun, rank: str) -> list[LogFile]:
     """The requested logs; while no rank has one, those of the process that starts the ranks."""
     logged = _logged(run)
     if not logged:
@@ -171,23 +171,23 @@ def _sources(run: RecordedRun, rank: str) -> list[Source]:
     return [source for source in logged if rank in (ALL, str(source.rank))]
 
 
-def _logged(run: RecordedRun) -> list[Source]:
+def _logged(run: RecordedRun) -> list[LogFile]:
     """The logs of all ranks, sorted by rank, `out` before `err`."""
     entries = [(entry, _LOG.fullmatch(entry.name)) for entry in list_folder(run.folder.logs)]
-    sources = [Source(Path(entry.path), int(match[1]), match[2]) for entry, match in entries if match]
+    sources = [LogFile(Path(entry.path), int(match[1]), match[2]) for entry, match in entries if match]
     return sorted(sources, key=lambda source: (source.rank or 0, source.stream == "err"))
 
 
-def _before(run: RecordedRun) -> list[Source]:
+def _before(run: RecordedRun) -> list[LogFile]:
     """The local agent's log, and the output of the newest job."""
     job = run.job_ids[-1] if run.job_ids else None
     names = sorted(entry.name for entry in list_folder(run.folder.slurm))
     outputs = [name for name in names if job and name.startswith(job) and name.endswith(".out")]
     paths = [run.folder.logs / "agent.err", *(run.folder.slurm / name for name in outputs)]
-    return [Source(path, None, "out") for path in paths if os.path.lexists(path)]
+    return [LogFile(path, None, "out") for path in paths if os.path.lexists(path)]
 
 
-def _printer(options: argparse.Namespace, rank: str) -> Callable[[Source, bytes], None]:
+def _printer(options: argparse.Namespace, rank: str) -> Callable[[LogFile, bytes], None]:
     if options.raw:
         return _print_raw
     if options.json:
@@ -195,26 +195,26 @@ def _printer(options: argparse.Namespace, rank: str) -> Callable[[Source, bytes]
     return _print_prefixed if rank == ALL else _headed()
 
 
-def _print_raw(source: Source, content: bytes) -> None:
+def _print_raw(source: LogFile, content: bytes) -> None:
     sys.stdout.flush()
     sys.stdout.buffer.write(content)
 
 
-def _print_json(source: Source, content: bytes) -> None:
+def _print_json(source: LogFile, content: bytes) -> None:
     for line in _lines(content):
         print(json.dumps({"rank": source.rank, "stream": source.stream, "text": line}))
 
 
-def _print_prefixed(source: Source, content: bytes) -> None:
+def _print_prefixed(source: LogFile, content: bytes) -> None:
     rank = "" if source.rank is None else str(source.rank)
     say(*(f"[{rank}{' err' * (source.stream == 'err')}] {line}" for line in _lines(content)))
 
 
-def _headed() -> Callable[[Source, bytes], None]:
+def _headed() -> Callable[[LogFile, bytes], None]:
     """Print a heading before lines of another file, as `tail` does; none before the output of the rank."""
     printed_path: Path | None = None
 
-    def show(source: Source, content: bytes) -> None:
+    def show(source: LogFile, content: bytes) -> None:
         nonlocal printed_path
         lines = _lines(content)
         if not lines:

@@ -17,7 +17,7 @@ from typing import Any
 
 from hpc_parallel.config.schema import register
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
-from hpc_parallel.launch.choose_launcher import launcher_of
+from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.parity.cases import Case, plan, without_refused
 from hpc_parallel.parity.compare import TOLERANCES, Tolerance, Verdict, compare
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def prove(cases: Sequence[Case], notes: Sequence[str], *, precision: str) -> int:
-    """Run and compare case by case, a line of the table each; returns the exit code.
+    """Run and compare one case after the other, and print a line for each; returns the exit code.
 
     After each row `parity.json` has all rows so far. Ctrl-C ends the table after the rows that are done.
     """
@@ -122,7 +122,7 @@ def judge(case: Case, tolerance: Tolerance, alone: dict[str, str | None], *, pac
 
 
 def run_quietly(run: PreparedRun) -> str | None:
-    """Run to the end and show nothing; the cause where it fails. Raises SiteRefusedError."""
+    """Run to the end and show nothing. Returns the cause if the run fails. Raises SiteRefusedError."""
     launcher, _ = launcher_of(run)
     with redirect_stdout(io.StringIO()) as printed:
         code = launcher.launch(run)

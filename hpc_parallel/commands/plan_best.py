@@ -30,7 +30,10 @@ class Best:
 
 
 def best(overrides: Sequence[str], *, user_folder: Path | None, rows: int = ROWS) -> Best:
-    """Search for the words of a run. Raises ConfigError with all problems, or with the nearest layout."""
+    """Search the layouts for a run with these overrides.
+
+    Raises ConfigError with all problems, or with the nearest layout if none fits.
+    """
     strategies = [word for word in overrides if word.startswith("strategy=") and word != f"strategy={AUTO}"]
     if strategies:
         raise ConfigError([f"--best chooses the strategy. Try it without {' '.join(strategies)}."])

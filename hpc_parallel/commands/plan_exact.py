@@ -28,7 +28,7 @@ from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.memory import Role
 from hpc_parallel.planning.run_work import unplanned, work_of_run
 from hpc_parallel.planning.sent_bytes import sent_by_axes
-from hpc_parallel.planning.step_time import Step
+from hpc_parallel.planning.step_time import StepTerms
 from hpc_parallel.problems import ConfigError, Problem, Problems
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.safe_write import write_text
@@ -43,7 +43,7 @@ NOT_TRACED = {
 
 
 @dataclass(frozen=True)
-class Row:
+class TracedFigure:
     """A figure in bytes, as traced and as planned; planned is None if no formula knows it."""
 
     label: str
@@ -115,17 +115,19 @@ def trace(values: Mapping[str, Any], ranks: Sequence[int]) -> tuple[int, dict[st
     return DONE, json.loads(done.stdout.splitlines()[-1])
 
 
-def _planned_step(config: RunConfig, hardware: Hardware) -> Step | None:
+def _planned_step(config: RunConfig, hardware: Hardware) -> StepTerms | None:
     """The planned step; None if its time is not planned."""
     layout = layout_of(config.strategy, devices=config.devices)
     if any(unplanned(config, layout, hardware)):
         return None
-    step = Step(work_of_run(config), on_nodes_of(config, hardware))
+    step = StepTerms(work_of_run(config), on_nodes_of(config, hardware))
     step.result()
     return step
 
 
-def _report(role: Role, traced: Mapping[str, Any], *, config: RunConfig, step: Step | None) -> Iterator[str]:
+def _report(
+    role: Role, traced: Mapping[str, Any], *, config: RunConfig, step: StepTerms | None
+) -> Iterator[str]:
     alike = f", as {role.count} of {config.devices} ranks do" if role.count > 1 else ""
     kind = f" ({role.held.role})" if role.held is not None and role.held.role else ""
     yield f"rank {role.device}{kind}{alike}"
@@ -134,18 +136,18 @@ def _report(role: Role, traced: Mapping[str, Any], *, config: RunConfig, step: S
     yield from _sent_rows(traced["collectives"], _planned_sent(role, config, step))
 
 
-def _state_rows(role: Role, traced: Mapping[str, Any]) -> Iterator[Row]:
+def _state_rows(role: Role, traced: Mapping[str, Any]) -> Iterator[TracedFigure]:
     state = {} if role.held is None else asdict(role.held.state)
     for kind in STATE:
-        yield Row(kind, traced[kind], state.get(kind))
+        yield TracedFigure(kind, traced[kind], state.get(kind))
     planned = () if role.held is None else role.held.stages
     for index, kept in enumerate(traced["activations"]):
         stage = f", stage {index} of the rank" if len(traced["activations"]) > 1 else ""
         name = f"activations of a microbatch{stage}"
-        yield Row(name, kept, planned[index] if planned else None)
+        yield TracedFigure(name, kept, planned[index] if planned else None)
 
 
-def _planned_sent(role: Role, config: RunConfig, step: Step | None) -> dict[str, float]:
+def _planned_sent(role: Role, config: RunConfig, step: StepTerms | None) -> dict[str, float]:
     if step is None:
         return {}
     layout = layout_of(config.strategy, devices=config.devices)
@@ -160,10 +162,10 @@ def _sent_rows(collectives: Sequence[Mapping[str, Any]], planned: Mapping[str, f
         by_axes[collective["over"]].append(collective)
     for over in dict.fromkeys((*by_axes, *planned)):
         total = sum(collective["sent_bytes"] for collective in by_axes[over])
-        yield str(Row(f"sent over {over}", total, planned.get(over)))
+        yield str(TracedFigure(f"sent over {over}", total, planned.get(over)))
         for one in by_axes[over]:
             label = f"  {one['kind']}, {one['ranks']} ranks, {one['calls']} calls"
-            yield str(Row(label, one["sent_bytes"], None)).rstrip(" -")
+            yield str(TracedFigure(label, one["sent_bytes"], None)).rstrip(" -")
 
 
 def _notes(config: RunConfig, *, left: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The figures of a plan: of a step, and of the training that takes so many of them."""
+"""The figures of a plan, for one step and for the whole training."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ POWERS = ((1e3, "kWh"), (1e6, "MWh"), (1e9, "GWh"))  # in Wh
 class Figure:
     """One figure.
 
-    key: its name in JSON, with the names of `summary.json` where that has it. value: None if it is not known.
-    text, formula: for a reader.
+    key: its name in JSON; the name in `summary.json` if the summary has this figure. value: None if it is not
+    known. text, formula: the figure and its computation as readers see them.
     """
 
     key: str
@@ -51,7 +51,7 @@ class Training:
 def figures(
     config: RunConfig, plan: tuple[Work, StepTime], *, hardware: Hardware, tokens: float
 ) -> Iterator[Figure]:
-    """Those of a step, then those of a training of `tokens` tokens."""
+    """The figures of one step, then those of a training with `tokens` tokens."""
     work, step = plan
     per_step = work.samples * work.decoder.sequence
     yield from _of_step(work, step, hardware)
@@ -90,7 +90,7 @@ def _of_step(work: Work, step: StepTime, hardware: Hardware) -> Iterator[Figure]
 
 
 def _of_wait(name: str, wait: Wait) -> Figure:
-    """What all steps of the training wait."""
+    """The figure for the time that all steps of the training wait."""
     return Figure(f"{name}_s", name, wait.seconds, wait.text, wait.formula)
 
 

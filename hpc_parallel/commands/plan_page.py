@@ -19,22 +19,22 @@ from hpc_parallel.planning import memory
 from hpc_parallel.planning.auto_strategy import on_nodes_of
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.memory import MemoryPlan
-from hpc_parallel.planning.pipeline_orders import Kind
+from hpc_parallel.planning.pipeline_orders import ActionKind
 from hpc_parallel.planning.ranking import seconds
-from hpc_parallel.planning.step_time import Step, StepTime
+from hpc_parallel.planning.step_time import StepTerms, StepTime
 from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.credentials import without_secret_values
 from hpc_parallel.record.timeline_file import RankTimeline, StageWork
 from hpc_parallel.report.page import WITHOUT_PLOTS, can_draw
-from hpc_parallel.report.plan_html import PlanPage, Role, ScalingPoint, render
+from hpc_parallel.report.plan_html import PlanPage, RoleBytes, ScalingPoint, render
 from hpc_parallel.shell import complain
 from hpc_parallel.terminal import say
 
 FIGURES = "plan.json"
 BATCH = "training.global_batch_size"
 AROUND = 4  # numbers of nodes up to so many times that of the plan
-NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHTS: "weights"}
+NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionKind.WEIGHTS: "weights"}
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _command(plan: Planned) -> str:
     return shlex.join(["python", "-m", "hpc_parallel", "plan", *arguments])
 
 
-def _roles(held: MemoryPlan) -> list[Role]:
+def _roles(held: MemoryPlan) -> list[RoleBytes]:
     """Devices that hold the same are one role, named after the first of them."""
     groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
     roles: dict[tuple[tuple[str, int], ...], str] = {}
@@ -124,7 +124,7 @@ def _roles(held: MemoryPlan) -> list[Role]:
         key = tuple(device.kinds.items())
         groups.setdefault(key, []).append(device.device)
         roles.setdefault(key, device.role)
-    return [Role(_label(devices, roles[key]), dict(key)) for key, devices in groups.items()]
+    return [RoleBytes(_label(devices, roles[key]), dict(key)) for key, devices in groups.items()]
 
 
 def _label(devices: Sequence[int], role: str) -> str:
@@ -141,7 +141,7 @@ def _label(devices: Sequence[int], role: str) -> str:
 def _ranks(plan: Planned) -> list[RankTimeline]:
     """The actions of each rank of the pipeline, then the average of gradients and the update."""
     step = plan.step
-    spans = Step(plan.work, on_nodes_of(plan.config, plan.hardware)).spans()
+    spans = StepTerms(plan.work, on_nodes_of(plan.config, plan.hardware)).spans()
     chunks: list[list[StageWork]] = [[] for _ in range(plan.work.pipeline)]
     for span in spans:
         kind, stage, microbatch = span.action

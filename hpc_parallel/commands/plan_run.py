@@ -26,7 +26,7 @@ from hpc_parallel.problems import ConfigError
 
 
 def command_line(overrides: Sequence[str], *, user_folder: Path | None) -> CommandLine:
-    """The words of a run that is only planned. Raises ConfigError."""
+    """The parsed command line of a run that is only planned. Raises ConfigError."""
     register()
     flags = ["--config-dir", str(user_folder)] if user_folder is not None else []
     line = CommandLine.parse([*flags, *overrides])

@@ -17,12 +17,12 @@ from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.metrics_file import size
 
 NODES = "nodes="
-PAYS = 0.5  # of the first row's tokens/s of a device, for each device that is added
+PAYS = 0.5  # least gain from each added device, as a share of a device's tokens/s in the first row
 
 
 @dataclass(frozen=True)
 class Size:
-    """The plan on `nodes`. memory_bytes: of the device that needs most; None if it is not known."""
+    """The plan on `nodes`. memory_bytes: the need of the fullest device; None if it is not known."""
 
     nodes: int
     devices: int
@@ -34,18 +34,18 @@ class Size:
 
 
 def sizes_of(overrides: Sequence[str]) -> list[str]:
-    """The values of the last `nodes=`, if they are several."""
+    """The values of the last `nodes=` if it has several; else empty."""
     values = [word.removeprefix(NODES) for word in overrides if word.startswith(NODES)]
     return values[-1].split(",") if values and "," in values[-1] else []
 
 
 def of_first_size(overrides: Sequence[str]) -> list[str]:
-    """The words with the first of several numbers of nodes."""
+    """The overrides, with the first value of `nodes=` alone if it has several."""
     return with_nodes(overrides, sizes[0]) if (sizes := sizes_of(overrides)) else list(overrides)
 
 
 def with_nodes(overrides: Sequence[str], nodes: str) -> list[str]:
-    """The words with this number of nodes."""
+    """The overrides with this number of nodes."""
     return [*(word for word in overrides if not word.startswith(NODES)), f"{NODES}{nodes}"]
 
 
@@ -85,7 +85,7 @@ def planned_size(overrides: Sequence[str], *, hardware: Hardware, user_folder: P
 
 
 def table(sizes: Sequence[Size], *, room: float) -> Iterator[str]:
-    """A row for each size, then from which on more nodes do not pay."""
+    """A row for each size, then a line that says up to which size more nodes pay."""
     width = max(len(str(each.layout)) for each in sizes)
     head = f"{'step':>9}  {'tokens/s':>11}  {'MFU':>6}  {'efficiency':>10}  memory"
     yield f"{'nodes':>5}  {'layout':{width}}  {head}"
@@ -108,7 +108,7 @@ def efficiency(each: Size, first: Size) -> float:
 
 
 def verdict(sizes: Sequence[Size]) -> str:
-    """The first size whose added devices bring less than PAYS of what a device brings at the first size."""
+    """The line about the first size at which an added device gains less than PAYS; or that all sizes pay."""
     first = sizes[0]
     of_a_device = first.tokens_per_s / first.devices
     for before, after in pairwise(sizes):

@@ -22,7 +22,7 @@ from hpc_parallel.config.run_help import run_help
 from hpc_parallel.config.schema import register
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.launch.checked_run import all_problems, checked_run, with_resumed
-from hpc_parallel.launch.choose_launcher import launcher_of
+from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.shell import complain, refuse

@@ -18,11 +18,11 @@ from hpc_parallel.supervise.run_state import DAMAGED, RUNNING, State, despite_da
 
 
 @dataclass(frozen=True)
-class Row:
+class RunRow:
     """One run. None: unknown, or the task has no such value.
 
-    time_left_s follows the newest step time; job_left_s is the time until Slurm's limit. last_line: what
-    rank 0 of a run that goes on has printed last, escaped.
+    time_left_s follows the newest step time; job_left_s is the time until Slurm's limit. last_line: the
+    newest line that rank 0 has printed, escaped; only for a run that goes on.
     """
 
     run: str
@@ -52,27 +52,27 @@ HEADINGS = (
 RIGHT = ("step", "loss", "samples/s", "left", "restarts")
 
 
-def rows_of(runs: Sequence[RecordedRun]) -> list[Row]:
+def rows_of(runs: Sequence[RecordedRun]) -> list[RunRow]:
     return [
         despite_damage(partial(row_of, run, state), partial(_damaged_row, run, state))
         for run, state in zip(runs, states(runs), strict=True)
     ]
 
 
-def _damaged_row(run: RecordedRun, state: State, reason: str) -> Row:
-    unknown = dict.fromkeys(field.name for field in fields(Row))
-    return Row(**{
+def _damaged_row(run: RecordedRun, state: State, reason: str) -> RunRow:
+    unknown = dict.fromkeys(field.name for field in fields(RunRow))
+    return RunRow(**{
         **unknown, "run": label(run.path), "path": str(run.path), "state": DAMAGED, "reason": reason,
         "ended": state.ended, "restarts": 0, "job_id": state.job, "damaged": run.noticed,
     })  # type: ignore[arg-type]  # fmt: skip
 
 
-def row_of(run: RecordedRun, state: State) -> Row:
+def row_of(run: RecordedRun, state: State) -> RunRow:
     last, steps = run.newest_line, total_steps(run, state)
     rate = run.totals.samples_per_s if state.ended else None
     if rate is None and last is not None:
         rate = last.samples_per_s
-    return Row(
+    return RunRow(
         run=label(run.path),
         path=str(run.path),
         strategy=run.strategy,
@@ -126,7 +126,7 @@ def failure_line(run: RecordedRun) -> str | None:
     return None if run.root_cause is None else run.root_cause.line
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: RunRow) -> tuple[str, ...]:
     """The texts of a row, in the order of HEADINGS."""
     state = row.state + (f" ({row.reason})" if row.reason else "")
     shape = f"{_or_question_mark(row.nodes)} x {_or_question_mark(row.gpus_per_node)}"
@@ -145,14 +145,14 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _left(row: Row) -> str:
+def _left(row: RunRow) -> str:
     """The time that the steps take, else at most until the time limit of the job."""
     if row.time_left_s is not None:
         return duration(row.time_left_s)
     return "" if row.job_left_s is None else f"< {duration(row.job_left_s)}"
 
 
-def count_states(rows: Sequence[Row]) -> Mapping[str, int]:
+def count_states(rows: Sequence[RunRow]) -> Mapping[str, int]:
     """The number of runs in each state, the most frequent state first."""
     return dict(Counter(row.state for row in rows).most_common())
 

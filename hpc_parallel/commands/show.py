@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.commands import grid, roles
-from hpc_parallel.commands.run_rows import Row, rows_of
+from hpc_parallel.commands.run_rows import RunRow, rows_of
 from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.problems import printable, spell
@@ -123,7 +123,7 @@ def predicted(run: RecordedRun) -> dict[str, float]:
     return {key: planned[key] for _, key, _ in FIGURES if planned.get(key, -1) >= 0}
 
 
-def _object(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> dict[str, Any]:
+def _object(run: RecordedRun, row: RunRow, changed: Mapping[str, Change]) -> dict[str, Any]:
     degrees = grid.layout(run)
     return {
         **asdict(row),
@@ -144,7 +144,7 @@ def _object(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> dict[s
     }
 
 
-def _parts(run: RecordedRun, row: Row, changed: Mapping[str, Change]) -> Iterable[RenderableType]:
+def _parts(run: RecordedRun, row: RunRow, changed: Mapping[str, Change]) -> Iterable[RenderableType]:
     yield _table(_head(run, row))
     if changed:
         yield "\nnot the defaults"
@@ -201,7 +201,7 @@ def _roles(run: RecordedRun) -> Iterable[RenderableType]:
         yield _table(exchanges)
 
 
-def _head(run: RecordedRun, row: Row) -> list[tuple[str, str]]:
+def _head(run: RecordedRun, row: RunRow) -> list[tuple[str, str]]:
     state = row.state + (f" ({row.reason})" if row.reason else "")
     is_script = run.task == SCRIPT
     step = f"{row.step or 0} of {'?' if row.steps is None else row.steps}"

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from hpc_parallel.commands.run_rows import HEADINGS, RIGHT, Row, cells, count_states, rows_of
+from hpc_parallel.commands.run_rows import HEADINGS, RIGHT, RunRow, cells, count_states, rows_of
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.problems import printable
 from hpc_parallel.record.find import Match, find_all, newest_first, sweep_of, unique_runs
@@ -84,7 +84,7 @@ def _status(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _watch(runs: Sequence[RecordedRun]) -> list[Row]:
+def _watch(runs: Sequence[RecordedRun]) -> list[RunRow]:
     """Update the table until all runs have ended; returns the last rows."""
     from rich.live import Live
 
@@ -98,7 +98,7 @@ def _watch(runs: Sequence[RecordedRun]) -> list[Row]:
             time.sleep(PERIOD_S)
 
 
-def _page(rows: Sequence[Row], *, columns: int) -> RenderableType:
+def _page(rows: Sequence[RunRow], *, columns: int) -> RenderableType:
     """The table, and below it what the runs that go on have printed last, each cut to one line."""
     from rich.console import Group
     from rich.text import Text
@@ -110,7 +110,7 @@ def _page(rows: Sequence[Row], *, columns: int) -> RenderableType:
     return Group(_table(rows, columns=columns), *cut)
 
 
-def _table(rows: Sequence[Row], *, columns: int) -> RenderableType:
+def _table(rows: Sequence[RunRow], *, columns: int) -> RenderableType:
     """The table for a screen of `columns` characters.
 
     On a narrow screen, words are wrapped, and columns are omitted: those without values, then those of
@@ -183,7 +183,7 @@ def _width(heading: str, texts: Sequence[str]) -> int:
     return max(map(len, [*parts, *heading.split()]))
 
 
-def _notes(rows: Sequence[Row], named: Sequence[Match]) -> list[str]:
+def _notes(rows: Sequence[RunRow], named: Sequence[Match]) -> list[str]:
     """Reasons of failed runs, and combinations that a sweep left out."""
     lines = [f"{row.run}: {row.failure}" for row in rows if row.failure]
     for target in named:
@@ -192,7 +192,7 @@ def _notes(rows: Sequence[Row], named: Sequence[Match]) -> list[str]:
     return lines
 
 
-def _of_sweep(rows: Sequence[Row], sweep: Sweep) -> list[str]:
+def _of_sweep(rows: Sequence[RunRow], sweep: Sweep) -> list[str]:
     """The runs of a sweep that have no folder yet, and its combinations that can't run."""
     idle = {row.path for row in rows if row.state == NOT_STARTED and row.nodes is None}
     gone = [run for run in sweep.runs if str(run.run_dir) in idle]

@@ -1,4 +1,4 @@
-"""Who sends what to whom in a training step, in the order of the step: what the techniques do, without torch.
+"""All messages between the ranks of a training step, in the order of the step, listed without torch.
 
 `strategies/assemble.py` applies the techniques. Each function here lists the collectives of one of them.
 `tests/distributed/test_exchanges.py` compares them with those of real runs. Checkpoints, metrics and the
@@ -27,7 +27,7 @@ DIRECTED = (SEND, COPY)  # their groups are pairs: who sends, who receives
 
 
 class Phase(Enum):
-    """When in a step."""
+    """The part of a step in which an exchange happens."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -35,7 +35,7 @@ class Phase(Enum):
 
 
 class Often(Enum):
-    """How often in a step."""
+    """How often an exchange happens in a step."""
 
     STEP = "once a step"
     MICROBATCH = "each microbatch"
@@ -50,10 +50,10 @@ STEP, MICROBATCH, BLOCK = Often
 class Exchange:
     """One kind of message of a step.
 
-    how: the kind of collective, as `summary.json` names it under `traffic`. `copy` is between the devices of
-    one process, and `groups` then has the numbers of devices. groups: the ranks that take part together; for
-    DIRECTED, the sender and the receiver. over: the axes that they differ on. only_if: what must be true of
-    the model or the devices, if the configuration does not say it.
+    how: the kind of collective, as `summary.json` names it under `traffic`; a `copy` is between the devices
+    of one process. groups: the ranks that take part together (for a `copy`, the numbers of the devices); for
+    DIRECTED, the sender and the receiver. over: the axes on which the ranks of a group differ. only_if: the
+    condition on the model or the devices, if the configuration alone does not decide.
     """
 
     phase: Phase
@@ -91,7 +91,7 @@ def _used(layout: Layout, axes: Sequence[str]) -> list[str]:
 
 
 class _On:
-    """Exchanges over the joint of some axes of a setup."""
+    """Makes exchanges whose groups differ on the given axes, taken together."""
 
     def __init__(self, setup: Setup, *axes: str) -> None:
         self._setup = setup
@@ -106,7 +106,7 @@ class _On:
     def last_stage(
         self, phase: Phase, what: str, how: str, often: Often, *, only_if: str | None = None
     ) -> Exchange:
-        """Only among ranks that have the model's last stage."""
+        """The same exchange, but only between ranks that have the model's last stage."""
         groups = tuple(group for group in self.groups if self._has_last_stage(group[0]))
         return Exchange(phase, what, how, often, self._over, groups, only_if)
 
@@ -128,7 +128,7 @@ def _gathered_weights(setup: Setup) -> Iterator[Exchange]:
 
 
 def _sliced_gradients(setup: Setup) -> Iterator[Exchange]:
-    """shard.py: fully_shard. A pipeline lets it sum gradients in the last microbatch only."""
+    """shard.py: fully_shard. In a pipeline, it sums gradients in the last microbatch only."""
     often = STEP if setup.layout.pipeline > 1 else BLOCK
     yield _On(setup, *sliced_over(setup.layout))(BACKWARD, "gradients", REDUCE_SCATTER, often)
     if setup.layout.by_fully_shard:

@@ -30,7 +30,7 @@ def module_problem(module: str) -> str | None:
 
 
 def _spec(name: str, paths: Sequence[str]) -> ModuleSpec | None:
-    """Also of a package that pip has installed as editable: setuptools adds a finder for it."""
+    """Find a module, also one that pip has installed as editable: setuptools adds a finder for it."""
     finders: list[Any] = [PathFinder, *(finder for finder in sys.meta_path if hasattr(finder, "find_spec"))]
     return next((spec for finder in finders if (spec := finder.find_spec(name, paths)) is not None), None)
 

@@ -27,8 +27,9 @@ def default_precision(values: Mapping[str, Any], *, environment: Mapping[str, st
 def default_share(values: Mapping[str, Any], *, environment: Mapping[str, str] = os.environ) -> NodeShare:
     """`cluster.cpus_per_device` and `cluster.memory_gb_per_device` if they are null.
 
-    values: as above, with `launcher.partition`, `cluster.gpu_type`, and `flags`, the names of more flags.
-    One CPU and the partition's memory, where the run starts here, has no GPUs, or sinfo does not say more.
+    values: those of `default_precision`, and `launcher.partition`, `cluster.gpu_type`, and `flags`, the names
+    of more flags. Returns one CPU and the memory of the partition if the run starts here or has no GPUs, or
+    if sinfo does not say more.
     """
     launcher, cluster = values["launcher"], values["cluster"]
     is_job = launcher_kind(launcher["kind"], environment=environment) != "local"

@@ -52,11 +52,11 @@ class Holding:
     @property
     def model_text(self) -> str:
         """One clause."""
-        words = {
+        phrases = {
             STAGE: "stage{s} {}", LAYER: "part{s} {} of each layer", SLICE: "slice{s} {} of each weight",
             EXPERTS: "part{s} {} of the experts",
         }  # fmt: skip
-        parts = [_counted(words[kind], part) for kind, part in self.model.items()]
+        parts = [_counted(phrases[kind], part) for kind, part in self.model.items()]
         if parts and set(self.model) == {EXPERTS}:
             parts.insert(0, "all but the experts")
         parts = parts or ["the whole model"]
@@ -67,11 +67,11 @@ class Holding:
         """One clause."""
         if self.samples is None:
             return "no samples"
-        words = {
+        phrases = {
             BATCH: "part{s} {} of the batch", SEQUENCE: "slice{s} {} of each sequence",
             ROW: "tile row{s} {}", COLUMN: "tile column{s} {} of each image",
         }  # fmt: skip
-        parts = [_counted(words[kind], part) for kind, part in self.samples.items()]
+        parts = [_counted(phrases[kind], part) for kind, part in self.samples.items()]
         return ", ".join(parts) or "the whole batch"
 
 
@@ -181,8 +181,8 @@ def _union(parts: Sequence[Part]) -> Part:
     return Part(tuple(sorted({index for part in parts for index in part.indices})), parts[0].of)
 
 
-def _counted(words: str, part: Part) -> str:
-    return words.format(part, s="s" * (len(part.indices) > 1))
+def _counted(phrase: str, part: Part) -> str:
+    return phrase.format(part, s="s" * (len(part.indices) > 1))
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -151,7 +151,7 @@ def share_of(rank: int, *, layout: Layout, strategy: Execution) -> tuple[int | N
 
 
 def tile_grid(tiles: int, chosen: Sequence[int] | None = None) -> tuple[int, int]:
-    """Rows and columns of the tiles of an image: as chosen, or the most square grid with no more rows."""
+    """Rows and columns of the tiles: those chosen, or the most square grid without more rows than columns."""
     if chosen is not None:
         rows, columns = chosen
         return rows, columns

@@ -167,7 +167,7 @@ class ParquetDataConfig:
 
 @dataclass
 class OwnDataConfig(DatasetDataConfig):
-    """What data of a user's own class may have."""
+    """The keys that are checked for data of a user's own class."""
 
     max_bytes: int | None = key(None, count())
 

@@ -87,8 +87,8 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
     if listed is not None:  # CUDA stops at the first entry that names no device
         names = [name.strip() for name in listed.split(",")]
         return next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
-    if (shown := ask("nvidia-smi", "-L")) is not None:
-        return sum(line.startswith("GPU ") for line in shown.splitlines())
+    if (output := ask("nvidia-smi", "-L")) is not None:
+        return sum(line.startswith("GPU ") for line in output.splitlines())
     return sum(1 for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal())
 
 

@@ -16,8 +16,8 @@ _READERS = {
 
 def of_ones_own(key: str, value: str) -> str | None:
     """A sentence with the words that `key=value` was meant to be; None if `value` names nothing here."""
-    if words := _configuration(key, value) or (_data(value) if key == "data" else None):
-        return f"Try {words}."
+    if suggestion := _configuration(key, value) or (_data(value) if key == "data" else None):
+        return f"Try {suggestion}."
     if key in ("model", "data") and (target := _class_path(value)):
         return _of_class(key, target)
     return None
@@ -29,8 +29,8 @@ def _configuration(key: str, value: str) -> str | None:
     if path.suffix in (".yaml", ".yml") and is_file(path) and path.absolute().parent.name == key:
         return f"--config-dir {spell(path.parent.parent)} {key}={path.stem}"
     folders = [Path(), *(Path(entry.name) for entry in list_folder(Path()) if is_real_folder(entry))]
-    holders = (folder for folder in sorted(folders) if is_file(folder / key / f"{value}.yaml"))
-    return next((f"--config-dir {spell(folder)} {key}={value}" for folder in holders), None)
+    matches = (folder for folder in sorted(folders) if is_file(folder / key / f"{value}.yaml"))
+    return next((f"--config-dir {spell(folder)} {key}={value}" for folder in matches), None)
 
 
 def _data(value: str) -> str | None:

@@ -26,11 +26,11 @@ def override_words(prefix: str, *, extra_dir: str | None = None) -> list[str]:
     if equals:  # a sweep has several values between commas
         before, comma, last = value.rpartition(",")
         choices = [choice for choice in _values(key, folders) if choice.startswith(last)]
-        words = [f"{key}={before}{comma}{choice}" for choice in choices]
+        overrides = [f"{key}={before}{comma}{choice}" for choice in choices]
     else:
-        words = [name for name in _keys(folders) if name.startswith(word)]
-        words = sorted({_up_to_next_dot(name, len(word)) for name in words})
-    return [plus + completion for completion in words]
+        keys = [name for name in _keys(folders) if name.startswith(word)]
+        overrides = sorted({_up_to_next_dot(name, len(word)) for name in keys})
+    return [plus + override for override in overrides]
 
 
 def _up_to_next_dot(name: str, start: int) -> str:

@@ -54,7 +54,7 @@ def with_script(words: Sequence[str]) -> list[str]:
 def with_quotes(word: str) -> str:
     """The override `word`, with quotes around values of `script.` that Hydra could not read.
 
-    It would take `{run}` for a mapping, and stop at the spaces or the `=` of a text.
+    Without them, Hydra reads `{run}` as a mapping, and stops at a space or a `=` in a text.
     """
     key, _, value = word.partition("=")
     if not key.lstrip("+").startswith(f"{TASK}.") or set(value) & set("'\""):
@@ -110,12 +110,12 @@ def resume_words(script: Mapping[str, Any], *, values: Mapping[str, str], folder
 
     folder: the working directory, from which relative paths count.
     """
-    words = [fill(word, values) for word in shlex.split(script["resume_arguments"] or "")]
-    paths = [folder / path for word in words if "/" in (path := word.rpartition("=")[2])]
+    arguments = [fill(word, values) for word in shlex.split(script["resume_arguments"] or "")]
+    paths = [folder / path for word in arguments if "/" in (path := word.rpartition("=")[2])]
     for needed in paths:  # an NFS client may remember that a file was missing until the folder is listed
         with suppress(OSError):
             os.listdir(needed.parent)
-    return words if all(needed.exists() for needed in paths) else []
+    return arguments if all(needed.exists() for needed in paths) else []
 
 
 def fill(word: str, values: Mapping[str, str]) -> str:
@@ -126,7 +126,10 @@ def fill(word: str, values: Mapping[str, str]) -> str:
 
 
 def _words_of(key: str, value: Any, *, style: str) -> Iterator[str]:
-    """One argument. With a space, true is a flag without a value, and false and null leave it out."""
+    """The words of one argument in a style.
+
+    In the style with a space, true gives a flag without a value, and false and null give nothing.
+    """
     if value == {}:
         return
     dashes, _, separator = style.partition("key")
@@ -141,12 +144,12 @@ def _words_of(key: str, value: Any, *, style: str) -> Iterator[str]:
         yield f"{name}={value}"
 
 
-def may_mention(path: Path, words: re.Pattern[bytes]) -> bool:
-    """Whether a Python file has one of the words, or imports a module beside it, which may."""
+def may_mention(path: Path, pattern: re.Pattern[bytes]) -> bool:
+    """Whether a Python file matches the pattern, or imports a module beside it, which may match it."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES)
         beside = {entry.stem for entry in path.parent.iterdir()}
     except OSError:
         return True
-    return bool(words.search(content)) or any(name.decode() in beside for name in _IMPORT.findall(content))
+    return bool(pattern.search(content)) or any(name.decode() in beside for name in _IMPORT.findall(content))

@@ -12,10 +12,10 @@ MEASURED = "measured"
 
 
 def apportion(total: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Split `total` into one positive integer for each share, so that the largest part / share is smallest.
+    """Split `total` into one positive integer (a part) for each share.
 
-    part / share is the time of a device whose speed is its share. `total` must be at least the number of
-    shares.
+    The largest part / share is as small as possible; part / share is the time of a device whose speed is its
+    share. `total` must be at least the number of shares.
     """
     share_sum = sum(shares)
     parts = [max(1, int(total * share / share_sum)) for share in shares]
@@ -32,7 +32,7 @@ def apportion(total: int, shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def _next_time(part: int, share: float, missing: int) -> float | None:
-    """The order in which parts change: the earliest end with one more, or the latest end first."""
+    """The key by which parts are changed: add to the part that would end first, or take from the last one."""
     if missing > 0:
         return (part + 1) / share
     return -part / share if part > 1 else None

@@ -18,7 +18,7 @@ ENDINGS = (".parquet", ".arrow")
 
 
 @dataclass(frozen=True)
-class Column:
+class FileColumn:
     """A column of a file: its type, the depth of its lists, and its largest number if that is known."""
 
     kind: str  # as pyarrow spells the type
@@ -56,7 +56,7 @@ def with_rows(files: Iterable[Path]) -> list[Path]:
     return filled
 
 
-def read_columns(file: Path, names: tuple[str, ...]) -> dict[str, Column]:
+def read_columns(file: Path, names: tuple[str, ...]) -> dict[str, FileColumn]:
     """The columns of `file` by name.
 
     Raises ValueError if one is missing, or if the file can't be read.
@@ -84,7 +84,7 @@ def _opened(file: Path) -> tuple[Any, Any]:
         raise ValueError(f"{file} can't be read: {error}") from error
 
 
-def _column(kind: Any, largest: int | None) -> Column:
+def _column(kind: Any, largest: int | None) -> FileColumn:
     import pyarrow as pa
 
     item, dims = kind, 0
@@ -92,7 +92,7 @@ def _column(kind: Any, largest: int | None) -> Column:
         item, dims = item.value_type, dims + 1
     is_integer = pa.types.is_integer(item)
     is_numeric = is_integer or pa.types.is_floating(item) or pa.types.is_boolean(item)
-    return Column(str(kind), dims=dims, is_numeric=is_numeric, is_integer=is_integer, largest=largest)
+    return FileColumn(str(kind), dims=dims, is_numeric=is_numeric, is_integer=is_integer, largest=largest)
 
 
 def _largest(metadata: Any, name: str) -> int | None:

@@ -36,19 +36,19 @@ class ShellWord(str):
 
 def expandable(path: str) -> ShellWord:
     """A path whose `$VARIABLES` the job's shell expands. It stops at one that is not set, and names it."""
-    words, end = [], 0
+    parts, end = [], 0
     for match in Template.pattern.finditer(path):
         if name := match["named"] or match["braced"]:
-            words += [
+            parts += [
                 _literal(path[end : match.start()]),
                 f'"${{{name}:?in cluster.scratch is not set in this job}}"',
             ]
         elif match["escaped"]:
-            words.append(_literal(path[end : match.start()] + "$"))
+            parts.append(_literal(path[end : match.start()] + "$"))
         else:
             continue
         end = match.end()
-    return ShellWord("".join([*words, _literal(path[end:])]))
+    return ShellWord("".join([*parts, _literal(path[end:])]))
 
 
 def _literal(text: str) -> str:

@@ -45,7 +45,7 @@ def lasting_line(line: Line, parts: list[str], *, columns: int) -> str:
     return fitting(parts, columns=columns)
 
 
-class Follower:
+class RunFollower:
     """Shows the progress of a run step by step, and its outcome.
 
     The launcher calls `poll` repeatedly while the run runs, and `finish` after it has ended. Lines that the
@@ -175,8 +175,8 @@ class Follower:
         """The plots that the run has drawn, and the command that shows all."""
         report = shlex.join(["python", "-m", "hpc_parallel", "report", from_here(self._folder.path)])
         drawn = self._drawn()
-        shown = f"{from_here(drawn[0] if len(drawn) == 1 else self._folder.plots)}; all: " if drawn else ""
-        return shown + report
+        plots = f"{from_here(drawn[0] if len(drawn) == 1 else self._folder.plots)}; all: " if drawn else ""
+        return plots + report
 
     def _drawn(self) -> list[Path]:
         return sorted(self._folder.plots.glob("*.png"))

@@ -39,7 +39,7 @@ MINUTE_S = 60
 
 @dataclass(frozen=True)
 class Forecast:
-    """figures: by the names of `summary.json`. warnings: lines for the user."""
+    """figures: the names are those of `summary.json`. warnings: lines for the user."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)

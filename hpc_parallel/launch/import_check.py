@@ -25,7 +25,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK
 from hpc_parallel.user_code import failure_of
 
-OWN = ("hpc_parallel.", "torch.optim.")  # these paths are checked without an import
+BUILT_IN = ("hpc_parallel.", "torch.optim.")  # these paths are checked without an import
 TIMEOUT_S = 60.0  # for imports from a slow file system
 IMPORT, MODEL = "hpc_parallel.launch.import_check", "hpc_parallel.worker.model_check"
 _SWITCH = "If only the job's nodes can use it, set launcher.check_imports=false."
@@ -50,7 +50,7 @@ def check_imports(config: RunConfig, *, values: Mapping[str, Any] | None = None)
     """
     if config.task.name == TASK:
         return _check_module(config)
-    tables = [(key, table) for key, table in _tables(config) if not _is_own(table)]
+    tables = [(key, table) for key, table in _tables(config) if not _is_built_in(table)]
     if not tables or not _may_import(config):
         return ImportCheck()
     paths = ", ".join(str(table["_target_"]) for _, table in tables)
@@ -58,8 +58,8 @@ def check_imports(config: RunConfig, *, values: Mapping[str, Any] | None = None)
         return ImportCheck(note=f"not imported here, because {key} changes the environment: {paths}")
     question: dict[str, Any] = {"tables": tables, "advice": "" if _is_local(config) else _SWITCH}
     module = IMPORT
-    tries_data = any(not _is_own(table) for _, table in class_tables("data", config.data))
-    if values is not None and (tries_data or not _is_own(config.model)):
+    tries_data = any(not _is_built_in(table) for _, table in class_tables("data", config.data))
+    if values is not None and (tries_data or not _is_built_in(config.model)):
         question |= {"values": [values], "tries_data": tries_data}
         module = MODEL
     return _tried(_python(config), os.getcwd(), module, json.dumps(question), paths)
@@ -102,8 +102,8 @@ def _python(config: RunConfig) -> str:
     return sys.executable if _is_local(config) else job_python(config.launcher)
 
 
-def _is_own(table: Mapping[str, Any]) -> bool:
-    return str(table["_target_"]).startswith(OWN)
+def _is_built_in(table: Mapping[str, Any]) -> bool:
+    return str(table["_target_"]).startswith(BUILT_IN)
 
 
 def _tables(config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -131,7 +131,7 @@ def check_models(runs: Sequence[tuple[RunConfig, Mapping[str, Any]]]) -> list[li
     if not runs:
         return nothing
     config, _ = runs[0]
-    if _is_own(config.model) or not _may_import(config) or _environment_key(config):
+    if _is_built_in(config.model) or not _may_import(config) or _environment_key(config):
         return nothing
     content = json.dumps({"tables": [], "advice": "", "values": [values for _, values in runs]})
     command = (_python(config), "-m", MODEL)

@@ -67,7 +67,7 @@ def follow_agent(
 ) -> int:
     """Start the agent, show the run until it ends, and return the exit code: 0 if it completed.
 
-    variables: additional environment variables of the run's processes; is_script: passed to `Follower`.
+    variables: additional environment variables of the run's processes; is_script: passed to `RunFollower`.
 
     At the first Ctrl-C, or if the terminal is closed, the agent lets the ranks save, then ends them.
     The second Ctrl-C kills all processes at once. If this process dies, the agent and the ranks end too.
@@ -75,9 +75,9 @@ def follow_agent(
     with counting_signals() as signals:
         process = Agent(folder, variables=variables, agent=agent)
         try:
-            from hpc_parallel.launch.follow import Follower  # rich loads while the agent loads torch
+            from hpc_parallel.launch.follow import RunFollower  # rich loads while the agent loads torch
 
-            follower = Follower(folder, steps=steps, console=console, is_script=is_script)
+            follower = RunFollower(folder, steps=steps, console=console, is_script=is_script)
             note, forwarded, is_shown = "starting", 0, True
             while not process.has_ended():
                 if len(signals) > forwarded:

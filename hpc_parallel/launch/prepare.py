@@ -36,7 +36,7 @@ from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.find import path_of
 from hpc_parallel.record.names import RUNS
-from hpc_parallel.record.provenance import PREDICTED, State, origin
+from hpc_parallel.record.provenance import PREDICTED, GitState, origin
 from hpc_parallel.record.run_folder import RunFolder, new_run_id
 from hpc_parallel.record.safe_read import YAML_BYTES, require_plain
 from hpc_parallel.record.safe_write import write_json, write_text
@@ -148,7 +148,7 @@ class PreparedRun:
         """The step of the newest checkpoint, 0 without one. The job checks whether it is undamaged."""
         return max((checkpoint.step for checkpoint in complete(self.folder.checkpoints)), default=0)
 
-    def write(self, *, copied: Snapshot | None = None, git_state: State | None = None) -> None:
+    def write(self, *, copied: Snapshot | None = None, git_state: GitState | None = None) -> None:
         """Make the run folder: configuration, source, and what only this machine knows of the environment.
 
         copied: in a sweep, the snapshot of the same files in a run that is already written.
@@ -200,7 +200,7 @@ class PreparedRun:
                 self.undo_write()
             raise
 
-    def _write_files(self, copied: Snapshot | None, git_state: State | None) -> None:
+    def _write_files(self, copied: Snapshot | None, git_state: GitState | None) -> None:
         if self.snapshot is not None:
             self.snapshot.take() if copied is None else self.snapshot.take_as(copied)
         text = yaml.dump(self.values, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)

@@ -7,7 +7,7 @@ import sys
 import time
 
 from hpc_parallel.exit_codes import DONE, FAILED
-from hpc_parallel.launch.follow import Follower
+from hpc_parallel.launch.follow import RunFollower
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record import owner
 from hpc_parallel.record.names import command_on
@@ -27,7 +27,7 @@ def wait_for_job(run: PreparedRun, job_id: str) -> int:
 
     Ctrl-C stops the following, not the job. It raises KeyboardInterrupt, so that a sweep does not continue.
     """
-    follower = Follower(run.folder, steps=run.steps, is_script=run.is_script)
+    follower = RunFollower(run.folder, steps=run.steps, is_script=run.is_script)
     try:
         state = _follow(follower, job_id)
         deadline = time.monotonic() + summary_timeout_s(state.state)
@@ -54,7 +54,7 @@ def summary_timeout_s(state: str) -> float:
     return COMPLETED_SUMMARY_S if state.upper() == "COMPLETED" else SUMMARY_S
 
 
-def _follow(follower: Follower, job_id: str) -> JobState:
+def _follow(follower: RunFollower, job_id: str) -> JobState:
     """Poll until the job ends; returns its last state."""
     last_query_s = float("-inf")
     while True:

@@ -42,11 +42,11 @@ def keep_log(folder: RunFolder, *, rank: int | str, environment: MutableMapping[
 
 
 @dataclass
-class Transport:
+class NcclTransport:
     """What one rank uses, or all ranks after `merged`.
 
-    library: NCCL, or RCCL on AMD's GPUs; network: as it names it; pairs: `INSIDE` or `ACROSS` -> carrier ->
-    the channels that it carries.
+    library: NCCL, or RCCL on AMD's GPUs. network: the name that the library prints. pairs: `INSIDE` or
+    `ACROSS` -> carrier -> the channels that it carries.
     """
 
     library: str = "NCCL"
@@ -80,21 +80,21 @@ class Transport:
         return {**vars(self), "pairs": pairs, "gpudirect": self.gpudirect}
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Transport:
+    def from_record(cls, record: Mapping[str, Any]) -> NcclTransport:
         """The inverse of `as_record`."""
         pairs = {name: Counter(carriers) for name, carriers in record["pairs"].items()}
         values = {name: value for name, value in record.items() if name != "gpudirect"}
         return cls(**{**values, "pairs": pairs})
 
 
-def parse(log: str, *, hosts: Sequence[str]) -> Transport:
+def parse(log: str, *, hosts: Sequence[str]) -> NcclTransport:
     """Read the log of one rank, written until `transport.use_connections` has ended.
 
     Later communicators number their ranks differently, so the log must not include them.
 
     hosts: of all ranks, by rank.
     """
-    result = Transport()
+    result = NcclTransport()
     for line in log.splitlines():
         if match := _VERSION.search(line):
             result.library, result.version = match["library"], match["version"]
@@ -111,7 +111,7 @@ def parse(log: str, *, hosts: Sequence[str]) -> Transport:
     return result
 
 
-def _count(result: Transport, match: re.Match[str], *, hosts: Sequence[str]) -> None:
+def _count(result: NcclTransport, match: re.Match[str], *, hosts: Sequence[str]) -> None:
     source, target = int(match["source"]), int(match["target"])
     if max(source, target) < len(hosts) and not match["receive"]:  # both ends name a channel of a network
         pair = INSIDE if hosts[source] == hosts[target] else ACROSS
@@ -129,10 +129,10 @@ def carrier(text: str) -> str:
     return f"{kind}/{plugin}" + (f", {DIRECT}" if "/GDRDMA" in rest else "")
 
 
-def merged(parts: Sequence[Transport]) -> Transport:
+def merged(parts: Sequence[NcclTransport]) -> NcclTransport:
     """The transport of all ranks: the union of the carriers, and the least number of channels."""
     versioned = next((part for part in parts if part.version), parts[0])
-    total = Transport(
+    total = NcclTransport(
         library=versioned.library,
         version=versioned.version,
         network=next((part.network for part in parts if part.network), None),

@@ -20,7 +20,7 @@ _TO_A_SWITCH = "a switch"  # NVSwitch: every GPU reaches every other with all it
 
 
 @dataclass(frozen=True)
-class Part:
+class MachinePart:
     """A GPU or a network card.
 
     path: the PCIe bridges above it and itself, from the host bridge; empty if unknown. nvlinks: bus
@@ -68,7 +68,7 @@ def nvml_module() -> Any:
     return pynvml
 
 
-def connection(one: Part, other: Part) -> str:
+def connection(one: MachinePart, other: MachinePart) -> str:
     """The word for the shortest way between two parts."""
     if one.name == other.name:
         return SELF
@@ -81,14 +81,14 @@ def connection(one: Part, other: Part) -> str:
         both_known = one.numa is not None and other.numa is not None
         return (NODE if one.numa == other.numa else SYSTEM) if both_known else SYSTEM
     shared = sum(1 for a, b in zip(one.path, other.path, strict=False) if a == b)
-    # Of a path (host bridge, root port, switch, ..., device) two parts of one switch share the root port too.
+    # A path is (host bridge, root port, switch, ..., device): two parts of one switch share the root port.
     if shared == 1:
         return HOST
     between = len(one.path) + len(other.path) - 2 * shared - 2  # bridges below those that both share
     return SWITCH if between <= 2 else SWITCHES
 
 
-def _gpus(nvml: Any, *, sysfs: Path) -> list[Part]:
+def _gpus(nvml: Any, *, sysfs: Path) -> list[MachinePart]:
     if nvml is None:
         return []
     try:
@@ -99,10 +99,10 @@ def _gpus(nvml: Any, *, sysfs: Path) -> list[Part]:
         return []
 
 
-def _gpu(nvml: Any, handle: Any, *, index: int, sysfs: Path) -> Part:
+def _gpu(nvml: Any, handle: Any, *, index: int, sysfs: Path) -> MachinePart:
     bus = _bus(nvml.nvmlDeviceGetPciInfo(handle).busId)
     folder = sysfs / "bus" / "pci" / "devices" / bus
-    return Part(
+    return MachinePart(
         f"GPU{index}", _text(nvml.nvmlDeviceGetName(handle)), bus, _numa(folder), _path(folder),
         _nvlinks(nvml, handle),
     )  # fmt: skip
@@ -121,15 +121,15 @@ def _nvlinks(nvml: Any, handle: Any) -> dict[str, int]:
     return links
 
 
-def _network_cards(sysfs: Path) -> list[Part]:
-    """RDMA devices, and network interfaces of PCIe devices that are none."""
-    parts: dict[Path, Part] = {}
+def _network_cards(sysfs: Path) -> list[MachinePart]:
+    """RDMA devices, and the network interfaces of other PCIe devices."""
+    parts: dict[Path, MachinePart] = {}
     for group in ("infiniband", "net"):
         folder = sysfs / "class" / group
         for entry in sorted(folder.iterdir()) if folder.is_dir() else []:
             device = (entry / "device").resolve()
             if (entry / "device").exists() and device not in parts and _path(device):
-                parts[device] = Part(entry.name, "", device.name, _numa(device), _path(device))
+                parts[device] = MachinePart(entry.name, "", device.name, _numa(device), _path(device))
     return list(parts.values())
 
 

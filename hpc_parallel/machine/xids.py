@@ -1,7 +1,7 @@
 """Xids: the errors that NVIDIA's driver reports of a GPU, each with a number.
 
-NVML counts none. The kernel log has a line for each since the machine started, but many sites hide this log
-from users. NVML reports only those that happen after a process has asked for them.
+NVML keeps no count of them. The kernel log has a line for each since the machine started, but many sites hide
+this log from users. NVML reports only those that happen after a process has asked for them.
 
 Numbers: NVIDIA, "Xid Errors" (docs.nvidia.com/deploy/xid-errors).
 """
@@ -95,7 +95,7 @@ def parse_xids(content: bytes, *, now_s: float) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> bytes:
-    """What the kernel log has now; a reader that waits would wait for the next record. Raises OSError."""
+    """The records that the kernel log has now, read without waiting for the next one. Raises OSError."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     records: list[bytes] = []
     ends_s = time.monotonic() + LONGEST_READ_S

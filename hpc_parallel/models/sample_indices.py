@@ -1,4 +1,4 @@
-"""Which samples a forward pass is of. Dropout needs them (strategies/dropout.py)."""
+"""The numbers of the samples in the current forward pass. Dropout needs them (strategies/dropout.py)."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from torch import Tensor
 
 
 class SampleIndices:
-    """The indices in the training of the samples of the current microbatch, on this device.
+    """The indices of the samples of the current microbatch, counted over the whole training; on this device.
 
-    If they are `used`, a step says which batch comes next, and a schedule which microbatch.
+    If `used`, the step sets the next batch, and the schedule sets the next microbatch.
     """
 
     def __init__(self) -> None:
-        self.used = False  # whether a layer asks
+        self.used = False  # whether a layer needs the indices
         self.of_replica: Callable[[Tensor], Tensor] = lambda rows: rows  # if one process has several replicas
         self._batch = self._current = torch.empty(0, dtype=torch.int64)
 
     def begin_batch(self, indices: NDArray[np.int64] | Tensor, *, device: torch.device) -> None:
-        """`indices` [batch] of the samples of this replica's next batch."""
+        """Set the `indices` [batch] of the samples in this replica's next batch."""
         batch = torch.as_tensor(indices)
         batch = batch.pin_memory() if device.type == "cuda" and not batch.is_cuda else batch
         self._batch = self._current = batch.to(device, non_blocking=True)
 
     def begin_microbatch(self, index: int, *, count: int) -> None:
-        """The forward passes that follow are those of the microbatch `index` of `count`."""
+        """Set the microbatch of the next forward passes: number `index` (0-based) of `count`."""
         self._current = self._batch.chunk(count)[index]
 
     def current(self) -> Tensor:
-        """[samples of the microbatch] on this thread's replica."""
+        """The indices of the current microbatch [samples], for the replica of this thread."""
         return self.of_replica(self._current)
 
     def exchange(self, microbatch: Tensor) -> Tensor:
-        """Make `microbatch`, once `current`, the current one again; returns the one before."""
+        """Set the current indices to `microbatch`, an earlier value of `current`; returns the old ones."""
         before, self._current = self._current, microbatch
         return before

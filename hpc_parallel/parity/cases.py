@@ -29,7 +29,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.import_check import check_models
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.parity.compare import TOLERANCES
-from hpc_parallel.parity.rows import COMMON, IMAGES, NETS, ROWS, TWO, Row
+from hpc_parallel.parity.rows import COMMON, IMAGES, NETS, ROWS, TWO, ParityRow
 from hpc_parallel.problems import ConfigError, Problem, Problems
 from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.run_folder import new_run_id
@@ -54,7 +54,7 @@ class Case:
     If the strategy does not support the overrides, `problems` gives the reasons and both runs are None.
     """
 
-    row: Row
+    row: ParityRow
     net: str
     run: PreparedRun | None
     alone: PreparedRun | None
@@ -87,7 +87,7 @@ def plan(overrides: Sequence[str], *, extra_dir: str | None = None) -> tuple[lis
     config_dir = str(find_folder("conf"))
     with composing(config_dir, extra_dir=extra_dir):
         try:
-            planner = _Planner(overrides, extra_dir)
+            planner = _RunComposer(overrides, extra_dir)
             cases = planner.cases()
         except _RefusedError as refusal:
             refused, error = refusal.overrides, refusal.error
@@ -106,7 +106,7 @@ class _RefusedError(Exception):
         self.overrides, self.error = overrides, error
 
 
-class _Planner:
+class _RunComposer:
     """Composes each run once, because many rows share the same one-device run."""
 
     def __init__(self, overrides: Sequence[str], extra_dir: str | None) -> None:
@@ -143,7 +143,7 @@ class _Planner:
         pairs = [(row, net) for row, net in rows if net not in self.excluded]
         return [self._case(row, net, number) for number, (row, net) in enumerate(pairs, start=1)]
 
-    def _case(self, row: Row, net: str, number: int) -> Case:
+    def _case(self, row: ParityRow, net: str, number: int) -> Case:
         task = [*COMMON, *NETS.get(net, ())]
         execution = [f"strategy={row.strategy}", *row.layout, *row.options]
         try:
@@ -211,7 +211,7 @@ def nets_that_read(data: DictConfig) -> tuple[str, ...]:
 
 def rows_of(
     overrides: Sequence[str], *, net: str | None, like: Sequence[str] = ()
-) -> Iterator[tuple[Row, str]]:
+) -> Iterator[tuple[ParityRow, str]]:
     """Each row with each network on which it is proven.
 
     If the user names a strategy, only its rows remain. If the user sets a layout, each strategy has one row,
@@ -220,7 +220,7 @@ def rows_of(
     net: the network of the model that the user names. like: the networks whose rows this network takes.
     """
     name = next((word.partition("=")[2] for word in overrides if key_of(word) == "strategy"), None)
-    rows = [row for row in ROWS if name in (None, row.strategy)] or [Row(str(name), TWO)]
+    rows = [row for row in ROWS if name in (None, row.strategy)] or [ParityRow(str(name), TWO)]
     if any(key_of(word) in LAYOUT for word in overrides):
         rows = [replace(row, layout=(), options=()) for row in rows if row.layout or name == row.strategy]
     pairs = [(replace(row, nets=()), row_net) for row in rows for row_net in row.nets]

@@ -52,7 +52,7 @@ NETS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class ParityRow:
     """One strategy on one layout.
 
     layout: nodes, devices and degrees, which the command line's replace; empty: one device.
@@ -71,41 +71,42 @@ LAYERS = ("text", "digits")  # for strategies that accept any kind of layer
 IMAGES = ("digits", "cells", "unet")
 
 ROWS = (
-    Row("single", (), ("training.microbatch_size=4",)),
-    Row("data", TWO, nets=LAYERS),
-    Row("data", FOUR, ("training.microbatch_size=1",), nets=LAYERS),
-    Row("dataparallel", ("gpus_per_node=2",), nets=LAYERS),
-    Row("parameter_server", ("nodes=3",), nets=LAYERS),  # two workers
-    Row("parameter_server", TWO, ("strategy.dedicated_server=false",)),
-    Row("fsdp", TWO, nets=(*LAYERS, "unet")),
-    Row("fsdp", FOUR, ("training.microbatch_size=1",)),
-    Row("fsdp", TWO, ("strategy.reshard=false",)),
-    Row("hsdp", TWO_BY_TWO, ("training.microbatch_size=1",)),
-    Row("tensor", TWO, nets=LAYERS),
-    Row("tensor", TWO, ("strategy.sequence_parallel=false", "strategy.loss_parallel=false")),
-    Row("tensor", (*TWO_BY_TWO, "strategy.tensor=2", "strategy.replicate=2")),
-    Row("model", TWO, nets=(*LAYERS, "unet")),
+    ParityRow("single", (), ("training.microbatch_size=4",)),
+    ParityRow("data", TWO, nets=LAYERS),
+    ParityRow("data", FOUR, ("training.microbatch_size=1",), nets=LAYERS),
+    ParityRow("dataparallel", ("gpus_per_node=2",), nets=LAYERS),
+    ParityRow("parameter_server", ("nodes=3",), nets=LAYERS),  # two workers
+    ParityRow("parameter_server", TWO, ("strategy.dedicated_server=false",)),
+    ParityRow("fsdp", TWO, nets=(*LAYERS, "unet")),
+    ParityRow("fsdp", FOUR, ("training.microbatch_size=1",)),
+    ParityRow("fsdp", TWO, ("strategy.reshard=false",)),
+    ParityRow("hsdp", TWO_BY_TWO, ("training.microbatch_size=1",)),
+    ParityRow("tensor", TWO, nets=LAYERS),
+    ParityRow("tensor", TWO, ("strategy.sequence_parallel=false", "strategy.loss_parallel=false")),
+    ParityRow("tensor", (*TWO_BY_TWO, "strategy.tensor=2", "strategy.replicate=2")),
+    ParityRow("model", TWO, nets=(*LAYERS, "unet")),
     *(
-        Row("pipeline", TWO, (f"strategy.schedule={schedule}",))
+        ParityRow("pipeline", TWO, (f"strategy.schedule={schedule}",))
         for schedule in (
             "gpipe", "1f1b", "interleaved", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev",
         )
     ),
-    Row("pipeline", FOUR),
-    Row("pipeline", TWO, ("strategy.microbatches=4",), nets=("digits", "unet")),
-    Row("pipeline", (*TWO_BY_TWO, "strategy.pipeline=2", "strategy.replicate=2")),
-    Row("context", TWO, ("strategy.context_attention=ring",)),
-    Row("context", TWO, ("strategy.context_attention=gather",)),
-    Row("context", TWO, ("strategy.context_attention=all_to_all",)),
-    Row("context", (*TWO_BY_TWO, "strategy.context=2", "strategy.shard=2")),
-    Row("tile", TWO, nets=IMAGES),
-    Row("tile", TWO_BY_TWO, nets=IMAGES),
-    Row("tile", (*TWO_BY_TWO, "strategy.tile=2", "strategy.replicate=2"), ("training.microbatch_size=2",),
+    ParityRow("pipeline", FOUR),
+    ParityRow("pipeline", TWO, ("strategy.microbatches=4",), nets=("digits", "unet")),
+    ParityRow("pipeline", (*TWO_BY_TWO, "strategy.pipeline=2", "strategy.replicate=2")),
+    ParityRow("context", TWO, ("strategy.context_attention=ring",)),
+    ParityRow("context", TWO, ("strategy.context_attention=gather",)),
+    ParityRow("context", TWO, ("strategy.context_attention=all_to_all",)),
+    ParityRow("context", (*TWO_BY_TWO, "strategy.context=2", "strategy.shard=2")),
+    ParityRow("tile", TWO, nets=IMAGES),
+    ParityRow("tile", TWO_BY_TWO, nets=IMAGES),
+    ParityRow("tile", (*TWO_BY_TWO, "strategy.tile=2", "strategy.replicate=2"),
+        ("training.microbatch_size=2",),
         nets=("cells",)),
-    Row("expert", TWO, ("training.microbatch_size=4",), nets=("moe",)),
-    Row("expert", (*TWO_BY_TWO, "strategy.expert=2", "strategy.replicate=2"), nets=("moe",)),
-    Row("expert", (*TWO_BY_TWO, "strategy.expert=2", "strategy.pipeline=2"), nets=("moe",)),
-    Row("hybrid", TWO_BY_TWO),
-    Row("hybrid", ("nodes=2", "gpus_per_node=4", "strategy.tensor=2", "strategy.replicate=1",
+    ParityRow("expert", TWO, ("training.microbatch_size=4",), nets=("moe",)),
+    ParityRow("expert", (*TWO_BY_TWO, "strategy.expert=2", "strategy.replicate=2"), nets=("moe",)),
+    ParityRow("expert", (*TWO_BY_TWO, "strategy.expert=2", "strategy.pipeline=2"), nets=("moe",)),
+    ParityRow("hybrid", TWO_BY_TWO),
+    ParityRow("hybrid", ("nodes=2", "gpus_per_node=4", "strategy.tensor=2", "strategy.replicate=1",
                    "strategy.shard=2")),
 )  # fmt: skip

@@ -30,9 +30,9 @@ HALF = ("bfloat16", "float16")
 class Kept:
     """Bytes of one microbatch by part.
 
-    recomputed: by block, what its recomputation brings back. shared: what blocks of a stage keep together.
-    skips: by block, the inputs beside the hidden state, which checkpointed blocks of a stage keep once.
-    states: by block, all of its inputs, which a pipeline sends.
+    recomputed: what the recomputation of each block brings back. shared: what the blocks of a stage keep
+    together. skips: the inputs of each block beside the hidden state; the checkpointed blocks of a stage keep
+    them once. states: all inputs of each block, which a pipeline sends.
     """
 
     stem: int
@@ -54,7 +54,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Types:
-    """Bytes of a number. product: of matrix products; precise: of norms and the loss; stream: between blocks.
+    """Bytes of a number: in matrix products, in norms and the loss (precise), between blocks (stream).
 
     cast: weights are cast once a step, or gathered in the type of the products; else autocast casts.
     """
@@ -165,7 +165,7 @@ def _casts(run: _Run, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class _Part:
-    """kept: by autograd. expensive: the results that selective checkpointing keeps instead."""
+    """kept: the bytes that autograd keeps. expensive: those that selective checkpointing keeps instead."""
 
     kept: int
     expensive: int

@@ -36,7 +36,7 @@ OPEN = {"name": AUTO, "replicate": FREE, "pipeline": 1, "shard": 1, "context": 1
 
 @dataclass(frozen=True)
 class Question:
-    """What a search is asked. config: of the run, with a layout that does not matter."""
+    """The input of a search. config: that of the run; its layout does not matter."""
 
     config: RunConfig
     hardware: Hardware

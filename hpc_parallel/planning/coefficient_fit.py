@@ -29,7 +29,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A value after the fit. spread: of its logarithm, by the curvature of the sum."""
+    """A fitted value. spread: the uncertainty of its logarithm, from the curvature of the sum."""
 
     value: float
     spread: float

@@ -33,7 +33,7 @@ def bus_factor(operation: str, ranks: int) -> float:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictedTime:
     """The time of one collective. error: the mean relative error of the fit that it comes from."""
 
     latency_s: float
@@ -60,7 +60,7 @@ def _measured(machine: MachineConfig, group: str) -> dict[str, Any]:
 
 def predict(
     machine: MachineConfig, *, group: str, operation: str, ranks: int, size_bytes: int
-) -> Prediction | None:
+) -> PredictedTime | None:
     """The time of one collective of FITTED_DTYPE; None if the profile does not have it for `ranks`.
 
     group: as `task=collectives` names it (`across nodes`); size_bytes: as nccl-tests counts it.
@@ -70,4 +70,4 @@ def predict(
     if latency_s is None or ranks_of(machine, group) != ranks:
         return None
     transfer_s = size_bytes * bus_factor(operation, ranks) / rate if rate else 0.0
-    return Prediction(latency_s, transfer_s, number(fit.get("fit_error")) or 0.0)
+    return PredictedTime(latency_s, transfer_s, number(fit.get("fit_error")) or 0.0)

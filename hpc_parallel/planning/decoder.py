@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpc_parallel.planning.float8_rounding import ALIGNED, Rounding, in_float8
-from hpc_parallel.planning.hardware import Traffic
-from hpc_parallel.planning.operations import FLOAT32_BYTES, Move, Operation, Product, precise_bytes
+from hpc_parallel.planning.hardware import MemoryTraffic
+from hpc_parallel.planning.operations import FLOAT32_BYTES, MatrixProduct, Move, Operation, precise_bytes
 
 # Bytes that move for each number of the kind in a forward pass, with numbers of HALF_BYTES.
 HALF_BYTES = 2
@@ -31,7 +31,7 @@ LOSS_FORWARD = 0.6  # the share of the loss's traffic
 
 
 @dataclass(frozen=True)
-class Decoder:
+class DecoderSizes:
     """The sizes of a decoder.
 
     ffn_matrices: 2, or 3 with a gate. flash: scores do not reach memory. tied: embedding and head share a
@@ -76,7 +76,7 @@ class Decoder:
     def stage_weights(self, blocks: int, *, first: bool, last: bool, experts: float | None = None) -> float:
         """The weights of a stage, or of a rank with several, by whether it has the first and last stage.
 
-        experts: of each block; None: all.
+        experts: the number of experts in each block; None: all.
         """
         ends = first + last - (first and last and self.tied)
         held = self.experts if experts is None else experts
@@ -103,14 +103,15 @@ class Decoder:
 class Share:
     """The part of a decoder that one device computes: `samples` samples on one of `tensor` devices.
 
-    number_bytes: of the inputs and results of matrix products. context: the parts of a sequence, of which the
-    device has one. rounding: of linear products in float8. expert: the devices that split the experts.
+    number_bytes: the bytes of a number in the inputs and results of matrix products. context: the number of
+    parts of a sequence; the device has one. rounding: how linear products round to float8. expert: the number
+    of devices that split the experts.
     """
 
-    decoder: Decoder
+    decoder: DecoderSizes
     samples: int
     tensor: int
-    traffic: Traffic
+    traffic: MemoryTraffic
     number_bytes: int
     context: int = 1
     rounding: Rounding | None = None
@@ -142,11 +143,11 @@ class Share:
         """How many linear layers a product stands for, if they are several: each rounds its own input."""
         return {QKV: 3, UP: self.decoder.ffn_matrices - 1}
 
-    def _linear(self, name: str, columns: float, depth: float) -> Product:
+    def _linear(self, name: str, columns: float, depth: float) -> MatrixProduct:
         """One of all tokens. Float8 needs multiples of 16."""
         aligned = all(size % ALIGNED == 0 for size in (self.tokens, columns, depth))
         float8 = self.rounding is not None and aligned
-        return Product(name, self.tokens, columns, depth, self.number_bytes, float8=float8)
+        return MatrixProduct(name, self.tokens, columns, depth, self.number_bytes, float8=float8)
 
     def _block(self) -> list[Operation]:
         """Without the rounding to float8."""
@@ -165,8 +166,8 @@ class Share:
         flash, seq, rows = decoder.flash, decoder.sequence, decoder.sequence / self.context
         return [
             self._linear(QKV, (dim + 2 * decoder.kv_heads * width) / tensor, dim),
-            Product(SCORES, rows, seq, width, number, batch=head_batch, in_cache=flash),
-            Product(VALUES, rows, width, seq, number, batch=head_batch, in_cache=flash),
+            MatrixProduct(SCORES, rows, seq, width, number, batch=head_batch, in_cache=flash),
+            MatrixProduct(VALUES, rows, width, seq, number, batch=head_batch, in_cache=flash),
             self._linear("attention output", dim, dim / tensor),
             *self._feed_forward(columns),
             Move("norms, activation, sums", wider * moved, kernels=7),
@@ -179,7 +180,7 @@ class Share:
         return self.decoder.per_token * self.decoder.ffn_dim / self.decoder.dim
 
     def _feed_forward(self, columns: float) -> Iterator[Operation]:
-        """columns: of this device's part."""
+        """columns: the inner width of this device's part."""
         decoder, dim = self.decoder, self.decoder.dim
         if decoder.experts == 1:
             yield self._linear(UP, (decoder.ffn_matrices - 1) * columns, dim)
@@ -187,9 +188,9 @@ class Share:
             return
         held, number = decoder.experts / self.expert, self.number_bytes
         rows = self.tokens * decoder.per_token / held  # the router uses all experts alike
-        yield Product("router", self.tokens, decoder.experts, dim, number)
-        yield Product(UP, rows, (decoder.ffn_matrices - 1) * columns, dim, number, batch=held)
-        yield Product(DOWN, rows, dim, columns, number, batch=held)
+        yield MatrixProduct("router", self.tokens, decoder.experts, dim, number)
+        yield MatrixProduct(UP, rows, (decoder.ffn_matrices - 1) * columns, dim, number, batch=held)
+        yield MatrixProduct(DOWN, rows, dim, columns, number, batch=held)
         width_bytes = GATED_BYTES + (ARRIVED_BYTES if self.expert > 1 else 0)
         copied = width_bytes * number / HALF_BYTES * self.tokens * decoder.per_token * dim
         routed = ROUTED_BYTES * self.tokens * decoder.experts
@@ -199,7 +200,9 @@ class Share:
     def block_backward(self) -> list[Operation]:
         """The backward pass of one block, without what `training.activation_checkpointing` computes again."""
         forward = self._block()
-        again = [one for one in forward if isinstance(one, Product) and one.name == SCORES and one.in_cache]
+        again = [
+            one for one in forward if isinstance(one, MatrixProduct) and one.name == SCORES and one.in_cache
+        ]
         gradients = [gradient for one in forward for gradient in one.backward()]
         operations = [*again, *gradients, self._block_gradients()]
         if self.rounding is None:
@@ -234,9 +237,9 @@ class Share:
     def _embedding_bytes(self, half_bytes: int) -> float:
         return half_bytes * self.number_bytes / HALF_BYTES * self.tokens * self.decoder.dim
 
-    def _logits(self) -> Product:
+    def _logits(self) -> MatrixProduct:
         columns = self.decoder.vocabulary / self.tensor
-        return Product("logits", self.tokens, columns, self.decoder.dim, self.number_bytes)
+        return MatrixProduct("logits", self.tokens, columns, self.decoder.dim, self.number_bytes)
 
     @property
     def _loss_bytes(self) -> float:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 from hpc_parallel.config.site_schema import MachineConfig
 from hpc_parallel.planning.coefficient_fit import Expected, fit
-from hpc_parallel.planning.decoder import Decoder
+from hpc_parallel.planning.decoder import DecoderSizes
 from hpc_parallel.planning.hardware import MEASURED_BY, Hardware, Link, coefficient, with_coefficients
 from hpc_parallel.planning.measured_links import ACROSS, INSIDE, with_measured_links
-from hpc_parallel.planning.operations import NUMBER_BYTES, Move, Product
+from hpc_parallel.planning.operations import NUMBER_BYTES, MatrixProduct, Move
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD
-from hpc_parallel.planning.step_time import Step
+from hpc_parallel.planning.step_time import StepTerms
 from hpc_parallel.planning.work import Work
 
 PRODUCT, ELEMENTWISE, LAUNCH, UPDATE = "product", "elementwise", "launch", "update"
@@ -42,11 +42,11 @@ TOLERANCES = {
 
 
 @dataclass(frozen=True)
-class Row:
+class DeviceRow:
     """One measurement.
 
     size: the side of a product, the bytes that are moved, the weights of an update, or the width of a block.
-    tokens: of a block, in one sample.
+    tokens: the tokens of a sample, for a row of a block.
     """
 
     kind: str
@@ -58,7 +58,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is not fitted. devices: that measured at the same time; spread: of their speeds, relative."""
+    """The values that are not fitted.
+
+    devices: how many measured at the same time. spread: the relative standard deviation of their speeds.
+    """
 
     name: str
     kind: str
@@ -70,32 +73,32 @@ class Machine:
     spread: float
 
 
-def rate(row: Row) -> float:
+def rate(row: DeviceRow) -> float:
     """FLOP/s of a product, bytes/s of elementwise work."""
     work = 2 * row.size**3 if row.kind == PRODUCT else row.size
     return work / row.time_s
 
 
-def planned_s(row: Row, hardware: Hardware) -> float:
+def planned_s(row: DeviceRow, hardware: Hardware) -> float:
     """The time of a row by the formulas of a step."""
     peak, number_bytes = hardware.device.peak_flops[row.precision], NUMBER_BYTES[row.precision]
     if row.kind == PRODUCT:
-        return Product("", row.size, row.size, row.size, number_bytes).seconds(hardware, peak=peak)
+        return MatrixProduct("", row.size, row.size, row.size, number_bytes).seconds(hardware, peak=peak)
     if row.kind in (ELEMENTWISE, LAUNCH):
         return Move("", row.size, 1).seconds(hardware, peak=peak)
     if row.kind == UPDATE:
         rate = hardware.device.memory_bytes_per_s * hardware.traffic.share
         return hardware.host.step_s + hardware.traffic.optimizer_bytes * row.size / rate
-    step = Step(_work(row), hardware)
+    step = StepTerms(_work(row), hardware)
     if row.kind == ENDS:
         blocks_s = step.block_s(FORWARD) + step.block_s(BACKWARD)
         return step.microbatch_s() - blocks_s
     return step.block_s(FORWARD if row.kind == BLOCK_FORWARD else BACKWARD)
 
 
-def _work(row: Row) -> Work:
+def _work(row: DeviceRow) -> Work:
     """One block with embedding and head, on one device."""
-    decoder = Decoder(
+    decoder = DecoderSizes(
         layers=1, dim=row.size, heads=heads_of(row.size), kv_heads=heads_of(row.size),
         ffn_dim=ffn_dim(row.size), vocabulary=VOCABULARY, sequence=row.tokens, ffn_matrices=3, flash=True,
     )  # fmt: skip
@@ -115,7 +118,7 @@ def heads_of(width: int) -> int:
     return max(HEADS, width // HEAD_DIM)
 
 
-def device_hardware(rows: Sequence[Row], machine: Machine, *, base: Hardware) -> Hardware:
+def device_hardware(rows: Sequence[DeviceRow], machine: Machine, *, base: Hardware) -> Hardware:
     """The coefficients of a device. base: where the fit starts, and the values that no row shows.
 
     Raises ValueError without a product of the fitted precision and an elementwise row.

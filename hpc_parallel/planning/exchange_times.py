@@ -6,13 +6,13 @@ import math
 from functools import cached_property
 
 from hpc_parallel.planning.decoder import Share
-from hpc_parallel.planning.group_times import Exchange, Group, bus_bytes_per_s, send_s
+from hpc_parallel.planning.group_times import GroupExchange, GroupShape, bus_bytes_per_s, send_s
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.kernels import Kernels, Terms
-from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Kind
+from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, ActionKind
 from hpc_parallel.planning.server_times import Serving
 from hpc_parallel.planning.shared_cores import Loads
-from hpc_parallel.planning.split_attention import Message, SplitAttention, attention_s
+from hpc_parallel.planning.split_attention import Message, PlannedSplitAttention, attention_s
 from hpc_parallel.planning.work import Work
 
 COUNT_BYTES = 8  # of the number of an expert's tokens
@@ -30,37 +30,39 @@ class ExchangeTimes:
         self._kernels, self._terms = kernels, terms
         self._hardware, self._ranks = loads.stage, work.ranks
         self._last = self._ranks.stages - 1
-        self.sent: dict[str, Exchange] = {}
+        self.sent: dict[str, GroupExchange] = {}
 
     @property
     def beside_compute(self) -> bool:
         """Whether a device communicates while it computes. On a CPU it waits."""
         return not self._hardware.device.is_cpu
 
-    def _exchange_s(self, exchange: Exchange, hardware: Hardware | None = None) -> float:
+    def _exchange_s(self, exchange: GroupExchange, hardware: Hardware | None = None) -> float:
         """hardware: where other devices are busy than in an action."""
         hardware = hardware or self._hardware
         seconds = exchange.seconds(hardware)
         self.sent[exchange.name] = exchange
         return self._terms.add(exchange.name, seconds, exchange.formula(hardware)) if seconds else 0.0
 
-    def _group(self, ranks: int, *, stride: int) -> Group:
-        return Group(ranks, stride, self._hardware.node.devices)
+    def _group(self, ranks: int, *, stride: int) -> GroupShape:
+        return GroupShape(ranks, stride, self._hardware.node.devices)
 
     @cached_property
     def tensor_sum_s(self) -> float:
         """The parts of a sum go to the devices that keep them, which gather them again: an all-reduce."""
         group, size = self._group(self._work.tensor, stride=1), self._share.activation_bytes
         if not self._hardware.ring_factors:
-            return self._exchange_s(Exchange("sum over the tensor axis", "all_reduce", size, group))
-        gather = Exchange("gather over the tensor axis", "all_gather", size, group)
-        scatter = Exchange("parts of a sum over the tensor axis", "reduce_scatter", size, group)
+            return self._exchange_s(GroupExchange("sum over the tensor axis", "all_reduce", size, group))
+        gather = GroupExchange("gather over the tensor axis", "all_gather", size, group)
+        scatter = GroupExchange("parts of a sum over the tensor axis", "reduce_scatter", size, group)
         return self._exchange_s(gather) + self._exchange_s(scatter)
 
     @cached_property
-    def context_s(self) -> dict[Kind, float]:
-        """What a block waits for the other parts of its sequences, forward and backward."""
-        attention = SplitAttention(self._share, self._group(self._work.context, stride=self._work.tensor))
+    def context_s(self) -> dict[ActionKind, float]:
+        """How long a block waits for the other parts of its sequences, forward and backward."""
+        attention = PlannedSplitAttention(
+            self._share, self._group(self._work.context, stride=self._work.tensor)
+        )
         return {
             kind: sum(map(self._exposed_s, attention.messages(kind, self._work.attention)))
             for kind in (FORWARD, BACKWARD)
@@ -74,11 +76,11 @@ class ExchangeTimes:
         """
         group, share = self._group(self._work.expert, stride=1), self._share
         size = share.activation_bytes * share.decoder.per_token
-        sent_s = self._exchange_s(Exchange("tokens to experts", "all_to_all", size, group))
+        sent_s = self._exchange_s(GroupExchange("tokens to experts", "all_to_all", size, group))
         return (
             self.counts_s
             + sent_s
-            + self._exchange_s(Exchange("outputs of experts", "all_to_all", size, group))
+            + self._exchange_s(GroupExchange("outputs of experts", "all_to_all", size, group))
         )
 
     @cached_property
@@ -86,11 +88,11 @@ class ExchangeTimes:
         """The exchange of the numbers of tokens, before the tokens."""
         group = self._group(self._work.expert, stride=1)
         size = COUNT_BYTES * self._work.decoder.experts
-        return self._exchange_s(Exchange("numbers of tokens", "all_to_all", size, group))
+        return self._exchange_s(GroupExchange("numbers of tokens", "all_to_all", size, group))
 
     @property
     def waits_of_block_s(self) -> list[float]:
-        """What a block waits in a microbatch's passes: for other parts of its sequences, and for experts."""
+        """How long a block waits for other parts of its sequences and for experts in a microbatch."""
         forward_passes, waits_s = 1 + self._work.recompute, []
         if self._work.context > 1:
             waits_s += [*[self.context_s[FORWARD]] * forward_passes, self.context_s[BACKWARD]]
@@ -115,7 +117,7 @@ class ExchangeTimes:
 
     def _sliced_s(self, name: str, operation: str, weights: float, *, number_bytes: int) -> float:
         group = self._group(self._work.shard, stride=self._work.tensor)
-        exchange = Exchange(name, operation, number_bytes * weights / self._work.tensor, group)
+        exchange = GroupExchange(name, operation, number_bytes * weights / self._work.tensor, group)
         return self._exchange_s(exchange, self._loads.all)
 
     @cached_property
@@ -159,7 +161,7 @@ class ExchangeTimes:
     def gradients_s(self, *, backward_s: float) -> float:
         """The wait for gradients: means over replicas, slices, and the weight that both ends share.
 
-        backward_s: of the first stage's backward pass, which hides a part of the messages.
+        backward_s: the time of the first stage's backward pass, which hides a part of the messages.
         """
         work = self._work
         averaged = max(map(work.averaged_weights, work.stages_of_ranks)) / work.tensor
@@ -176,7 +178,7 @@ class ExchangeTimes:
         if work.decoder.tied and self._last not in self._ranks.stages_of(0):
             ends = self._group(2, stride=work.tensor * work.alike * (work.pipeline - 1))
             size = work.gradient_bytes * work.decoder.end_weights / work.tensor / work.shard
-            both = Exchange("gradient of the shared weight", "all_reduce", size, ends)
+            both = GroupExchange("gradient of the shared weight", "all_reduce", size, ends)
             seconds += self._exchange_s(both, self._loads.all)
         return seconds
 
@@ -191,11 +193,11 @@ class ExchangeTimes:
         seconds = self._exchange_s(self._mean(weights), self._loads.all)
         return seconds + self._slices_s(weights) if self._work.shard > 1 else seconds
 
-    def _mean(self, weights: float) -> Exchange:
+    def _mean(self, weights: float) -> GroupExchange:
         work = self._work
         number_bytes = COMPRESSED_BYTES if work.compressed else work.gradient_bytes
         replicas = self._group(work.alike // work.shard, stride=work.tensor * work.shard)
-        return Exchange("mean of gradients", "all_reduce", number_bytes * weights / work.shard, replicas)
+        return GroupExchange("mean of gradients", "all_reduce", number_bytes * weights / work.shard, replicas)
 
     @property
     def _mean_of_experts_s(self) -> float:
@@ -205,7 +207,7 @@ class ExchangeTimes:
         held = work.decoder.expert_weights * work.decoder.experts / work.expert
         group = self._group(work.alike // work.expert, stride=work.expert)
         size = work.gradient_bytes * blocks * held
-        mean = Exchange("mean of the experts' gradients", "all_reduce", size, group)
+        mean = GroupExchange("mean of the experts' gradients", "all_reduce", size, group)
         return self._exchange_s(mean, self._loads.all)
 
     def _served_s(self, size: float) -> float:
@@ -217,7 +219,7 @@ class ExchangeTimes:
         return sum(self._terms.add(term.name, term.seconds, term.formula) for term in terms)
 
     def _slices_s(self, weights: float) -> float:
-        """Gathers and sums over `shard`: of a stage once, or for each microbatch outside of the blocks."""
+        """Gathers and sums over `shard`: once for a stage, or for each microbatch outside of the blocks."""
         ends = self._work.microbatches * self._work.decoder.stage_weights(0, first=True, last=True)
         weights = ends if self.gathers_blocks else weights * self._work.tensor
         size = self._work.gradient_bytes
@@ -229,7 +231,7 @@ class ExchangeTimes:
     def _after_backward_s(self, seconds: float, hidden_s: float, *, share: float, least_s: float) -> float:
         """The part of messages that lasts longer than the backward pass, which takes `hidden_s`.
 
-        share: of all gradients in one message. least_s: what a processor copies.
+        share: the share of all gradients in one message. least_s: the time in which a processor copies them.
         """
         left_s = max(least_s, left_after(hidden_s, seconds, share=share))
         text = f"{seconds:.6g} s in messages of {100 * share:.3g} %, beside {hidden_s:.6g} s of computation"

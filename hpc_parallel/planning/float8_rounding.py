@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hpc_parallel.planning.operations import Move, Operation, Product
+from hpc_parallel.planning.operations import MatrixProduct, Move, Operation
 
 ALIGNED = 16  # the sizes of products are multiples of it
 # Bytes that move for each number of a matrix in bfloat16, by whether compiled code fuses operations.
@@ -20,23 +20,23 @@ ROUNDING_KERNELS = {False: 12, True: 3}  # of one matrix; those of the scale too
 SCALING_KERNELS = {False: 3, True: 1}
 
 
-def in_float8(operations: Sequence[Operation]) -> list[Product]:
+def in_float8(operations: Sequence[Operation]) -> list[MatrixProduct]:
     """The products in float8."""
-    return [one for one in operations if isinstance(one, Product) and one.float8]
+    return [one for one in operations if isinstance(one, MatrixProduct) and one.float8]
 
 
 @dataclass(frozen=True)
 class Rounding:
     """How factors of products are rounded.
 
-    by_rows: with one scale for each row, or for a tensor. fused: by compiled code, or one kernel after the
-    other.
+    by_rows: whether each row has a scale, or the whole tensor has one. fused: whether compiled code rounds,
+    or one kernel after the other.
     """
 
     by_rows: bool
     fused: bool
 
-    def forward(self, products: Sequence[Product], *, layers: Mapping[str, int]) -> Iterator[Move]:
+    def forward(self, products: Sequence[MatrixProduct], *, layers: Mapping[str, int]) -> Iterator[Move]:
         """Round inputs and weights. layers: that a product stands for, by name, if they are several."""
         for product in products:
             count = layers.get(product.name, 1)
@@ -44,7 +44,7 @@ class Rounding:
             moved = ROUNDED[self.fused] * (inputs + weights)
             yield Move(f"{product.name}: to float8", moved, 2 * count * ROUNDING_KERNELS[self.fused])
 
-    def backward(self, products: Sequence[Product], *, layers: Mapping[str, int]) -> Iterator[Move]:
+    def backward(self, products: Sequence[MatrixProduct], *, layers: Mapping[str, int]) -> Iterator[Move]:
         """Round and copy weights, inputs and the gradient.
 
         With scales of rows the gradient is rounded for each of the two products, whose results are scaled
@@ -61,7 +61,7 @@ class Rounding:
             yield Move(f"{product.name}: gradients to float8", moved, count * kernels)
 
 
-def _numbers(product: Product, layers: int) -> tuple[float, float, float]:
+def _numbers(product: MatrixProduct, layers: int) -> tuple[float, float, float]:
     """The numbers of the inputs of all layers, of their weights and of their results."""
     rows, columns, depth = product.rows, product.columns, product.depth
     return layers * rows * depth, columns * depth, rows * columns

@@ -10,7 +10,7 @@ from hpc_parallel.planning.hardware import Hardware
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupShape:
     """`ranks` ranks, each `stride` after the one before; nodes hold `node_devices` ranks in a row."""
 
     ranks: int
@@ -34,13 +34,13 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class GroupExchange:
     """One collective of `bytes` (as nccl-tests counts them) in a group."""
 
     name: str
     operation: str
     bytes: float
-    group: Group
+    group: GroupShape
 
     def seconds(self, hardware: Hardware) -> float:
         """Latency of each step + bytes on the bus / bandwidth (alpha-beta; Hockney 1994)."""
@@ -74,7 +74,7 @@ class Exchange:
         )
 
 
-def bus_bytes_per_s(group: Group, hardware: Hardware) -> float:
+def bus_bytes_per_s(group: GroupShape, hardware: Hardware) -> float:
     """The bandwidth inside a node, or a share of the node's adapters if that is less."""
     inside = hardware.node.collective.bytes_per_s
     if group.nodes == 1:

@@ -36,7 +36,7 @@ class Device:
     """One device.
 
     kind: that of `device=` in a run, one of DEVICE_KINDS. peak_flops: dense, by precision.
-    multiprocessors: how many work on tiles of a product. power_w: of its board; None if it is not known.
+    multiprocessors: how many work on tiles of a product. power_w: the power of its board; None if not known.
     """
 
     name: str
@@ -56,8 +56,9 @@ class Device:
 class Products:
     """The rate of matrix products as a share of the peak.
 
-    peak_share: of an endless product. tile_intensity: a tile of m x n reaches I / (I + tile_intensity) of it,
-    with I = m n / (m + n). depth: a product that sums over K reaches K / (K + depth) of it.
+    peak_share: the share that an endless product reaches. tile_intensity: a tile of m x n reaches I / (I +
+    tile_intensity) of it, with I = m n / (m + n). depth: a product that sums over K reaches K / (K + depth)
+    of it.
     """
 
     peak_share: float
@@ -66,15 +67,16 @@ class Products:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class MemoryTraffic:
     """What is bound by the memory of the device.
 
-    share: of the data sheet's bandwidth. kernel_s: the least time of a kernel. elementwise, attention:
-    factors of the bytes that norms, activations and sums, or the softmax, move. loss_bytes: moved for each
-    logit, forward and backward. optimizer_bytes: moved for each weight by its update. compiled: the share of
-    elementwise work's and the loss's bytes that code of torch.compile moves. flash_share: the share of all
-    scores that fused attention computes, since the causal mask hides the others; flash_bytes: the traffic
-    that takes as long as the exponential of one of them. None: not measured, and planned as 1, 1 and 0.
+    share: the reached share of the data sheet's bandwidth. kernel_s: the least time of a kernel. elementwise,
+    attention: factors of the bytes that norms, activations and sums, or the softmax, move. loss_bytes: moved
+    for each logit, forward and backward. optimizer_bytes: moved for each weight by its update. compiled: the
+    share of elementwise work's and the loss's bytes that code of torch.compile moves. flash_share: the share
+    of all scores that fused attention computes, since the causal mask hides the others; flash_bytes: the
+    traffic that takes as long as the exponential of one of them. None: not measured, and planned as 1, 1 and
+    0.
     """
 
     share: float
@@ -87,7 +89,7 @@ class Traffic:
     flash_share: float | None = None
     flash_bytes: float | None = None
 
-    def of_compiled(self) -> Traffic:
+    def of_compiled(self) -> MemoryTraffic:
         """That of compiled blocks and a compiled loss; the same if it was not measured."""
         if self.compiled is None:
             return self
@@ -117,7 +119,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Link:
-    """latency_s: of one step of a ring. bytes_per_s: the bus bandwidth of nccl-tests."""
+    """latency_s: the latency of one step of a ring.
+
+    bytes_per_s: the bus bandwidth as nccl-tests defines it.
+    """
 
     latency_s: float
     bytes_per_s: float
@@ -125,7 +130,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Node:
-    """Links inside a node. collective: of a ring over its devices. send: from one device to another."""
+    """Links inside a node. collective: a ring over its devices. send: one device to another."""
 
     devices: int
     collective: Link
@@ -136,9 +141,9 @@ class Node:
 class Network:
     """Links between nodes.
 
-    latency_s: for each doubling of the nodes. bytes_per_s: of all adapters of a node, in one direction.
-    share: what collectives reach of it. spread: the relative standard deviation of the nodes' speeds; the
-    slowest of N is expected spread * sqrt(2 ln N) behind the mean.
+    latency_s: the latency for each doubling of the nodes. bytes_per_s: the rate of all adapters of a node, in
+    one direction. share: the share of it that collectives reach. spread: the relative standard deviation of
+    the nodes' speeds; the slowest of N is expected spread * sqrt(2 ln N) behind the mean.
     """
 
     latency_s: float
@@ -151,9 +156,9 @@ class Network:
 class Storage:
     """The storage of run folders and data, as `task=calibrate` measures it; None: not measured.
 
-    write_bytes_per_s: of one rank beside the others, to the disk; together_bytes_per_s: of all ranks.
-    read_bytes_per_s: of one rank beside the others, in pieces of a sample. copy_bytes_per_s: from a GPU to
-    pinned memory of its host.
+    write_bytes_per_s: the rate to the disk of one rank beside the others; together_bytes_per_s: that of all
+    ranks. read_bytes_per_s: the rate of one rank beside the others, in pieces of a sample. copy_bytes_per_s:
+    the rate from a GPU to pinned memory of its host.
     """
 
     write_bytes_per_s: float | None = None
@@ -176,7 +181,7 @@ class Hardware:
     node: Node
     network: Network
     products: Products
-    traffic: Traffic
+    traffic: MemoryTraffic
     host: Host
     storage: Storage = field(default_factory=Storage)
     ring_factors: dict[str, float] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.planning.decoder import Decoder
+from hpc_parallel.planning.decoder import DecoderSizes
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.step_time import StepTime, step_time
 from hpc_parallel.planning.work import Work
@@ -95,7 +95,7 @@ def work_of(row: Mapping[str, str]) -> Work:
     """The step of a row that `read_rows` has accepted."""
     _, batch, micro, hidden, heads, layers, sequence, tensor, data, pipeline = (int(row[c]) for c in COLUMNS)
     padding = PADDING * tensor
-    decoder = Decoder(
+    decoder = DecoderSizes(
         layers, hidden, heads=heads, kv_heads=heads, ffn_dim=4 * hidden, sequence=sequence,
         vocabulary=math.ceil(VOCABULARY / padding) * padding,
     )  # fmt: skip

@@ -26,7 +26,7 @@ from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.record.typed import read_record
 
-# In a configuration that is planned: no folder may take all memory, or hours.
+# Limits for a recorded configuration, so that planning it takes neither all memory nor hours.
 MOST_DEVICES, MOST_NUMBER, MOST_BLOCKS = 2**16, 2**24, 2**12
 MOST_PASSES = 2**16  # microbatches x stages of a pipeline: a plan simulates each
 LONGEST_STEP_S = 1e6

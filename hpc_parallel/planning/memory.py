@@ -169,15 +169,15 @@ def _setup(config: RunConfig) -> Setup:
     return Setup(config.strategy, layout, model_facts(config.model), gpus=config.device != "cpu")
 
 
-def _planner_of(config: RunConfig, model: ModelWeights | None = None) -> _Planner | None:
+def _planner_of(config: RunConfig, model: ModelWeights | None = None) -> _MemoryPlanner | None:
     shape = sample_shape_of(config.model, config.data)
     model = model or (None if shape is None else weights_of(config.model, sample_shape=shape))
     if model is None or shape is None:
         return None
-    return _Planner(config, layout_of(config.strategy, devices=config.devices), model, shape)
+    return _MemoryPlanner(config, layout_of(config.strategy, devices=config.devices), model, shape)
 
 
-class _Planner:
+class _MemoryPlanner:
     """The plan of each device of one configuration."""
 
     def __init__(
@@ -253,7 +253,7 @@ class _Planner:
 
     @property
     def _has_gradients(self) -> bool:
-        """Whether gradients exist before the last backward pass: of earlier ones, or as views of buckets."""
+        """Whether gradients exist before the last backward pass: earlier ones, or views of buckets."""
         layout, strategy = self._layout, self._config.strategy
         views = strategy.execution == SPMD and layout.averaged > 1 and not layout.by_fully_shard
         views &= not schedule_of(strategy).splits_backward

@@ -24,11 +24,11 @@ def precise_bytes(number_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Product:
+class MatrixProduct:
     """`batch` products of [rows, depth] and [depth, columns].
 
-    number_bytes: of each number. With float8: of the result only; a factor has one byte. in_cache: the
-    largest matrix stays in the cache.
+    number_bytes: the bytes of each number; with float8, those of the result, and a factor has one byte.
+    in_cache: the largest matrix stays in the cache.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Product:
             best = max(best, filled * intensity / (intensity + products.tile_intensity))
         return best * self.depth / (self.depth + products.depth)
 
-    def backward(self) -> list[Product]:
+    def backward(self) -> list[MatrixProduct]:
         """The products that make the gradients of both matrices."""
         return [
             replace(self, name=f"{self.name}: gradient of inputs", columns=self.depth, depth=self.columns),
@@ -106,4 +106,4 @@ class Move:
         return f"{self.bytes:.4g} B / memory bandwidth + {self.kernels} kernels"
 
 
-Operation = Product | Move
+Operation = MatrixProduct | Move

@@ -17,11 +17,12 @@ Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Kind:
+class OptimizerKind:
     """A class of torch.optim.
 
-    kept: the numbers that it keeps for a weight of a shape, by the options of the class. counts: whether it
-    also counts the steps of each weight. whole: it updates whole weights; each split one has an owner.
+    kept: how many numbers it keeps for a weight, from the weight's shape and the options of the class.
+    counts: whether it also counts the steps of each weight. whole: whether it needs whole weights; then one
+    device, the owner, updates each split weight.
     """
 
     kept: Callable[[Shape, Options], int]
@@ -29,7 +30,7 @@ class Kind:
     whole: bool = False
 
     def state_bytes(self, shape: Shape, options: Options, *, number_bytes: int) -> int:
-        """For a weight, or a slice of one."""
+        """The bytes that it keeps for a weight, or for a slice of a weight."""
         return self.kept(shape, options) * number_bytes + STEP_BYTES * self.counts
 
 
@@ -52,18 +53,19 @@ def _muon(shape: Shape, _: Options) -> int:
 
 
 KINDS = {
-    "torch.optim.AdamW": Kind(_adam, counts=True),
-    "torch.optim.Adam": Kind(_adam, counts=True),
-    "torch.optim.SGD": Kind(_sgd, counts=False),
-    "torch.optim.Adafactor": Kind(_adafactor, counts=True, whole=True),
-    "torch.optim.Muon": Kind(_muon, counts=False, whole=True),
+    "torch.optim.AdamW": OptimizerKind(_adam, counts=True),
+    "torch.optim.Adam": OptimizerKind(_adam, counts=True),
+    "torch.optim.SGD": OptimizerKind(_sgd, counts=False),
+    "torch.optim.Adafactor": OptimizerKind(_adafactor, counts=True, whole=True),
+    "torch.optim.Muon": OptimizerKind(_muon, counts=False, whole=True),
 }
 
 
 def owners(weights: Iterable[tuple[int, Sequence[int]]]) -> list[Place]:
     """The owner of each weight, so that all own equally many numbers (`training/whole_weights.py:share`).
 
-    weights: the numbers of each, and the degree of each axis of their mesh, 1 where it doesn't split it.
+    weights: for each weight, how many numbers it has, and the degree of each axis of its mesh (1 for an axis
+    that does not split the weight).
     """
     loads: defaultdict[Place, int] = defaultdict(int)
     queues: dict[Place, list[tuple[int, int, Place]]] = {}  # load, number and place; loads may be outdated

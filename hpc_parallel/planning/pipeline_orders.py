@@ -17,7 +17,7 @@ from hpc_parallel.config.schedules import SCHEDULES, schedule_of, stages_of, sta
 from hpc_parallel.config.schema import StrategyConfig
 
 
-class Kind(IntEnum):
+class ActionKind(IntEnum):
     """What an action computes. The values are priorities of the list scheduling, most urgent first."""
 
     BACKWARD = 0  # the gradients of a stage's inputs, and of its weights unless WEIGHTS follows later
@@ -25,8 +25,8 @@ class Kind(IntEnum):
     WEIGHTS = 2  # the gradients of a stage's weights
 
 
-FORWARD, BACKWARD, WEIGHTS = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHTS
-Action = tuple[Kind, int, int]  # kind, stage, microbatch
+FORWARD, BACKWARD, WEIGHTS = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHTS
+Action = tuple[ActionKind, int, int]  # kind, stage, microbatch
 Orders = list[list[Action]]  # the actions of each rank
 
 
@@ -112,7 +112,7 @@ def _alternate(forward: list[Action], backward: list[Action], *, warm_up: int) -
 def _list_scheduled(pipeline: Pipeline) -> Orders:
     """Let every rank take the most urgent action that is ready, with all actions equally long."""
     owner = {stage: rank for rank in range(pipeline.ranks) for stage in pipeline.stages_of(rank)}
-    ready: list[list[tuple[Kind, int, int]]] = [[] for _ in range(pipeline.ranks)]
+    ready: list[list[tuple[ActionKind, int, int]]] = [[] for _ in range(pipeline.ranks)]
     made: Orders = [[] for _ in range(pipeline.ranks)]
     pending = [(FORWARD, 0, microbatch) for microbatch in range(pipeline.microbatches)]
     while pending or any(ready):

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Action, Kind, Pipeline, orders
+from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Action, ActionKind, Pipeline, orders
 
 
 def _free(source: int, target: int) -> float:
@@ -24,7 +24,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class PlannedTimeline:
     """The time of all actions of a step, and the time in which each rank computes."""
 
     total_s: float
@@ -39,11 +39,11 @@ class Timeline:
 def simulate(
     pipeline: Pipeline,
     *,
-    action_s: Callable[[Kind, int], float],
+    action_s: Callable[[ActionKind, int], float],
     transfer_s: Callable[[int, int], float] = _free,
     at_once: float | None = None,
     spans: list[Span] | None = None,
-) -> Timeline:
+) -> PlannedTimeline:
     """Run each rank's actions in the order of its schedule, as soon as their inputs have arrived.
 
     action_s: seconds of an action of a kind on a stage. transfer_s: seconds from one stage to a neighbouring
@@ -54,7 +54,7 @@ def simulate(
     Raises ValueError if ranks wait for each other.
     """
     inputs = _Inputs(pipeline, transfer_s)
-    costs = {(kind, stage): action_s(kind, stage) for kind in Kind for stage in range(pipeline.stages)}
+    costs = {(kind, stage): action_s(kind, stage) for kind in ActionKind for stage in range(pipeline.stages)}
     if at_once is not None and at_once < pipeline.ranks:
         return _Sharing(pipeline, inputs, costs, at_once, [] if spans is None else spans).run()
     left = [iter(order) for order in orders(pipeline)]
@@ -74,7 +74,7 @@ def simulate(
                 moved = True
     if any(action is not None for action in upcoming):
         raise ValueError(f"the ranks of {pipeline} wait for each other")
-    return Timeline(max(free_s), tuple(busy_s))
+    return PlannedTimeline(max(free_s), tuple(busy_s))
 
 
 class _Sharing:
@@ -87,7 +87,7 @@ class _Sharing:
         self,
         pipeline: Pipeline,
         inputs: _Inputs,
-        costs: Mapping[tuple[Kind, int], float],
+        costs: Mapping[tuple[ActionKind, int], float],
         at_once: float,
         spans: list[Span],
     ) -> None:
@@ -99,7 +99,7 @@ class _Sharing:
         self._busy_s = [0.0] * pipeline.ranks
         self._now_s = 0.0
 
-    def run(self) -> Timeline:
+    def run(self) -> PlannedTimeline:
         while any(self._left):
             arrivals_s = self._start_ready()
             if not self._running:
@@ -108,7 +108,7 @@ class _Sharing:
                 self._now_s = min(arrivals_s)
                 continue
             self._advance(arrivals_s)
-        return Timeline(self._now_s, tuple(self._busy_s))
+        return PlannedTimeline(self._now_s, tuple(self._busy_s))
 
     def _start_ready(self) -> list[float]:
         """Start the next actions whose inputs are there; returns when the inputs of others arrive."""

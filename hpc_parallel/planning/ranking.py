@@ -125,7 +125,7 @@ def _row(at: int, candidate: Candidate, hardware: Hardware) -> tuple[str, ...]:
 def without_room(
     result: SearchResult, config: RunConfig, hardware: Hardware, *, choices: Choices
 ) -> list[str]:
-    """The problem of a configuration of which no layout fits, with the one that needs least memory."""
+    """The problem if no layout of a configuration fits; names the layout that needs least memory."""
     there = size(hardware.device.memory_bytes)
     if result.nearest is None:
         return ["no layout passes all checks of a run. Try strategy=fsdp, which names the problems."]

@@ -15,7 +15,7 @@ from hpc_parallel.config.model_weights import ModelWeights, weights_of
 from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.planning.activations import types_of
-from hpc_parallel.planning.decoder import Decoder
+from hpc_parallel.planning.decoder import DecoderSizes
 from hpc_parallel.planning.float8_rounding import Rounding
 from hpc_parallel.planning.hardware import FITTED_BY, MEASURED_BY, NOT_CALIBRATED, Hardware
 from hpc_parallel.planning.operations import FLOAT8
@@ -163,12 +163,12 @@ def _origin(hardware: Hardware) -> str:
     return f"Its coefficients come from {whose}{calibration}."
 
 
-def _decoder(config: RunConfig) -> Decoder:
+def _decoder(config: RunConfig) -> DecoderSizes:
     sizes = {
         name: count(config, name)[1] or 0 for name in ("blocks", "heads", "kv_heads", "columns", "vocabulary")
     }
     experts = count(config, "experts")[1]
-    return Decoder(
+    return DecoderSizes(
         layers=sizes["blocks"],
         dim=config.model["dim"],
         heads=sizes["heads"],

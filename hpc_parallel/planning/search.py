@@ -25,7 +25,7 @@ from hpc_parallel.planning.layouts import Choices, Split, Variants, layouts, ove
 from hpc_parallel.planning.memory import MemoryPlan
 from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.search_bounds import Bounds
-from hpc_parallel.planning.step_time import Step, StepTime
+from hpc_parallel.planning.step_time import StepTerms, StepTime
 from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import Problem
 
@@ -80,7 +80,10 @@ def enough_nodes(config: RunConfig, hardware: Hardware, *, choices: Choices) -> 
 
 @dataclass(order=True)
 class _Entry:
-    """bound_s: of the step, exact for a candidate. What is next: `refine` it, or take the `candidate`."""
+    """bound_s: a lower bound of the step time, exact for a candidate.
+
+    Next: `refine` it, or take the `candidate`.
+    """
 
     bound_s: float
     number: int
@@ -153,7 +156,7 @@ class _Search:
     ) -> Iterator[_Entry]:
         """With the times of all stages, gradients and the update, but without a simulation."""
         config = self._variants.variant(strategy, size, checkpointing)
-        step = Step(work_of_run(config, model=self._model), self.hardware, self._kernels)
+        step = StepTerms(work_of_run(config, model=self._model), self.hardware, self._kernels)
         yield self._entry(step.least_s(), layout, refine=partial(self._simulated, config, layout, step))
 
     def _runs(self, strategy: StrategyConfig, layout: Layout, microbatches: int) -> bool:
@@ -164,7 +167,7 @@ class _Search:
         fits = unfit(strategy, microbatches=microbatches, ranks=layout.pipeline) is None
         return self._bounds.has_blocks(strategy, layout) and fits and not late
 
-    def _simulated(self, config: RunConfig, layout: Layout, step: Step) -> Iterator[_Entry]:
+    def _simulated(self, config: RunConfig, layout: Layout, step: StepTerms) -> Iterator[_Entry]:
         if memory.may_fit(config, room=self._room, model=self._model):
             times = step.result()
             refine = partial(self._verified, config, layout, step.work, times)
@@ -194,7 +197,7 @@ class _Search:
         if not known:
             return None
         planned, config = min(known, key=lambda row: row[0].fullest.total)
-        step = Step(work_of_run(config, model=self._model), self.hardware, self._kernels)
+        step = StepTerms(work_of_run(config, model=self._model), self.hardware, self._kernels)
         return Candidate(config, step.work, step.result(), planned)
 
     def _leanest(self, layout: Layout) -> Iterator[RunConfig]:

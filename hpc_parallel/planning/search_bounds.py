@@ -17,7 +17,7 @@ from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Pipeline
 from hpc_parallel.planning.planned_state import Division
 from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.shared_cores import contended
-from hpc_parallel.planning.step_time import Step
+from hpc_parallel.planning.step_time import StepTerms
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class _Times:
 class _Profile:
     """How a schedule divides the blocks.
 
-    rows: for each stage, the blocks before it, and its rank's from it on. in_front: those of the first stage.
+    rows: for each stage, the number of blocks before it, and of its rank's blocks from this stage on.
+    in_front: the blocks of the first stage.
     """
 
     rows: list[tuple[int, int]]
@@ -72,9 +73,9 @@ class Bounds:
         self._sent_s: dict[Layout, float] = {}
 
     def under_any_schedule_s(self, layout: Layout, size: int, checkpointing: str) -> float:
-        """By what the mean rank of a pipeline computes, and by the time in which one microbatch passes it.
+        """A bound from the work of a pipeline's mean rank and from the time of one microbatch through it.
 
-        size: of the microbatches.
+        size: the samples of a microbatch.
         """
         microbatches = self._variants.microbatches(layout, size)
         times, blocks = self._times(layout, size, checkpointing), self._model.blocks
@@ -84,7 +85,7 @@ class Bounds:
         return alone_s + self._waits_s(layout, times, self._most_in_front(layout))
 
     def under_schedule_s(self, schedule: str | None, layout: Layout, size: int, checkpointing: str) -> float:
-        """By what the rank of a pipeline computes that has most to do. `size`: of the microbatches."""
+        """A bound from the work of a pipeline's busiest rank. `size`: the samples of a microbatch."""
         microbatches = self._variants.microbatches(layout, size)
         times = self._times(layout, size, checkpointing)
         profile = self._profile(self._variants.strategy(layout, schedule), layout)
@@ -118,7 +119,7 @@ class Bounds:
             size, checkpointing = variants.microbatch_sizes(layout)[-1], variants.choices.checkpointing[0]
             config = variants.variant(variants.strategy(layout, None), size, checkpointing)
             work = replace(work_of_run(config, model=self._model), schedule="1f1b", per_rank=1)
-            self._sent_s[layout] = Step(work, self._hardware, self._kernels).exchanges.least_sent_s()
+            self._sent_s[layout] = StepTerms(work, self._hardware, self._kernels).exchanges.least_sent_s()
         hidden_s = blocks * times.backward_s + times.ends_s + 2 * self._hardware.host.action_s
         return max(0.0, self._sent_s[layout] - hidden_s)
 
@@ -153,7 +154,7 @@ class Bounds:
             config = self._variants.variant(self._variants.strategy(flat, None), size, checkpointing)
             training = replace(config.training, global_batch_size=size * flat.data)
             work = work_of_run(replace(config, training=training), model=self._model)
-            step = Step(work, replace(busy, shared_cores=None) if busy.shared_cores else busy, kernels)
+            step = StepTerms(work, replace(busy, shared_cores=None) if busy.shared_cores else busy, kernels)
             self._known_times[key] = _Times(
                 step.microbatch_s(), step.block_s(FORWARD), step.block_s(BACKWARD), self._model.blocks
             )

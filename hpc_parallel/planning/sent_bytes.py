@@ -1,4 +1,4 @@
-"""The bytes that a rank sends in a step, by axes: of the exchanges whose time a plan has.
+"""The bytes that a rank sends in a step, by axes, as far as a plan has a time for the exchange.
 
 `plan --exact` compares them with the collectives of a traced step.
 """
@@ -14,10 +14,10 @@ from hpc_parallel.config.holdings import sliced_over
 from hpc_parallel.config.layout import Layout, layout_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.planning.collective_times import bus_factor
-from hpc_parallel.planning.group_times import Exchange, Group
+from hpc_parallel.planning.group_times import GroupExchange, GroupShape
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Pipeline
-from hpc_parallel.planning.split_attention import SplitAttention
-from hpc_parallel.planning.step_time import Step
+from hpc_parallel.planning.split_attention import PlannedSplitAttention
+from hpc_parallel.planning.step_time import StepTerms
 
 SUMS = "over the tensor axis"  # how the names of these exchanges end
 
@@ -27,7 +27,7 @@ def joined(axes: Iterator[str] | list[str]) -> str:
     return " x ".join(axes)
 
 
-def sent_by_axes(step: Step, config: RunConfig, *, pipeline_rank: int) -> dict[str, float]:
+def sent_by_axes(step: StepTerms, config: RunConfig, *, pipeline_rank: int) -> dict[str, float]:
     """Bytes by label, of a rank at this place of the pipeline; `step.result()` must have been called."""
     layout = layout_of(config.strategy, devices=config.devices)
     rank, total = _Rank(step, config, layout, pipeline_rank), defaultdict[str, float](float)
@@ -36,7 +36,7 @@ def sent_by_axes(step: Step, config: RunConfig, *, pipeline_rank: int) -> dict[s
     return {label: size for label, size in total.items() if size}
 
 
-def _bus_bytes(exchange: Exchange) -> float:
+def _bus_bytes(exchange: GroupExchange) -> float:
     if exchange.group.ranks == 1:
         return 0.0
     return exchange.bytes * bus_factor(exchange.operation, exchange.group.ranks)
@@ -44,7 +44,7 @@ def _bus_bytes(exchange: Exchange) -> float:
 
 @dataclass(frozen=True)
 class _Rank:
-    step: Step
+    step: StepTerms
     config: RunConfig
     layout: Layout
     place: int
@@ -63,7 +63,7 @@ class _Rank:
 
     @property
     def _passes(self) -> int:
-        """A block's passes through this rank in a step."""
+        """How often a microbatch passes a block on this rank in a step."""
         work = self.step.work
         return work.microbatches * sum(work.blocks[stage] for stage in self._stages)
 
@@ -85,7 +85,7 @@ class _Rank:
         return 0.0 if exchange is None else _bus_bytes(exchange)
 
     def _tensor_sums(self) -> float:
-        """Two sums of a block each way; one of the embedding forward, one of the head backward."""
+        """A block has two sums in each pass; the embedding has one forward, and the head has one backward."""
         work = self.step.work
         one = sum(
             _bus_bytes(exchange) for name, exchange in self.step.exchanges.sent.items() if name.endswith(SUMS)
@@ -97,7 +97,9 @@ class _Rank:
         work = self.step.work
         if work.context == 1:
             return 0.0
-        attention = SplitAttention(self.step.share, Group(work.context, work.tensor, work.devices))
+        attention = PlannedSplitAttention(
+            self.step.share, GroupShape(work.context, work.tensor, work.devices)
+        )
         times = {FORWARD: 1 + work.recompute, BACKWARD: 1}
         of_block = sum(
             times[kind] * message.count * _bus_bytes(message.exchange)
@@ -107,7 +109,7 @@ class _Rank:
         return of_block * self._passes
 
     def _experts(self) -> float:
-        """Tokens and outputs each way; the numbers of tokens forward only."""
+        """Both passes move tokens and outputs; only the forward pass moves the numbers of tokens."""
         times = 1 + self.step.work.recompute
         names = ("tokens to experts", "outputs of experts")
         of_block = (times + 1) * sum(map(self._named, names)) + times * self._named("numbers of tokens")
@@ -128,7 +130,7 @@ class _Rank:
 
     @property
     def _most(self) -> float:
-        """The weights of the rank that has most, which a plan takes the time of."""
+        """The weights of the rank with the most weights: a plan takes the time of this rank."""
         return max(self.step.work.rank_weights(self._pipeline.stages_of(rank)) for rank in self._ranks)
 
     @property
@@ -146,7 +148,7 @@ class _Rank:
         return self._named("mean of the experts' gradients") * blocks[self.place] / max(blocks)
 
     def _stage_to_stage(self) -> float:
-        """Activations to the next stage, and gradients to the one before, unless this rank has it."""
+        """Activations to the next stage and gradients to the one before, if they are on other ranks."""
         work, stages = self.step.work, self._stages
         others = [near for stage in stages for near in (stage - 1, stage + 1) if 0 <= near <= self._last]
         share = self.step.share

@@ -41,7 +41,8 @@ def contended(hardware: Hardware, *, devices: float) -> Hardware:
 def pipelines_at_once(hardware: Hardware, *, devices: float) -> float | None:
     """How many ranks of a pipeline compute at full speed at the same time; None if all do.
 
-    devices: of each of its ranks. With more devices than cores it is one, which `contended` makes slower.
+    devices: the number of devices of each rank. With more devices than cores the result is one, and
+    `contended` has made the devices slower.
     """
     return None if hardware.shared_cores is None else max(1.0, hardware.shared_cores / devices)
 

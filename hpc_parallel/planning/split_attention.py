@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hpc_parallel.planning.decoder import SCORES, SOFTMAX, VALUES, Share
-from hpc_parallel.planning.group_times import Exchange, Group
+from hpc_parallel.planning.group_times import GroupExchange, GroupShape
 from hpc_parallel.planning.kernels import Term
 from hpc_parallel.planning.operations import precise_bytes
-from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Kind
+from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, ActionKind
 
 
 @dataclass(frozen=True)
@@ -20,20 +20,20 @@ class Message:
     attention which is computed beside each one.
     """
 
-    exchange: Exchange
-    kind: Kind
+    exchange: GroupExchange
+    kind: ActionKind
     count: int = 1
     beside: float = 0.0
 
 
 @dataclass(frozen=True)
-class SplitAttention:
+class PlannedSplitAttention:
     """The attention of one device's part of each sequence; the other parts are on the ranks of `group`."""
 
     share: Share
-    group: Group
+    group: GroupShape
 
-    def messages(self, kind: Kind, attention: str) -> Iterator[Message]:
+    def messages(self, kind: ActionKind, attention: str) -> Iterator[Message]:
         """attention: strategy.context_attention."""
         every = {"ring": self._ring, "gather": self._gather, "all_to_all": self._all_to_all}[attention]()
         return (message for message in every if message.kind is kind)
@@ -61,8 +61,8 @@ class SplitAttention:
         yield Message(both, BACKWARD, hops, beside)
         yield Message(self._hop("last gradients of keys and values", self._precise), BACKWARD)
 
-    def _hop(self, name: str, number_bytes: int) -> Exchange:
-        return Exchange(f"context: {name}", "send_recv", number_bytes * self._kv, self.group)
+    def _hop(self, name: str, number_bytes: int) -> GroupExchange:
+        return GroupExchange(f"context: {name}", "send_recv", number_bytes * self._kv, self.group)
 
     def _gather(self) -> Iterator[Message]:
         every = self._kv * self.group.ranks
@@ -81,8 +81,8 @@ class SplitAttention:
             yield self._at_once(kind, f"{of}queries, keys and values", "all_to_all", sent)
             yield self._at_once(kind, f"{of}outputs", "all_to_all", queries * self._bytes)
 
-    def _at_once(self, kind: Kind, name: str, operation: str, size_bytes: float) -> Message:
-        return Message(Exchange(f"context: {name}", operation, size_bytes, self.group), kind)
+    def _at_once(self, kind: ActionKind, name: str, operation: str, size_bytes: float) -> Message:
+        return Message(GroupExchange(f"context: {name}", operation, size_bytes, self.group), kind)
 
 
 def attention_s(terms: Iterable[Term]) -> float:

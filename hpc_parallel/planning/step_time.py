@@ -13,8 +13,8 @@ from hpc_parallel.planning.exchange_times import ExchangeTimes
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.kernels import Kernels, Term, Terms
 from hpc_parallel.planning.operations import FLOAT32_BYTES, precise_bytes
-from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Kind
-from hpc_parallel.planning.pipeline_times import Span, Timeline, simulate
+from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, ActionKind
+from hpc_parallel.planning.pipeline_times import PlannedTimeline, Span, simulate
 from hpc_parallel.planning.shared_cores import Loads, contended, pipelines_at_once
 from hpc_parallel.planning.work import Work
 
@@ -23,7 +23,7 @@ from hpc_parallel.planning.work import Work
 class StepTime:
     """The parts of a step's time. exposed_s: communication beside which a device does not compute."""
 
-    timeline: Timeline
+    timeline: PlannedTimeline
     gradients_s: float
     update_s: float
     exposed_s: float
@@ -36,10 +36,10 @@ class StepTime:
 
 def step_time(work: Work, hardware: Hardware) -> StepTime:
     """Raises KeyError if the data sheet has no peak for the precision."""
-    return Step(work, hardware).result()
+    return StepTerms(work, hardware).result()
 
 
-class Step:
+class StepTerms:
     """The terms of a step, collected while they are computed.
 
     kernels: those of other steps on the same hardware, whose times need not be computed again.
@@ -63,11 +63,13 @@ class Step:
         self.exchanges = ExchangeTimes(work, self.share, self._loads, self._kernels, self._terms)
         self._pipeline = work.ranks
         self._last = self._pipeline.stages - 1
-        self._stages_s: dict[tuple[Kind, int], float] = {}
-        self._alike_s: dict[tuple[Kind, int, bool, bool], float] = {}
-        self._unhidden_s: dict[Kind, float] = {}  # gathers of a block that its computation does not hide
+        self._stages_s: dict[tuple[ActionKind, int], float] = {}
+        self._alike_s: dict[tuple[ActionKind, int, bool, bool], float] = {}
+        self._unhidden_s: dict[
+            ActionKind, float
+        ] = {}  # gathers of a block that its computation does not hide
 
-    def _simulated(self, spans: list[Span] | None = None) -> Timeline:
+    def _simulated(self, spans: list[Span] | None = None) -> PlannedTimeline:
         transfers = {} if self.work.blocking else self.exchanges.stage_to_stage_s
         return simulate(
             self._pipeline,
@@ -97,9 +99,9 @@ class Step:
 
     def microbatch_s(self) -> float:
         """The time of one microbatch in all stages, one after the other."""
-        return sum(self._action_s(kind, stage) for kind in Kind for stage in range(self._last + 1))
+        return sum(self._action_s(kind, stage) for kind in ActionKind for stage in range(self._last + 1))
 
-    def block_s(self, kind: Kind) -> float:
+    def block_s(self, kind: ActionKind) -> float:
         """The least time that a block adds to a stage."""
         device_s, host_s = self._block_s[kind]
         return self._together_s(device_s, host_s) * self._slowest
@@ -144,7 +146,7 @@ class Step:
         return _overlapped(device_s, host_s, sharpness=self.hardware.host.sharpness)
 
     @cached_property
-    def _block_s(self) -> dict[Kind, tuple[float, float]]:
+    def _block_s(self) -> dict[ActionKind, tuple[float, float]]:
         """Seconds of the device and of the host for one block, forward and backward."""
         work, exchanges = self.work, self.exchanges
         host, share = self.hardware.host, self.share
@@ -175,7 +177,7 @@ class Step:
         return {FORWARD: (forward_s, host_forward_s), BACKWARD: (backward_s, host_backward_s)}
 
     @cached_property
-    def _ends_s(self) -> dict[tuple[Kind, str], float]:
+    def _ends_s(self) -> dict[tuple[ActionKind, str], float]:
         """Seconds of the device for the embedding and the head."""
         return {
             (FORWARD, "first"): self._sum_s("embedding") + self.exchanges.tensor_sum_s,
@@ -184,7 +186,7 @@ class Step:
             (BACKWARD, "last"): self._sum_s("head backward") + self.exchanges.tensor_sum_s,
         }
 
-    def _action_s(self, kind: Kind, stage: int) -> float:
+    def _action_s(self, kind: ActionKind, stage: int) -> float:
         """The time of a stage: the host launches its operations in order, the device runs them in order."""
         if not SCHEDULES[self.work.schedule].splits_backward:
             return 0.0 if kind is WEIGHTS else self._whole_s(kind, stage)
@@ -193,19 +195,19 @@ class Step:
         # The gradients of inputs and of weights cost about the same.
         return self._whole_s(BACKWARD, stage) / 2
 
-    def _whole_s(self, kind: Kind, stage: int) -> float:
+    def _whole_s(self, kind: ActionKind, stage: int) -> float:
         if (kind, stage) not in self._stages_s:
             self._stages_s[kind, stage] = self._waited_s(kind, stage, self._compute_s(kind, stage))
         return self._stages_s[kind, stage]
 
-    def _compute_s(self, kind: Kind, stage: int) -> float:
+    def _compute_s(self, kind: ActionKind, stage: int) -> float:
         """Stages between the ends with as many blocks take the same time."""
         alike = (kind, self.work.blocks[stage], stage == 0, stage == self._last)
         if alike not in self._alike_s:
             self._alike_s[alike] = self._blocks_and_ends_s(kind, stage)
         return self._alike_s[alike]
 
-    def _blocks_and_ends_s(self, kind: Kind, stage: int) -> float:
+    def _blocks_and_ends_s(self, kind: ActionKind, stage: int) -> float:
         host, layers = self.hardware.host, self.work.blocks[stage]
         ends = [name for name, at in (("first", 0), ("last", self._last)) if stage == at]
         if self._on_cpu:
@@ -225,7 +227,7 @@ class Step:
             device_s = max(device_s + self._ends_s[kind, after[0]], host_s)
         return device_s
 
-    def _waited_s(self, kind: Kind, stage: int, compute_s: float) -> float:
+    def _waited_s(self, kind: ActionKind, stage: int, compute_s: float) -> float:
         """With what an action of a pipeline waits for, and the delay of the slowest node."""
         seconds = compute_s
         if self.work.pipeline > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpc_parallel.planning.decoder import Decoder
+from hpc_parallel.planning.decoder import DecoderSizes
 from hpc_parallel.planning.float8_rounding import Rounding
 from hpc_parallel.planning.operations import NUMBER_BYTES
 from hpc_parallel.planning.pipeline_orders import Pipeline
@@ -18,15 +18,15 @@ class Work:
     `attention`. `shard` of the devices in a row that hold the same weights slice them (ZeRO-3). recompute:
     blocks run forward again in the backward pass. blocking: a stage waits until what it sends has arrived.
     bucket_bytes: gradients are averaged in such messages beside the backward pass of the last microbatch;
-    None: after it. blocks: the number in each stage. stream_bytes: of a number that one stage sends to the
-    next. gradient_bytes: of a number of the gradients that devices exchange. compressed: but their means
-    are of bfloat16. rounding: of the blocks' linear products in float8. workers: that send gradients to a
-    parameter server, which is one more device, or the first of `data`; 0 without one. expert: the devices in
-    a row that split the experts, and have a part of the batch each. compiled: by torch.compile, blocks and
-    loss.
+    None: after it. blocks: the number in each stage. stream_bytes: the bytes of a number that one stage sends
+    to the next. gradient_bytes: the bytes of a number in the gradients that devices exchange. compressed: but
+    their means are in bfloat16. rounding: how the blocks' linear products round to float8. workers: those
+    that send gradients to a parameter server, which is one more device, or the first of `data`; 0 without
+    one. expert: the devices in a row that split the experts, and have a part of the batch each. compiled:
+    torch.compile compiles blocks and loss.
     """
 
-    decoder: Decoder
+    decoder: DecoderSizes
     tensor: int
     data: int
     pipeline: int

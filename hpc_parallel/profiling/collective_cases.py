@@ -35,7 +35,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Case:
+class CollectiveCase:
     """One collective with its buffers, on this rank.
 
     size_bytes: as nccl-tests counts it; run: start the collective once and wait for it, on the device's
@@ -81,7 +81,7 @@ class Patterns:
         return first.repeat(-(-count // self._period))[:count]
 
 
-Prepare = Callable[[Group, Patterns, int], Case]
+Prepare = Callable[[Group, Patterns, int], CollectiveCase]
 """(group, patterns, elements of the array that nccl-tests counts) -> the collective with its buffers."""
 
 
@@ -96,7 +96,7 @@ class Operation:
     least_ranks: int = 1
 
 
-def all_reduce(group: Group, patterns: Patterns, count: int) -> Case:
+def all_reduce(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
     """Every rank gets the sum of all arrays."""
     array = patterns.of(group.rank, start=0, count=count)
 
@@ -108,10 +108,10 @@ def all_reduce(group: Group, patterns: Patterns, count: int) -> Case:
         run()
         return patterns.matches(array, patterns.sum(start=0, count=count))
 
-    return Case(array.nbytes, run, is_right)
+    return CollectiveCase(array.nbytes, run, is_right)
 
 
-def all_gather(group: Group, patterns: Patterns, count: int) -> Case:
+def all_gather(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
     """Every rank gets the slices of all ranks."""
     length = count // group.ranks
     part = patterns.of(group.rank, start=0, count=length)
@@ -126,10 +126,10 @@ def all_gather(group: Group, patterns: Patterns, count: int) -> Case:
         slices = enumerate(array.chunk(group.ranks))
         return all(patterns.matches(s, patterns.of(rank, start=0, count=length)) for rank, s in slices)
 
-    return Case(array.nbytes, run, is_right)
+    return CollectiveCase(array.nbytes, run, is_right)
 
 
-def reduce_scatter(group: Group, patterns: Patterns, count: int) -> Case:
+def reduce_scatter(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
     """Every rank gets its slice of the sum of all arrays."""
     length = count // group.ranks
     array = patterns.of(group.rank, start=0, count=count)
@@ -143,10 +143,10 @@ def reduce_scatter(group: Group, patterns: Patterns, count: int) -> Case:
         run()
         return patterns.matches(part, patterns.sum(start=group.rank * length, count=length))
 
-    return Case(array.nbytes, run, is_right)
+    return CollectiveCase(array.nbytes, run, is_right)
 
 
-def broadcast(group: Group, patterns: Patterns, count: int) -> Case:
+def broadcast(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
     """Every rank gets the array of the first rank."""
     array = patterns.of(group.rank, start=0, count=count)
 
@@ -158,10 +158,10 @@ def broadcast(group: Group, patterns: Patterns, count: int) -> Case:
         run()
         return patterns.matches(array, patterns.of(0, start=0, count=count))
 
-    return Case(array.nbytes, run, is_right)
+    return CollectiveCase(array.nbytes, run, is_right)
 
 
-def reduce(group: Group, patterns: Patterns, count: int) -> Case:
+def reduce(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
     """The first rank gets the sum of all arrays."""
     array = patterns.of(group.rank, start=0, count=count)
 
@@ -173,10 +173,10 @@ def reduce(group: Group, patterns: Patterns, count: int) -> Case:
         run()
         return group.rank != 0 or patterns.matches(array, patterns.sum(start=0, count=count))
 
-    return Case(array.nbytes, run, is_right)
+    return CollectiveCase(array.nbytes, run, is_right)
 
 
-def all_to_all(group: Group, patterns: Patterns, count: int) -> Case:
+def all_to_all(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
     """Every rank gets, from each rank, the slice that is meant for it."""
     length = count // group.ranks
     sent = patterns.of(group.rank, start=0, count=count)
@@ -192,10 +192,10 @@ def all_to_all(group: Group, patterns: Patterns, count: int) -> Case:
         slices = enumerate(received.chunk(group.ranks))
         return all(patterns.matches(s, patterns.of(rank, start=start, count=length)) for rank, s in slices)
 
-    return Case(sent.nbytes, run, is_right)
+    return CollectiveCase(sent.nbytes, run, is_right)
 
 
-def send_recv(group: Group, patterns: Patterns, count: int) -> Case:
+def send_recv(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
     """Every rank sends its array to the next rank and gets the array of the rank before it."""
     before, after = (group.rank - 1) % group.ranks, (group.rank + 1) % group.ranks
     sent = patterns.of(group.rank, start=0, count=count)
@@ -214,10 +214,10 @@ def send_recv(group: Group, patterns: Patterns, count: int) -> Case:
         run()
         return patterns.matches(received, patterns.of(before, start=0, count=count))
 
-    return Case(sent.nbytes, run, is_right)
+    return CollectiveCase(sent.nbytes, run, is_right)
 
 
-def barrier(group: Group, patterns: Patterns, count: int) -> Case:
+def barrier(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
     """No rank leaves before every rank has come."""
     devices = [torch.cuda.current_device()] if backend_of("cuda", group.process_group) == "nccl" else None
 
@@ -232,7 +232,7 @@ def barrier(group: Group, patterns: Patterns, count: int) -> Case:
         run()
         return time.perf_counter() - started > LATE_S / 2  # half: this rank may have left the first one late
 
-    return Case(0, run, is_right)
+    return CollectiveCase(0, run, is_right)
 
 
 OPERATIONS = {

@@ -7,33 +7,33 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hpc_parallel.config.site_schema import MachineConfig
-from hpc_parallel.planning.collective_times import FITTED_DTYPE, Prediction, predict, ranks_of
+from hpc_parallel.planning.collective_times import FITTED_DTYPE, PredictedTime, predict, ranks_of
 from hpc_parallel.record.collectives_file import CollectiveRow, Rows
 
 SLOWER = 1.5  # times the prediction, beyond the mean error of its fit
 
 
 @dataclass(frozen=True)
-class Comparison:
+class MachineComparison:
     """predicted_s: seconds for each row, None where the profile says nothing; warnings: lines for people."""
 
     predicted_s: list[float | None]
     warnings: list[str]
 
 
-def compare(rows: Rows, *, machine: MachineConfig, device_type: str) -> Comparison:
+def compare(rows: Rows, *, machine: MachineConfig, device_type: str) -> MachineComparison:
     """Compare the rows of `collectives.json` with the profile; nothing happens without a profile."""
     if not machine.collectives:
-        return Comparison([None] * len(rows), [])
+        return MachineComparison([None] * len(rows), [])
     if machine.device_type not in (None, device_type):
         reason = f"it was measured on {machine.device_type}, and this run uses {device_type}"
-        return Comparison([None] * len(rows), [f"not compared with {_title(machine)}: {reason}"])
+        return MachineComparison([None] * len(rows), [f"not compared with {_title(machine)}: {reason}"])
     predictions = [_prediction(machine, row) for row in rows]
     warnings = [*_missing(rows, machine), *_slower(rows, predictions, title=_title(machine))]
-    return Comparison([None if p is None else p.time_s for p in predictions], warnings)
+    return MachineComparison([None if p is None else p.time_s for p in predictions], warnings)
 
 
-def _prediction(machine: MachineConfig, row: CollectiveRow) -> Prediction | None:
+def _prediction(machine: MachineConfig, row: CollectiveRow) -> PredictedTime | None:
     if row.dtype != FITTED_DTYPE:
         return None
     return predict(
@@ -56,7 +56,7 @@ def _missing(rows: Rows, machine: MachineConfig) -> Iterator[str]:
             yield f"{group}: {ranks} ranks, and {profile_ranks} in {_title(machine)}, so it is not compared"
 
 
-def _slower(rows: Rows, predictions: Sequence[Prediction | None], *, title: str) -> Iterator[str]:
+def _slower(rows: Rows, predictions: Sequence[PredictedTime | None], *, title: str) -> Iterator[str]:
     """Yields a line for each collective of each group that takes much longer than predicted.
 
     Small sizes, whose time is mostly latency, and large ones are judged apart: a slow link shows in large

@@ -15,7 +15,7 @@ from hpc_parallel.record.collectives_file import Rows
 
 
 @dataclass(frozen=True)
-class Link:
+class FittedLink:
     """latency_s + bytes / bandwidth. `error`: the mean relative error of the fit."""
 
     latency_s: float
@@ -23,7 +23,7 @@ class Link:
     error: float
 
 
-def fit_link(points: Sequence[tuple[float, float]]) -> Link | None:
+def fit_link(points: Sequence[tuple[float, float]]) -> FittedLink | None:
     """Fit `points` (bytes on the bus, seconds); None for fewer than two sizes.
 
     The sum of squared relative errors is smallest, so that small and large sizes count alike. Neither
@@ -44,7 +44,7 @@ def fit_link(points: Sequence[tuple[float, float]]) -> Link | None:
     elif slope < 0:
         latency_s, slope = by_time / total, 0.0
     errors = [abs(latency_s + slope * size - time_s) / time_s for size, time_s in points]
-    return Link(latency_s, 1 / slope if slope > 0 else None, sum(errors) / len(errors))
+    return FittedLink(latency_s, 1 / slope if slope > 0 else None, sum(errors) / len(errors))
 
 
 def machine_profile(rows: Rows, *, site: str, device_type: str, measured: str) -> dict[str, Any]:

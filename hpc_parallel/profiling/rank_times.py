@@ -26,9 +26,9 @@ from hpc_parallel.strategies import exchange
 
 FIRST_STEP = 20  # since the start, at the earliest
 LEAST_STEPS = 20  # from one timed step to the next
-COST = 0.005  # of the time of all steps
+COST = 0.005  # extra time of the timed steps, as a share of the time of all steps
 KEPT = 100  # timed steps in the record
-MOST_RECORDS = 8_000  # of a rank and a step in it: `read_json` takes files up to 8 MiB
+MOST_RECORDS = 8_000  # entries (a rank in a step) in the file: `read_json` takes files up to 8 MiB
 
 
 class RankTimes:
@@ -50,8 +50,9 @@ class RankTimes:
     ) -> None:
         """on: whether any step is timed; role: ranks with the same role have the same work (a stage).
 
-        profiled: steps of another profiler; expected_s: the seconds of a timed step, before the first.
-        `leave_out` is called with the seconds of each timed step; `write`, on rank 0, with the record.
+        profiled: the steps that another profiler watches. expected_s: returns the expected seconds of a timed
+        step, before the first one is timed. `leave_out` is called with the seconds of each timed step;
+        `write`, on rank 0, with the record.
         """
         self._host, self._role, self._device, self._profiled = host, role, device, profiled
         self._leave_out, self._device_state, self._write = leave_out, device_state, write

@@ -37,7 +37,7 @@ class SlowNetwork:
     def find_slow(self, times: Sequence[RankTime]) -> list[SlowRank]:
         """The hosts whose links were slow twice in a row, by their first ranks; a collective call.
 
-        They stay named while all ranks wait long. Of two hosts it can't be told whose link is slow.
+        They stay named while all ranks wait long. Empty for two hosts: nothing tells whose link is slow.
         """
         hosts: dict[str, int] = {}
         for time in times:

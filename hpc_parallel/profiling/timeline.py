@@ -26,7 +26,10 @@ from hpc_parallel.torch_internals import profiler_events
 STEP = "measured step"
 WAIT = "wait for others"
 BACKWARD = "backward pass"
-WAITS = (WAIT, "_c10d_functional::wait_tensor")  # the second: of DTensor and other functional collectives
+WAITS = (
+    WAIT,
+    "_c10d_functional::wait_tensor",
+)  # the second: in functional collectives, such as DTensor's
 ENGINE = "autograd::engine::evaluate_function"
 PEER_TO_PEER = ("gloo:send", "gloo:recv")
 COMMUNICATION = ("c10d::", "_c10d_functional::", "gloo:", "nccl:", "record_param_comms")
@@ -114,7 +117,7 @@ class Timeline:
         On a CPU, waiting time is what the host's wait calls take. On a GPU, NCCL kernels count too.
         gloo's own ranges are not usable: under load they begin and end late, during the computation.
 
-        actions: of a pipeline on a GPU, since the step began. The profiler's ranges on a GPU are not
+        actions: those of a pipeline on a GPU since the step began. The profiler's ranges on a GPU are not
         usable: they miss the kernels of a backward pass (strategies/ranges.py).
         """
         (step,) = [event for event in events if event.name == STEP and not event.on_device]

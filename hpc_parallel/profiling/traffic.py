@@ -26,14 +26,14 @@ class Moved(NamedTuple):
     received: float
 
 
-class Place(NamedTuple):
+class GroupPosition(NamedTuple):
     """This rank's position in a process group."""
 
     rank: int
     ranks: int
 
 
-Rule = Callable[[Mapping[str, Any], Place], Moved]
+Rule = Callable[[Mapping[str, Any], GroupPosition], Moved]
 
 
 class Traffic(DispatchMode):
@@ -73,10 +73,10 @@ def _group(arguments: Mapping[str, Any]) -> ProcessGroup:
     return group_of(arguments["process_group"] if "process_group" in arguments else arguments["group_name"])
 
 
-def place_of(arguments: Mapping[str, Any]) -> Place:
+def place_of(arguments: Mapping[str, Any]) -> GroupPosition:
     """This rank's position in the group of a collective."""
     group = _group(arguments)
-    return Place(rank=group.rank(), ranks=group.size())
+    return GroupPosition(rank=group.rank(), ranks=group.size())
 
 
 def bytes_of(value: Any) -> int:
@@ -85,7 +85,7 @@ def bytes_of(value: Any) -> int:
 
 
 def ring_reduce(name: str) -> Rule:
-    def rule(arguments: Mapping[str, Any], place: Place) -> Moved:
+    def rule(arguments: Mapping[str, Any], place: GroupPosition) -> Moved:
         amount = 2 * bytes_of(arguments[name]) * (place.ranks - 1) / place.ranks
         return Moved(amount, amount)
 
@@ -95,7 +95,7 @@ def ring_reduce(name: str) -> Rule:
 def local_slice(name: str) -> Rule:
     """Argument `name` is one rank's slice: every other rank receives it, or contributes to it."""
 
-    def rule(arguments: Mapping[str, Any], place: Place) -> Moved:
+    def rule(arguments: Mapping[str, Any], place: GroupPosition) -> Moved:
         amount = bytes_of(arguments[name]) * (place.ranks - 1)
         return Moved(amount, amount)
 
@@ -105,7 +105,7 @@ def local_slice(name: str) -> Rule:
 def all_slices(name: str) -> Rule:
     """Argument `name` holds the slices of all ranks. All of them move except this rank's slice."""
 
-    def rule(arguments: Mapping[str, Any], place: Place) -> Moved:
+    def rule(arguments: Mapping[str, Any], place: GroupPosition) -> Moved:
         amount = bytes_of(arguments[name]) * (place.ranks - 1) / place.ranks
         return Moved(amount, amount)
 
@@ -115,7 +115,7 @@ def all_slices(name: str) -> Rule:
 def from_root(name: str, root: str = "root_rank") -> Rule:
     """Argument `name` is what each rank receives from the root."""
 
-    def rule(arguments: Mapping[str, Any], place: Place) -> Moved:
+    def rule(arguments: Mapping[str, Any], place: GroupPosition) -> Moved:
         amount = bytes_of(arguments[name])
         is_root = place.rank == arguments[root]
         return Moved(amount * (place.ranks - 1), 0) if is_root else Moved(0, amount)
@@ -126,7 +126,7 @@ def from_root(name: str, root: str = "root_rank") -> Rule:
 def to_root(name: str) -> Rule:
     """Argument `name` is what each rank sends to the root."""
 
-    def rule(arguments: Mapping[str, Any], place: Place) -> Moved:
+    def rule(arguments: Mapping[str, Any], place: GroupPosition) -> Moved:
         amount = bytes_of(arguments[name])
         is_root = place.rank == arguments["root_rank"]
         return Moved(0, amount * (place.ranks - 1)) if is_root else Moved(amount, 0)
@@ -134,7 +134,7 @@ def to_root(name: str) -> Rule:
     return rule
 
 
-def exchanged(arguments: Mapping[str, Any], place: Place) -> Moved:
+def exchanged(arguments: Mapping[str, Any], place: GroupPosition) -> Moved:
     """Lists with one tensor for each rank."""
     sent, received = arguments["input_tensors"], arguments["output_tensors"]
     return Moved(
@@ -145,11 +145,11 @@ def exchanged(arguments: Mapping[str, Any], place: Place) -> Moved:
 def split(sent: str, received: str) -> Rule:
     """Arrays are split along their first dim into one piece for each rank; pieces are equal by default."""
 
-    def moved_bytes(arguments: Mapping[str, Any], name: str, splits: str, place: Place) -> float:
+    def moved_bytes(arguments: Mapping[str, Any], name: str, splits: str, place: GroupPosition) -> float:
         pieces = arguments[splits] or [1] * place.ranks
         return bytes_of(arguments[name]) * (1 - pieces[place.rank] / sum(pieces)) if sum(pieces) else 0
 
-    def rule(arguments: Mapping[str, Any], place: Place) -> Moved:
+    def rule(arguments: Mapping[str, Any], place: GroupPosition) -> Moved:
         sent_bytes = moved_bytes(arguments, sent, "input_split_sizes", place)
         if received not in arguments:  # a functional collective allocates its output
             rows, input_rows = arguments["output_split_sizes"], sum(arguments["input_split_sizes"])

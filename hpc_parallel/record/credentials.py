@@ -76,13 +76,13 @@ def without_credentials(value: Any) -> Any:
 
 def without_secret_values(overrides: Iterable[str]) -> list[str]:
     """Overrides for a page that others read: a value that may hold a credential is shown as `...`."""
-    shown = []
+    public = []
     for override in overrides:
         key, _, value = override.partition("=")
         parts = key.lstrip("+~").split(".")
         is_private = parts[:2] in PRIVATE or any(map(_is_private_key, parts)) or "{" in value
-        shown.append(f"{key}=..." if is_private or _is_credential(value) else override)
-    return shown
+        public.append(f"{key}=..." if is_private or _is_credential(value) else override)
+    return public
 
 
 def _is_private_key(key: str) -> bool:

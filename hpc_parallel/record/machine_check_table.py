@@ -37,7 +37,7 @@ class RankRates:
 
 
 @dataclass(frozen=True)
-class Link:
+class HostLink:
     """In each direction between two hosts."""
 
     hosts: tuple[str, ...]
@@ -63,7 +63,7 @@ class MeasuredMachine:
     reads_bytes_per_s: Reads = field(default_factory=dict)
     direct_reads: DirectReads = field(default_factory=DirectReads)
     inside_busbw_bytes_per_s: Mapping[str, float | None] = field(default_factory=dict)  # None: one rank
-    links: Annotated[tuple[Link, ...], first(MOST)] = ()
+    links: Annotated[tuple[HostLink, ...], first(MOST)] = ()
     findings: Annotated[tuple[HostFinding, ...], first(MOST)] = ()
     judged: bool | None = True  # None: parts are still to be measured
     left_out: str | None = None
@@ -109,8 +109,8 @@ def _medians(measured: MeasuredMachine) -> Iterator[str]:
     if inside := [rate for rate in measured.inside_busbw_bytes_per_s.values() if rate]:
         yield f"all-reduce inside a node: {median(inside) / 1e9:.3f} GB/s bus bandwidth (median)"
     if rates := list(links(measured).values()):
-        shown = f"{median(rates) / 1e9:.3f} GB/s (median), {min(rates) / 1e9:.3f} (slowest)"
-        yield f"links, in each direction: {shown}"
+        middle, slowest = median(rates) / 1e9, min(rates) / 1e9
+        yield f"links, in each direction: {middle:.3f} GB/s (median), {slowest:.3f} (slowest)"
 
 
 def _median(title: str, rows: Sequence[RankRates], key: str, *, scale: float, unit: str) -> Iterator[str]:

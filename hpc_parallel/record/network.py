@@ -37,7 +37,7 @@ def _cell(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class RecordedPart:
     """A GPU or a network card."""
 
     name: Annotated[str, _cell] = ""
@@ -50,7 +50,7 @@ class Topology:
     """Hosts with the same parts, and the connection of each part with each."""
 
     hosts: tuple[str, ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[RecordedPart, ...] = ()
     links: tuple[tuple[Annotated[str, _cell], ...], ...] = ()
 
 

@@ -22,7 +22,7 @@ from hpc_parallel.record.snapshot import Snapshot
 
 PREDICTED = "predicted"  # the key of the figures that were planned before the start
 DIFF_BYTES = 4 * 2**20  # so that environment.json stays within the limits of record/safe_read.py
-State = Callable[[Path], dict[str, Any]]
+GitState = Callable[[Path], dict[str, Any]]
 _HEADER = re.compile(r"^(Name|Version):[ \t]*(.*?)[ \t]*$", re.MULTILINE)
 
 
@@ -33,7 +33,7 @@ def origin(
     config_dir: Path | None,
     snapshot: Snapshot | None,
     command: Sequence[str] | None = None,
-    state: State | None = None,
+    state: GitState | None = None,
 ) -> dict[str, Any]:
     """What only the submitting process knows; rank 0 adds what only the job knows.
 

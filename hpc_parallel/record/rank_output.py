@@ -52,8 +52,8 @@ def last_output(folder: RunFolder) -> str | None:
         except (OSError, DamagedError):
             continue
         for line in reversed(content.decode(errors="replace").split("\n")):
-            if (shown := _shown(line)).strip() and not is_noise(line):
-                return printable(shown.strip())
+            if (text := _shown(line)).strip() and not is_noise(line):
+                return printable(text.strip())
     return None
 
 

@@ -45,7 +45,11 @@ class Preflight:
 def finding_lines(folder: RunFolder) -> list[tuple[str, str]]:
     """Host and what is wrong with it; empty if nothing is or the file can't be read."""
     findings = Preflight.read(folder).findings
-    return [(printable(found.host), printable(found.what)) for found in findings if found.host and found.what]
+    return [
+        (printable(finding.host), printable(finding.what))
+        for finding in findings
+        if finding.host and finding.what
+    ]
 
 
 def difference_lines(folder: RunFolder) -> list[str]:
@@ -78,11 +82,11 @@ def difference_table(differences: Differences) -> list[str]:
 
 def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     head, *rows = ([printable(cell) for cell in row] for row in cells)
-    shown = [head, *([cell[:MOST_CHARACTERS] for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    table = [head, *([cell[:MOST_CHARACTERS] for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in shown
+        for row in table
     ]
 
 

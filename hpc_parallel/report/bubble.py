@@ -35,14 +35,14 @@ class PipelineRun:
 
 
 @dataclass(frozen=True)
-class Family:
+class ScheduleFamily:
     """Runs that differ only in their number of microbatches, sorted by it."""
 
     words: Sequence[str]  # its label
     points: Sequence[PipelineRun]
 
 
-def families(rows: Sequence[Row]) -> list[Family]:
+def families(rows: Sequence[Row]) -> list[ScheduleFamily]:
     """The families of completed pipelines with a bubble; empty if there is only one such run.
 
     On a GPU they also have a peak of memory.
@@ -54,7 +54,7 @@ def families(rows: Sequence[Row]) -> list[Family]:
     if sum(map(len, groups.values())) < 2:
         return []
     return [
-        Family(_label(points[0].row), sorted(points, key=lambda point: point.microbatches))
+        ScheduleFamily(_label(points[0].row), sorted(points, key=lambda point: point.microbatches))
         for points in groups.values()
     ]
 
@@ -114,12 +114,12 @@ def _label(row: Row) -> Sequence[str]:
     return _schedule(row), f"{row.strategy} {row.shape}", *options
 
 
-def have_memory(families: Sequence[Family]) -> bool:
+def have_memory(families: Sequence[ScheduleFamily]) -> bool:
     """Whether all runs have a peak of memory, which is then the horizontal axis."""
     return all(point.peak_memory_bytes for family in families for point in family.points)
 
 
-def figure(families: Sequence[Family]) -> Figure:
+def figure(families: Sequence[ScheduleFamily]) -> Figure:
     """Plot the bubble of every run over memory, or over microbatches; hollow markers show the formula."""
     drawing, ((axes,),) = canvas(3.8)
     points = [point for family in families for point in family.points]
@@ -144,7 +144,7 @@ def figure(families: Sequence[Family]) -> Figure:
     return drawing
 
 
-def _draw(axes: Axes, family: Family, index: int, x_of: Callable[[PipelineRun], float]) -> Line2D:
+def _draw(axes: Axes, family: ScheduleFamily, index: int, x_of: Callable[[PipelineRun], float]) -> Line2D:
     """Draw a family and its formula; returns the line."""
     curve_style = style(index)
     x = [x_of(point) for point in family.points]

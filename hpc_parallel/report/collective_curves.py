@@ -18,7 +18,7 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 @dataclass(frozen=True)
-class Point:
+class TimedSize:
     """One size. time_s: of one call; bus_rate: bytes per second, as nccl-tests counts them."""
 
     size_bytes: float
@@ -27,7 +27,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Curve:
+class CollectiveCurve:
     """A collective over one group of ranks of a run, by size."""
 
     row: Row
@@ -35,7 +35,7 @@ class Curve:
     group: str
     ranks: int
     dtype: str
-    points: Sequence[Point]
+    points: Sequence[TimedSize]
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -46,20 +46,22 @@ class Curve:
         return f"{self.group} ({self.ranks})", self.operation, self.dtype, f"{latency_s / MICRO:.1f}", *rate
 
 
-def curves(rows: Sequence[Row]) -> list[Curve]:
+def curves(rows: Sequence[Row]) -> list[CollectiveCurve]:
     """The curves of all runs."""
     return [curve for row in rows for curve in _curves_of(row)]
 
 
-def _curves_of(row: Row) -> Iterator[Curve]:
-    points: dict[tuple[str, str, int, str], dict[float, Point]] = defaultdict(dict)
+def _curves_of(row: Row) -> Iterator[CollectiveCurve]:
+    points: dict[tuple[str, str, int, str], dict[float, TimedSize]] = defaultdict(dict)
     for line in _lines(row):
         size, time_s, rate = map(number, (line.size_bytes, line.time_s, line.busbw_bytes_per_s))
         if size is not None and rate is not None and time_s and size >= 0 and rate >= 0 and time_s > 0:
             group, dtype = printable(line.group), printable(line.dtype)
-            points[line.operation, group, line.ranks, dtype][size] = Point(size, time_s, rate)
+            points[line.operation, group, line.ranks, dtype][size] = TimedSize(size, time_s, rate)
     for (operation, group, ranks, dtype), by_size in points.items():
-        yield Curve(row, operation, group, ranks, dtype, [by_size[size] for size in sorted(by_size)])
+        yield CollectiveCurve(
+            row, operation, group, ranks, dtype, [by_size[size] for size in sorted(by_size)]
+        )
 
 
 def _lines(row: Row) -> list[CollectiveRow]:

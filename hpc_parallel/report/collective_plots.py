@@ -9,7 +9,7 @@ from functools import partial
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from hpc_parallel.report.collective_curves import GIGA, MICRO, Curve, bytes_text, curves
+from hpc_parallel.report.collective_curves import GIGA, MICRO, CollectiveCurve, bytes_text, curves
 from hpc_parallel.report.drawing import (
     MAX_CURVES,
     Plot,
@@ -28,7 +28,7 @@ from hpc_parallel.report.labels import legend
 
 def plots(rows: Sequence[Row]) -> Iterator[Plot]:
     """Yields a plot for each collective that moves data, with one curve for each group of each run."""
-    by_operation: dict[str, list[Curve]] = defaultdict(list)
+    by_operation: dict[str, list[CollectiveCurve]] = defaultdict(list)
     for curve in curves(rows):
         if sum(point.size_bytes > 0 for point in curve.points) > 1:
             by_operation[curve.operation].append(curve)
@@ -41,7 +41,7 @@ def plots(rows: Sequence[Row]) -> Iterator[Plot]:
         )  # fmt: skip
 
 
-def _words(curves: Sequence[Curve]) -> list[Sequence[str]]:
+def _words(curves: Sequence[CollectiveCurve]) -> list[Sequence[str]]:
     """The parts of each curve's label. A legend shows only the parts that differ."""
     by_run = words_of([curve.row for curve in curves])
     return [
@@ -50,14 +50,14 @@ def _words(curves: Sequence[Curve]) -> list[Sequence[str]]:
     ]
 
 
-def _common(curves: Sequence[Curve]) -> str:
+def _common(curves: Sequence[CollectiveCurve]) -> str:
     """The parts that all curves have in common. Their legend leaves them out."""
     first, *others = _words(curves)
     common = [word for word in first if all(word in label for label in others)]
     return f": {', '.join(common)}" if common else ""
 
 
-def _figure(curves: Sequence[Curve]) -> Figure:
+def _figure(curves: Sequence[CollectiveCurve]) -> Figure:
     figure, ((times, rates),) = canvas(3.6, columns=2)
     points = [point for curve in curves for point in curve.points if point.size_bytes > 0]
     name = f"time of {curves[0].operation}, us"

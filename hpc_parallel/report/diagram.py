@@ -79,7 +79,7 @@ Unit = tuple[float, float, float, float]  # left, top, right, bottom of a part o
 
 
 @dataclass(frozen=True)
-class Place:
+class DrawnPlace:
     """Where a device is drawn."""
 
     x: float
@@ -113,14 +113,14 @@ def draw(setup: Setup, *, devices_per_node: int, title: str) -> str:
     return str(svg)
 
 
-def _places(count: int, devices_per_node: int) -> list[Place]:
+def _places(count: int, devices_per_node: int) -> list[DrawnPlace]:
     width, places = WIDE if count <= 4 else NARROW, []
     x: float = LABELS + MARGIN + PAD
     for device in range(count):
         node = device // devices_per_node
         if device and device % devices_per_node == 0:
             x += GAP + 2 * PAD - GAP / 2
-        places.append(Place(x, width, node))
+        places.append(DrawnPlace(x, width, node))
         x += width + GAP / 2
     return places
 
@@ -135,7 +135,7 @@ def _description(rows: Sequence[Holding], sent: Sequence[Exchange]) -> str:
     return "; ".join(held + messages)
 
 
-def _draw_devices(svg: Svg, rows: Sequence[Holding], places: Sequence[Place], *, noun: str) -> float:
+def _draw_devices(svg: Svg, rows: Sequence[Holding], places: Sequence[DrawnPlace], *, noun: str) -> float:
     """Nodes, devices and their bars; returns the lower edge."""
     top = 44.0
     role = LINE * any(row.role for row in rows)
@@ -168,7 +168,7 @@ def _label(svg: Svg, y: float, text: str) -> None:
     svg.text(MARGIN, y, text, size=12, bold=True, within=LABELS - PAD)
 
 
-def _draw_model(svg: Svg, row: Holding, place: Place, *, top: float) -> None:
+def _draw_model(svg: Svg, row: Holding, place: DrawnPlace, *, top: float) -> None:
     """One bar each for weights, gradients and optimizer state, and what the coloured part is."""
     for label, kind, kept in ROWS:
         svg.box(place.x + 6, top, (place.width - 12, BAR), "empty")
@@ -181,7 +181,7 @@ def _draw_model(svg: Svg, row: Holding, place: Place, *, top: float) -> None:
         top += LINE
 
 
-def _draw_samples(svg: Svg, row: Holding, place: Place, *, top: float) -> None:
+def _draw_samples(svg: Svg, row: Holding, place: DrawnPlace, *, top: float) -> None:
     svg.box(place.x + 6, top, (place.width - 12, BAR), "empty")
     if row.samples is not None:
         _fill(svg, _sample_units(row.samples), place, top=top, kind="samples")
@@ -191,7 +191,7 @@ def _draw_samples(svg: Svg, row: Holding, place: Place, *, top: float) -> None:
 
 
 def _fill(
-    svg: Svg, units: Sequence[Unit], place: Place, *, top: float, kind: str, faint: bool = False
+    svg: Svg, units: Sequence[Unit], place: DrawnPlace, *, top: float, kind: str, faint: bool = False
 ) -> None:
     width = place.width - 12
     for left, upper, right, lower in units:
@@ -243,7 +243,7 @@ def _sample_lines(row: Holding) -> list[str]:
     return [formats[kind].format(part) for kind, part in row.samples.items()] or ["all"]
 
 
-def _draw_exchanges(svg: Svg, sent: Sequence[Exchange], places: Sequence[Place], *, top: float) -> float:
+def _draw_exchanges(svg: Svg, sent: Sequence[Exchange], places: Sequence[DrawnPlace], *, top: float) -> float:
     """The rows below the devices; returns the lower edge."""
     y, first = top + 8, {row.phase: row for row in reversed(sent)}
     start = top
@@ -265,7 +265,7 @@ def _draw_exchanges(svg: Svg, sent: Sequence[Exchange], places: Sequence[Place],
     return y + 6
 
 
-def _draw_exchange(svg: Svg, exchange: Exchange, places: Sequence[Place], *, y: float) -> None:
+def _draw_exchange(svg: Svg, exchange: Exchange, places: Sequence[DrawnPlace], *, y: float) -> None:
     kind, how = colour(exchange.what), exchange.how.replace("_", "-")
     svg.text(MARGIN, y + 10, exchange.what, size=12, bold=True, within=LABELS - PAD)
     often = ", ".join(filter(None, (how, exchange.often.value, exchange.only_if)))

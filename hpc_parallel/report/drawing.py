@@ -74,18 +74,18 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Kind:
+class WorkKind:
     """The runs of one kind of work (model, data, task, global batch), which are comparable."""
 
     title: str  # what differs from the other kinds; empty if it is the only one
     rows: Sequence[Row]
 
 
-def kinds(rows: Sequence[Row], *, most: int) -> list[Kind]:
+def kinds(rows: Sequence[Row], *, most: int) -> list[WorkKind]:
     """The first `most` runs of each of the first MAX_PANELS kinds of work."""
     groups = panels_of(rows, lambda row: row.work)
     titles = titles_of_work([group[0].run for group in groups])
-    return [Kind(title, group[:most]) for title, group in zip(titles, groups, strict=True)]
+    return [WorkKind(title, group[:most]) for title, group in zip(titles, groups, strict=True)]
 
 
 def panels_of(items: Sequence[T], key: Callable[[T], object]) -> list[list[T]]:
@@ -199,7 +199,7 @@ def style(index: int) -> dict[str, Any]:
     }
 
 
-def bar_chart(of_kinds: Sequence[Kind]) -> tuple[Figure, list[Axes]]:
+def bar_chart(of_kinds: Sequence[WorkKind]) -> tuple[Figure, list[Axes]]:
     """An empty chart with a panel for each kind of work and one horizontal bar per run in it."""
     figure, panels = canvas(*(1.0 + 0.36 * len(kind.rows) for kind in of_kinds))
     for (axes,), kind in zip(panels, of_kinds, strict=True):

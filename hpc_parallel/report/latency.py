@@ -26,21 +26,21 @@ class BatchTiming:
 
 
 @dataclass(frozen=True)
-class Curve:
+class LatencyCurve:
     """A run's timings, by batch size."""
 
     row: Row
     points: Sequence[BatchTiming]
 
 
-def curves(rows: Sequence[Row]) -> list[Curve]:
+def curves(rows: Sequence[Row]) -> list[LatencyCurve]:
     """The curve of every run with timings, also while it runs; the newest line of a batch size counts."""
     result = []
     for row in rows:
         lines = (Line.of(line) for line in row.run.metrics if "batch_size" in line)  # few of 500,000
         points = {point.batch_size: point for line in lines if (point := _timing(line))}
         if points:
-            result.append(Curve(row, [points[size] for size in sorted(points)[:MAX_SIZES]]))
+            result.append(LatencyCurve(row, [points[size] for size in sorted(points)[:MAX_SIZES]]))
     return result
 
 
@@ -54,7 +54,7 @@ def _timing(line: Line) -> BatchTiming | None:
     return BatchTiming(size, latency_s, p99_s if p99_s and p99_s >= latency_s else None, rate, tokens)
 
 
-def table(curves: Sequence[Curve]) -> str:
+def table(curves: Sequence[LatencyCurve]) -> str:
     """CSV with one line per batch size, in the units and names of `metrics.jsonl`; empty without curves."""
     if not curves:
         return ""

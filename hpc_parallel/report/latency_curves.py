@@ -10,9 +10,9 @@ from matplotlib.lines import Line2D
 
 from hpc_parallel.report.drawing import (
     MAX_CURVES,
-    Kind,
     Note,
     Plot,
+    WorkKind,
     add_legend,
     annotate,
     canvas,
@@ -26,7 +26,7 @@ from hpc_parallel.report.drawing import (
 )
 from hpc_parallel.report.gather import Row
 from hpc_parallel.report.labels import legend
-from hpc_parallel.report.latency import Curve, curves
+from hpc_parallel.report.latency import LatencyCurve, curves
 from hpc_parallel.report.tables import Unit, unit_of
 
 
@@ -43,7 +43,7 @@ def plots(rows: Sequence[Row]) -> Iterator[Plot]:
         )  # fmt: skip
 
 
-def _figure(curves: Sequence[Curve], of_kinds: Sequence[Kind]) -> Figure:
+def _figure(curves: Sequence[LatencyCurve], of_kinds: Sequence[WorkKind]) -> Figure:
     """Plot latency over throughput, one curve per run and one panel per kind of work."""
     points = [point for curve in curves for point in curve.points]
     unit = unit_of("seconds", (point.latency_s for point in points))
@@ -61,7 +61,7 @@ def _figure(curves: Sequence[Curve], of_kinds: Sequence[Kind]) -> Figure:
     return drawing
 
 
-def _draw(axes: Axes, curves: Sequence[Curve], unit: Unit, *, first: int) -> list[Note]:
+def _draw(axes: Axes, curves: Sequence[LatencyCurve], unit: Unit, *, first: int) -> list[Note]:
     """Draw curves; returns the batch sizes to write beside them, those of the ends first.
 
     Batch sizes grow by factors, and so do latency and throughput: both axes are logarithmic.

@@ -14,8 +14,8 @@ from matplotlib.lines import Line2D
 
 from hpc_parallel.report.drawing import (
     MAX_CURVES,
-    Kind,
     Plot,
+    WorkKind,
     add_legend,
     canvas,
     drawn_of,
@@ -70,7 +70,7 @@ def points(row: Row, key: str, *, over: str) -> list[tuple[float, float]]:
     return lines[::stride] + lines[-1:] * bool(len(lines) % stride != 1 and stride > 1)
 
 
-def _figure(of_kinds: Sequence[Kind], *, validated: bool) -> Figure:
+def _figure(of_kinds: Sequence[WorkKind], *, validated: bool) -> Figure:
     figure, panels = canvas(*(3.6 for _ in of_kinds))
     handles: list[Line2D] = []
     labels: list[str] = []

@@ -32,15 +32,10 @@ FIGURE_NAMES = {  # key -> name, kind of unit
 
 @dataclass(frozen=True)
 class Evidence:
-    """The verdict on a claim, and the measured figure as text."""
+    """The verdict on a claim (OPEN: the figure is missing), and the measured figure as text."""
 
     verdict: str = OPEN
     figure: str = ""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the figure is missing, and the command that measures it is of use."""
-        return self.verdict == OPEN
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from hpc_parallel.report.drawing import (
     HATCHES,
     MAX_BARS,
     ORANGE,
-    Kind,
     Plot,
+    WorkKind,
     add_patch_legend,
     bar_chart,
     bar_style,
@@ -65,7 +65,7 @@ def _fullest(row: Row) -> RankState | None:
     return state if state and state.total else None
 
 
-def _peaks(of_kinds: Sequence[Kind]) -> Figure:
+def _peaks(of_kinds: Sequence[WorkKind]) -> Figure:
     figure, panels = bar_chart(of_kinds)
     values = {id(row): row.figures[PEAK] or 0.0 for kind in of_kinds for row in kind.rows}
     unit = unit_of("bytes", values.values())
@@ -80,7 +80,7 @@ def _peaks(of_kinds: Sequence[Kind]) -> Figure:
     return figure
 
 
-def _states(of_kinds: Sequence[Kind]) -> Figure:
+def _states(of_kinds: Sequence[WorkKind]) -> Figure:
     figure, panels = bar_chart(of_kinds)
     states = {id(row): _fullest(row) or RankState(0, 0, 0) for kind in of_kinds for row in kind.rows}
     unit = unit_of("bytes", (state.total for state in states.values()))

@@ -29,7 +29,7 @@ class PlannedFigure(Protocol):
 
 
 @dataclass(frozen=True)
-class Role:
+class RoleBytes:
     """Devices that hold the same, and the bytes of each kind."""
 
     label: str
@@ -57,15 +57,15 @@ class ScalingPoint:
 class PlanPage:
     """What the page shows.
 
-    lines: below the title. ranks: of a step. left_out: why numbers of nodes
-    are not in `sizes`. notes: what the plan takes for granted.
+    lines: the text below the title. ranks: those of a step. left_out: why numbers of nodes are not in
+    `sizes`. notes: what the plan takes for granted.
     """
 
     title: str
     lines: Sequence[str]
     command: str
     figures: Sequence[PlannedFigure]
-    roles: Sequence[Role]
+    roles: Sequence[RoleBytes]
     device_memory_bytes: float
     ranks: Sequence[RankTimeline]
     sizes: Sequence[ScalingPoint]

@@ -30,7 +30,7 @@ from hpc_parallel.report.drawing import (
     plot,
     style,
 )
-from hpc_parallel.report.plan_html import PlanPage, Role, ScalingPoint
+from hpc_parallel.report.plan_html import PlanPage, RoleBytes, ScalingPoint
 from hpc_parallel.report.scaling_curves import IDEAL, count_devices
 from hpc_parallel.report.timeline_drawing import timeline_figure
 
@@ -65,7 +65,7 @@ def _memory(page: PlanPage) -> Iterator[Plot]:
         )  # fmt: skip
 
 
-def _bars(roles: Sequence[Role], room: float) -> Figure:
+def _bars(roles: Sequence[RoleBytes], room: float) -> Figure:
     figure, ((axes,),) = canvas(1.1 + 0.36 * len(roles))
     drawn = [name for name, (kinds, _, _) in PARTS.items() if any(r.kinds[k] for r in roles for k in kinds)]
     for y, role in enumerate(roles):

@@ -25,8 +25,8 @@ from hpc_parallel.report.drawing import (
     ORANGE,
     PURPLE,
     VERMILION,
-    Kind,
     Plot,
+    WorkKind,
     add_patch_legend,
     bar_chart,
     bar_style,
@@ -99,7 +99,7 @@ def _prediction_plots(predictions: Sequence[Prediction]) -> Iterator[Plot]:
         )  # fmt: skip
 
 
-def _parts(of_kinds: Sequence[Kind]) -> Figure:
+def _parts(of_kinds: Sequence[WorkKind]) -> Figure:
     figure, panels = bar_chart(of_kinds)
     rows = [row for kind in of_kinds for row in kind.rows]
     unit = unit_of("seconds", (sum((row.parts or {}).values()) for row in rows))

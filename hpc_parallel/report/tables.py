@@ -20,7 +20,7 @@ STRONG, WEAK = "strong", "weak"
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """A figure of the comparison."""
 
     key: str
@@ -53,17 +53,17 @@ def _pipelined(row: Row) -> bool:
 
 
 COLUMNS = (
-    Column("samples_per_s", "throughput", "rate", max, timed=True),
-    Column("latency_s", "latency", "seconds", min, noise=NOISE),
-    Column("step_time_s", "step time", "seconds", min, timed=True),
-    Column("peak_memory_bytes", "memory per device", "bytes", min, _on_device, noise=NOISE),
-    Column("state_bytes", "state per device", "bytes", min),
-    Column("bubble_share", "bubble", "share", min, _pipelined, noise=NOISE),
-    Column("exposed_communication_share", "exposed communication", "share", min, _parallel, noise=NOISE),
-    Column("traffic_bytes", "traffic per step", "bytes", min, _sends),
-    Column("final_loss", "final loss", "loss", min, same_samples=True, noise=ROUNDING),
-    Column("restarts", "restarts", "count", min, same_samples=True),
-    Column("device_hours", "device-hours", "hours", min, same_samples=True, noise=NOISE),
+    TableColumn("samples_per_s", "throughput", "rate", max, timed=True),
+    TableColumn("latency_s", "latency", "seconds", min, noise=NOISE),
+    TableColumn("step_time_s", "step time", "seconds", min, timed=True),
+    TableColumn("peak_memory_bytes", "memory per device", "bytes", min, _on_device, noise=NOISE),
+    TableColumn("state_bytes", "state per device", "bytes", min),
+    TableColumn("bubble_share", "bubble", "share", min, _pipelined, noise=NOISE),
+    TableColumn("exposed_communication_share", "exposed communication", "share", min, _parallel, noise=NOISE),
+    TableColumn("traffic_bytes", "traffic per step", "bytes", min, _sends),
+    TableColumn("final_loss", "final loss", "loss", min, same_samples=True, noise=ROUNDING),
+    TableColumn("restarts", "restarts", "count", min, same_samples=True),
+    TableColumn("device_hours", "device-hours", "hours", min, same_samples=True, noise=NOISE),
 )
 SCALES = {
     "seconds": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
@@ -106,7 +106,7 @@ def digits(value: float, count: int) -> str:
 
 
 @dataclass(frozen=True)
-class Cell:
+class FigureCell:
     """One figure of one run."""
 
     value: float | None
@@ -120,9 +120,9 @@ class Comparison:
     """The comparison table: `cells[row][column]` in `units[column]`."""
 
     rows: Sequence[Row]
-    columns: Sequence[Column]  # those with a figure of at least one run
+    columns: Sequence[TableColumn]  # those with a figure of at least one run
     units: Sequence[Unit]
-    cells: Sequence[Sequence[Cell]]
+    cells: Sequence[Sequence[FigureCell]]
     settings: int  # different settings in the table; the best is marked within each
 
     def titles(self) -> list[str]:
@@ -138,7 +138,7 @@ def compare(rows: Sequence[Row]) -> Comparison:
     best = [_starred(column, rows, unit) for column, unit in zip(columns, units, strict=True)]
     cells = [
         [
-            Cell(
+            FigureCell(
                 row.figures[column.key],
                 _shown(column, row, unit),
                 spread_text(row, column.key),
@@ -151,18 +151,18 @@ def compare(rows: Sequence[Row]) -> Comparison:
     return Comparison(rows, columns, units, cells, len({row.settings for row in rows}))
 
 
-def column_of(key: str) -> Column:
+def column_of(key: str) -> TableColumn:
     """The column of this figure."""
     return next(column for column in COLUMNS if column.key == key)
 
 
-def _has_figure(column: Column, row: Row) -> bool:
+def _has_figure(column: TableColumn, row: Row) -> bool:
     """Whether it is measured, and not the zero of a run for which it has no meaning."""
     value = row.figures[column.key]
     return value is not None and (value != 0 or column.competes(row))
 
 
-def _shown(column: Column, row: Row, unit: Unit) -> str:
+def _shown(column: TableColumn, row: Row, unit: Unit) -> str:
     value = row.figures[column.key]
     return "-" if value is not None and not _has_figure(column, row) else unit.show(value)
 
@@ -176,7 +176,7 @@ def spread_text(row: Row, key: str) -> str:
     return f"{unit.show(low)} to {unit.show(high)}"
 
 
-def best_of(column: Column, rows: Sequence[Row], unit: Unit) -> set[int]:
+def best_of(column: TableColumn, rows: Sequence[Row], unit: Unit) -> set[int]:
     """Indices of the best rows with the same settings, and of those that can't be told apart from them.
 
     A figure that only one run has is never the best. Runs that are equal in the digits shown are tied;
@@ -186,7 +186,7 @@ def best_of(column: Column, rows: Sequence[Row], unit: Unit) -> set[int]:
     return {index for leaders, _ in _races(column, rows, unit) for index in leaders}
 
 
-def _starred(column: Column, rows: Sequence[Row], unit: Unit) -> set[int]:
+def _starred(column: TableColumn, rows: Sequence[Row], unit: Unit) -> set[int]:
     """Indices of the rows that get a star: the best if it can be told apart from all others.
 
     Equal counts share the star. A speed needs a known spread, as do all its rivals.
@@ -204,7 +204,7 @@ def _starred(column: Column, rows: Sequence[Row], unit: Unit) -> set[int]:
     }
 
 
-def _races(column: Column, rows: Sequence[Row], unit: Unit) -> Iterator[tuple[set[int], set[int]]]:
+def _races(column: TableColumn, rows: Sequence[Row], unit: Unit) -> Iterator[tuple[set[int], set[int]]]:
     """The leaders and the others of each group of rows with the same settings."""
     groups: dict[Any, dict[int, str]] = defaultdict(dict)
     for index, row in enumerate(rows):
@@ -225,7 +225,7 @@ def _races(column: Column, rows: Sequence[Row], unit: Unit) -> Iterator[tuple[se
         yield leaders, set(texts) - leaders
 
 
-def _is_even(column: Column, a: Row, b: Row) -> bool:
+def _is_even(column: TableColumn, a: Row, b: Row) -> bool:
     """Whether the difference of two figures is within their spread or the noise."""
     if column.timed:
         return a.spread.overlaps(b.spread)

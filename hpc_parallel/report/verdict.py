@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpc_parallel.report.gather import Row
-from hpc_parallel.report.tables import Column, Unit, best_of, column_of, digits, spread_text, unit_of
+from hpc_parallel.report.tables import TableColumn, Unit, best_of, column_of, digits, spread_text, unit_of
 
 SHOWN_RUNS = 3  # of those that can't be told apart
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerdictLine:
     """One line."""
 
     title: str
@@ -21,7 +21,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Question:
+class VerdictQuestion:
     """What a line answers."""
 
     title: str
@@ -31,32 +31,34 @@ class Question:
     basis: str = ""  # where the figure comes from; a speed has its timed steps and its spread
 
 
-FASTEST = Question("Fastest", "samples_per_s", unmeasured="not measured: no completed run has a throughput.")
-LEANEST = Question(
+FASTEST = VerdictQuestion(
+    "Fastest", "samples_per_s", unmeasured="not measured: no completed run has a throughput."
+)
+LEANEST = VerdictQuestion(
     "Leanest", "state_bytes", what=" of weights, gradients and optimizer state on the fullest device",
     basis="It is counted, and has no spread; activations come on top.",
 )  # fmt: skip
-LEANEST_BY_PEAK = Question(
+LEANEST_BY_PEAK = VerdictQuestion(
     "Leanest", "peak_memory_bytes", what=" on the fullest device", unmeasured="not measured.",
     basis="It is the peak of the run, and has no spread.",
 )  # fmt: skip
-LEANEST_PROCESS = Question(
+LEANEST_PROCESS = VerdictQuestion(
     "Leanest", "peak_memory_bytes",
     unmeasured="not measured: on a CPU the peak of a process contains the interpreter, and not every run has "
     "counted its state.",
 )  # fmt: skip
-QUIETEST = Question(
+QUIETEST = VerdictQuestion(
     "Quietest", "traffic_bytes", what=" sent by all devices in one step",
     unmeasured="no completed run with several devices has counted its bytes (training.measure_steps).",
     basis="It is counted in one step, and has no spread.",
 )  # fmt: skip
 
 
-def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+def verdicts(rows: Sequence[Row]) -> list[VerdictLine]:
     """The three lines; empty if no run completed."""
     same, _ = _largest_group(rows)
     questions = (FASTEST, _leanest(same), QUIETEST)
-    return [Verdict(question.title, _answer(same, question)) for question in questions if same]
+    return [VerdictLine(question.title, _answer(same, question)) for question in questions if same]
 
 
 def scope(rows: Sequence[Row]) -> str:
@@ -78,7 +80,7 @@ def _largest_group(rows: Sequence[Row]) -> tuple[list[Row], int]:
     return [row for row in completed for settings, _ in largest if row.settings == settings], len(completed)
 
 
-def _leanest(rows: Sequence[Row]) -> Question:
+def _leanest(rows: Sequence[Row]) -> VerdictQuestion:
     """Peak memory on GPUs; on a CPU the counted state, because a process holds more than the training."""
     if not any(row.on_cpu for row in rows):
         return LEANEST_BY_PEAK
@@ -86,7 +88,7 @@ def _leanest(rows: Sequence[Row]) -> Question:
     return LEANEST if counted else LEANEST_PROCESS
 
 
-def _answer(rows: Sequence[Row], question: Question) -> str:
+def _answer(rows: Sequence[Row], question: VerdictQuestion) -> str:
     column = column_of(question.key)
     measured = [row for row in rows if row.figures[column.key] is not None and column.competes(row)]
     if not measured:
@@ -103,7 +105,7 @@ def _answer(rows: Sequence[Row], question: Question) -> str:
     return f"{answer}, {_lead(first, others, column, unit, tied=len(winners) > 1)} {basis}"
 
 
-def _place(column: Column, row: Row) -> float:
+def _place(column: TableColumn, row: Row) -> float:
     value = row.figures[column.key] or 0.0
     return -value if column.best is max else value
 
@@ -117,11 +119,11 @@ def _names(winners: Sequence[Row], tie: str) -> str:
     return f"{'; '.join(names)}{f' and {more} more' if more else ''} ({tie})"
 
 
-def _figure(row: Row, column: Column, unit: Unit) -> str:
+def _figure(row: Row, column: TableColumn, unit: Unit) -> str:
     return f"{unit.show(row.figures[column.key])} {unit.name}"
 
 
-def _lead(winner: Row, others: Sequence[Row], column: Column, unit: Unit, *, tied: bool) -> str:
+def _lead(winner: Row, others: Sequence[Row], column: TableColumn, unit: Unit, *, tied: bool) -> str:
     """By how much the winner is ahead of the next run."""
     if not others:
         return "like all other runs." if tied else "and no other run has this figure."

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 
-from hpc_parallel.slurm.records import Node, Partition, SlurmRecords
+from hpc_parallel.slurm.records import Partition, SlurmNode, SlurmRecords
 
 _MOST_NAMES = 8  # in a comment
 _WIDTH = 44  # of a line before its comment
@@ -81,7 +81,7 @@ def _identity(name: str, chosen: Partition, records: SlurmRecords, login: Login)
         yield _line("account: null", "the project that pays, if the site wants one")
 
 
-def _requests(chosen: Partition, nodes: Sequence[Node]) -> Iterator[str]:
+def _requests(chosen: Partition, nodes: Sequence[SlurmNode]) -> Iterator[str]:
     """What sites may want from every job, with what this partition has."""
     if chosen.qos:
         yield _line("qos: null", f"{chosen.name} takes {_listed(chosen.qos)}")
@@ -123,7 +123,7 @@ def _partitions(records: SlurmRecords) -> Iterator[str]:
         yield f"  {_text(partition.name)}: {{{', '.join(texts)}}}"
 
 
-def _gpus(chosen: Partition, nodes: Sequence[Node], records: SlurmRecords) -> Iterator[str]:
+def _gpus(chosen: Partition, nodes: Sequence[SlurmNode], records: SlurmRecords) -> Iterator[str]:
     types = sum((Counter(node.gpus) for node in nodes), Counter())
     if not types:
         yield _line("gpus: false", "no node of these partitions has a GPU: each device is a process on CPUs")
@@ -149,19 +149,19 @@ def _gpus(chosen: Partition, nodes: Sequence[Node], records: SlurmRecords) -> It
     yield _line("device_memory_gb: null", "memory of one GPU: refuses models that can't fit")
 
 
-def _usual_type(nodes: Sequence[Node]) -> str:
+def _usual_type(nodes: Sequence[SlurmNode]) -> str:
     """The type of which these nodes have most GPUs; empty if sites name none, or without GPUs."""
     types = sum((Counter(node.gpus) for node in nodes), Counter())
     return types.most_common(1)[0][0] if types else ""
 
 
-def _counts(nodes: Sequence[Node]) -> list[int]:
+def _counts(nodes: Sequence[SlurmNode]) -> list[int]:
     """The different counts of that type on nodes that have it, rising: a job takes one type."""
     kind = _usual_type(nodes)
     return sorted({node.gpus[kind] for node in nodes if kind in node.gpus})
 
 
-def _shares(nodes: Sequence[tuple[Node, int]]) -> Iterator[str]:
+def _shares(nodes: Sequence[tuple[SlurmNode, int]]) -> Iterator[str]:
     """The cores and the memory of one GPU, on the nodes (with their GPUs) where that is least."""
     cpus = min(node.cpus // count for node, count in nodes)
     yield _line(f"cpus_per_device: {max(1, cpus)}", "a node's CPUs, often threads, shared by its GPUs")

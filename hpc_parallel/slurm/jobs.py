@@ -66,11 +66,11 @@ def job_state(job_id: str) -> JobState:
     controller that does not answer (it restarts, it is busy) gives no information about the job.
     """
     slurm = Inquiry()
-    shown = slurm.ask(*_SHOW, job_id)
-    if shown.returncode == 0:
-        fields = _fields(shown.stdout)
+    answer = slurm.ask(*_SHOW, job_id)
+    if answer.returncode == 0:
+        fields = _fields(answer.stdout)
         return JobState(fields.get("JobState", SILENT), fields.get("Reason", ""))
-    if "Invalid job id" not in shown.stderr:
+    if "Invalid job id" not in answer.stderr:
         return JobState(SILENT)
     recorded = slurm.ask("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State")
     if recorded.returncode == 0 and (state := recorded.stdout.split()):
@@ -153,8 +153,8 @@ def scripts_of(job_ids: Sequence[str], slurm: Inquiry) -> dict[str, str] | None:
 
 def job_fields(job_id: str) -> dict[str, str] | None:
     """The controller's record of a job; None if it does not answer or no longer has a record."""
-    shown = Inquiry().ask(*_SHOW, job_id)
-    return _fields(shown.stdout) if shown.returncode == 0 else None
+    answer = Inquiry().ask(*_SHOW, job_id)
+    return _fields(answer.stdout) if answer.returncode == 0 else None
 
 
 def _listed(text: str) -> dict[str, JobState]:

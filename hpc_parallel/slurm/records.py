@@ -28,12 +28,13 @@ _UNSET_MB = 1  # the memory of nodes for which the site has configured none
 
 
 @dataclass(frozen=True)
-class Node:
+class SlurmNode:
     """What jobs can get of a node.
 
-    cpus: without those that the site keeps for the system; gpus: type -> count, where the type is empty if
-    the site does not name it; memory_mb: None if unknown; grouped: known from a row of several nodes, of
-    which the GPUs and the features are those of the first, and the CPUs and the memory are the least of any.
+    cpus: the CPUs, without those that the site keeps for the system. gpus: type -> count; the type is empty
+    if the site does not name it. memory_mb: None if unknown. grouped: Slurm printed one row for several
+    nodes; then the GPUs and the features are those of the first node, and CPUs and memory are the smallest of
+    all.
     """
 
     name: str
@@ -47,9 +48,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Partition:
-    """time_minutes, max_nodes: the most of one job; None: no limit. nodes: how many it has.
+    """time_minutes, max_nodes: the limits of one job; None: no limit. nodes: how many nodes it has.
 
-    qos: the only ones that it takes; empty: any.
+    qos: the qualities of service that its jobs may use; empty: any.
     """
 
     name: str
@@ -67,19 +68,19 @@ class SlurmRecords:
 
     settings: dict[str, str] = field(default_factory=dict)
     partitions: dict[str, Partition] = field(default_factory=dict)
-    nodes: dict[str, Node] = field(default_factory=dict)
+    nodes: dict[str, SlurmNode] = field(default_factory=dict)
     version: str | None = None
     cluster: str | None = None
 
-    def nodes_of(self, partition: str) -> list[Node]:
+    def nodes_of(self, partition: str) -> list[SlurmNode]:
         return [node for node in self.nodes.values() if partition in node.partitions]
 
 
 def ask_records() -> SlurmRecords | None:
     """The records of this machine's Slurm; None if it does not answer."""
     texts = []
-    for words in _SHOW:
-        if (text := printed("scontrol", *words)) is None:
+    for arguments in _SHOW:
+        if (text := printed("scontrol", *arguments)) is None:
             return None
         texts.append(text)
     return read_records(filter(None, texts))
@@ -87,8 +88,8 @@ def ask_records() -> SlurmRecords | None:
 
 def accounts_of(user: str) -> list[str]:
     """The accounts of a user; empty on a site without accounting."""
-    words = ("--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
-    return list(dict.fromkeys((printed("sacctmgr", *words) or "").split()))
+    arguments = ("--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
+    return list(dict.fromkeys((printed("sacctmgr", *arguments) or "").split()))
 
 
 def has_accounting() -> bool:
@@ -144,8 +145,8 @@ def _add_text(records: SlurmRecords, text: str) -> None:
         records.cluster = records.settings.get("ClusterName", records.cluster)
 
 
-def _text_node(fields: Mapping[str, str]) -> Node:
-    return Node(
+def _text_node(fields: Mapping[str, str]) -> SlurmNode:
+    return SlurmNode(
         fields["NodeName"], int(fields.get("CPUEfctv", fields["CPUTot"])),
         _memory(int(fields.get("RealMemory", 0)), int(fields.get("MemSpecLimit", 0))),
         gpus_of(fields.get("Gres", "")), _names(fields.get("Partitions")),
@@ -183,8 +184,8 @@ def _add_document(records: SlurmRecords, document: Mapping[str, Any]) -> None:
         _add_row(records, row)
 
 
-def _json_node(entry: Mapping[str, Any]) -> Node:
-    return Node(
+def _json_node(entry: Mapping[str, Any]) -> SlurmNode:
+    return SlurmNode(
         entry["name"], _number(entry.get("effective_cpus")) or int(entry["cpus"]),
         _memory(_number(entry.get("real_memory")), _number(entry.get("specialized_memory")) or 0),
         gpus_of(entry.get("gres") or ""), _names(entry.get("partitions")),
@@ -229,7 +230,7 @@ def _add_row(records: SlurmRecords, row: Mapping[str, Any]) -> None:
         earlier = records.nodes.get(name)
         if earlier is None or earlier.grouped:
             partitions = (*(earlier.partitions if earlier else ()), partition.name)
-            records.nodes[name] = Node(name, cpus, memory, gpus, partitions, True, features)
+            records.nodes[name] = SlurmNode(name, cpus, memory, gpus, partitions, True, features)
 
 
 def _names(value: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -54,9 +54,9 @@ def resubmit(script: Path, *, exclude: str) -> str:
     return _sbatch(*flags, str(script), waits_s=(CONTROL_S,))
 
 
-def _sbatch(*words: str, text: str = "", waits_s: Sequence[float | None] = (None,)) -> str:
+def _sbatch(*arguments: str, text: str = "", waits_s: Sequence[float | None] = (None,)) -> str:
     environment = submission_environment(os.environ, script=text)
-    answer = run("sbatch", "--parsable", *words, waits_s=waits_s, environment=environment)
+    answer = run("sbatch", "--parsable", *arguments, waits_s=waits_s, environment=environment)
     if answer.returncode != 0:
         raise SiteRefusedError(answer.stderr.strip())
     return job_id_in(answer.stdout)
@@ -66,8 +66,8 @@ def job_id_in(output: str) -> str:
     """The job in what sbatch prints, around which a site may print other lines. Raises SiteRefusedError."""
     jobs = set(_JOB.findall(output))
     if len(jobs) != 1:
-        shown = " ".join(output.split())[:200] or "nothing"
-        raise SiteRefusedError(f"{_UNCLEAR}. It printed: {shown}")
+        excerpt = " ".join(output.split())[:200] or "nothing"
+        raise SiteRefusedError(f"{_UNCLEAR}. It printed: {excerpt}")
     return str(jobs.pop())
 
 
@@ -147,8 +147,8 @@ def requeue(job: str, *, exclude: str) -> str | None:
     return None
 
 
-def _scontrol(*words: str) -> CompletedProcess[str]:
-    return run("scontrol", *words, waits_s=(CONTROL_S,), environment=submission_environment(os.environ))
+def _scontrol(*arguments: str) -> CompletedProcess[str]:
+    return run("scontrol", *arguments, waits_s=(CONTROL_S,), environment=submission_environment(os.environ))
 
 
 def scancel(jobs: Iterable[str]) -> CompletedProcess[str]:

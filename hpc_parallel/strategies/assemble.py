@@ -183,7 +183,7 @@ def build_forward_backward(
             replicas.runners[0], model=parts[0], loss=loss, terms=terms, microbatches=microbatches
         )
     else:
-        schedule = pipeline.Pipeline(
+        schedule = pipeline.PipelineDriver(
             replicas.runners, stages=stages, loss=loss, terms=terms, groups=groups,
             replicas=replicas.unaveraged, schedule=options.schedule, microbatches=microbatches, device=device,
         )  # fmt: skip
@@ -297,13 +297,13 @@ def split(
         batch_norm.apply(part, axis=axis)  # over all ranks that share a microbatch
 
 
-def dropout_part(part: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig) -> dropout.Part:
+def dropout_part(part: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig) -> dropout.SamplePart:
     """Which part of each sample this rank has."""
     tiles, axis = None, axis_of(mesh, "tile")
     if axis is not None:
         tiles = tile.grid_of(axis, tile_grid(axis.size(), options.tile_grid))
     context_axis, tensor_axis = axis_of(mesh, "context"), axis_of(mesh, "tensor")
-    return dropout.Part(
+    return dropout.SamplePart(
         positions=part.sample_positions,
         context=1 if context_axis is None else context_axis.size(),
         tensor=(0, 1) if tensor_axis is None else (tensor_axis.get_local_rank(), tensor_axis.size()),

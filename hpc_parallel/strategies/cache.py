@@ -46,7 +46,7 @@ def find_problems(model: LayeredModel) -> Problems:
 
 
 def _used_again(model: LayeredModel) -> str | None:
-    """The second name of an attention that the model has under several."""
+    """The second name of the first attention that the model uses in several places."""
     seen: set[int] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, CausalAttention):
@@ -71,7 +71,7 @@ def apply(model: LayeredModel, *, length: int) -> LayeredModel:
 
 
 def _cached(whole: CausalAttention, *, past: Past, length: int) -> CachedAttention:
-    """What takes the place of `whole`."""
+    """The attention with a cache that replaces `whole`."""
     cached = CachedAttention(past, length=length)
     cached.local_bias = whole.local_bias
     return cached

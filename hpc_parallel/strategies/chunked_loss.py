@@ -124,7 +124,7 @@ def chunked_cross_entropy(
     errors: a function like `errors_of`.
     """
     weight = projection_weight(model)
-    rows = None if axis is None else Rows.of(weight, axis=axis)
+    rows = None if axis is None else ProjectionRows.of(weight, axis=axis)
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     arguments = hidden.flatten(0, -2), local, target.flatten(), dtype or weight.dtype, rows, errors
     if torch.is_grad_enabled():
@@ -133,7 +133,7 @@ def chunked_cross_entropy(
 
 
 @dataclass(frozen=True)
-class Rows:
+class ProjectionRows:
     """The rows of the projection that this rank of `axis` has: `count` rows from `first` on."""
 
     axis: DeviceMesh
@@ -141,7 +141,7 @@ class Rows:
     count: int
 
     @classmethod
-    def of(cls, weight: Tensor, *, axis: DeviceMesh) -> Rows:
+    def of(cls, weight: Tensor, *, axis: DeviceMesh) -> ProjectionRows:
         """The rows of a `weight` that is split by Shard(0)."""
         length, rank = -(-weight.shape[0] // axis.size()), axis.get_local_rank()
         first = min(rank * length, weight.shape[0])
@@ -169,7 +169,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         target: Tensor,
         dtype: torch.dtype,
-        rows: Rows | None,
+        rows: ProjectionRows | None,
         errors: ErrorsOf | None = None,
     ) -> Tensor:
         needs = ctx.needs_input_grad[:2]
@@ -192,7 +192,7 @@ def cross_entropy(
     weight: Tensor,
     target: Tensor,
     dtype: torch.dtype,
-    rows: Rows | None,
+    rows: ProjectionRows | None,
     errors: ErrorsOf | None = None,
     *,
     needs: tuple[bool, bool],
@@ -222,7 +222,7 @@ def cross_entropy(
 
 
 def errors_of(
-    logits: Tensor, target: Tensor, rows: Rows | None, *, dtype: torch.dtype
+    logits: Tensor, target: Tensor, rows: ProjectionRows | None, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Returns the log-probabilities of the targets [token, 1] in `dtype`, and the gradient by `logits`.
 
@@ -237,7 +237,7 @@ def errors_of(
 
 
 def without_errors(
-    logits: Tensor, target: Tensor, rows: Rows | None, *, dtype: torch.dtype
+    logits: Tensor, target: Tensor, rows: ProjectionRows | None, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The first result of `errors_of`, and an empty tensor: a validation needs no gradient."""
     local, index = _indices(target, rows)
@@ -280,13 +280,13 @@ def chunks(tokens: int, *, vocabulary: int, device_type: str) -> Iterator[slice]
     return (slice(start, start + length) for start in range(0, tokens, length))
 
 
-def _indices(target: Tensor, rows: Rows | None) -> tuple[Tensor, Tensor]:
+def _indices(target: Tensor, rows: ProjectionRows | None) -> tuple[Tensor, Tensor]:
     """Whether this rank has the column of each target, and the index of the column on this rank."""
     target = target.masked_fill(target == IGNORED, 0)
     return (torch.ones_like(target, dtype=torch.bool), target) if rows is None else rows.indices(target)
 
 
-def log_probabilities(logits: Tensor, rows: Rows | None, *, dtype: torch.dtype) -> Tensor:
+def log_probabilities(logits: Tensor, rows: ProjectionRows | None, *, dtype: torch.dtype) -> Tensor:
     """The log-softmax in `dtype` of `logits` [token, vocabulary]; this rank may have some columns only."""
     if rows is None:
         return logits.log_softmax(-1, dtype=dtype)

@@ -32,9 +32,9 @@ from hpc_parallel.strategies.all_to_all_attention import HeadsAttention
 from hpc_parallel.strategies.local_positions import find_local_positions
 from hpc_parallel.strategies.replace_forward import replace_modules
 from hpc_parallel.strategies.ring import (
-    Exchange,
     Gather,
     GatherKv,
+    KeyValueExchange,
     Ring,
     SequenceAttention,
     gather_mask,
@@ -42,7 +42,7 @@ from hpc_parallel.strategies.ring import (
 )
 
 # By strategy.context_attention, which may also be:
-EXCHANGES: dict[str, Exchange] = {"ring": Ring(), "gather": Gather()}
+EXCHANGES: dict[str, KeyValueExchange] = {"ring": Ring(), "gather": Gather()}
 ALL_TO_ALL = "all_to_all"
 
 
@@ -101,7 +101,7 @@ class SlicedPositions(Positions):
 class SplitAttention(Attention):
     """Attention over the whole sequence; this device has two slices of it."""
 
-    def __init__(self, *, axis: DeviceMesh, exchange: Exchange, causal: bool) -> None:
+    def __init__(self, *, axis: DeviceMesh, exchange: KeyValueExchange, causal: bool) -> None:
         super().__init__(SlicedPositions(axis))
         self.causal = causal
         self._axis = axis

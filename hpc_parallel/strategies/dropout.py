@@ -30,7 +30,7 @@ from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 
 
 @dataclass(frozen=True)
-class Part:
+class SamplePart:
     """Which part of each sample this device has, where the sizes of a layer's input show that it is a part.
 
     positions: of a sequence, on this rank of a context axis of `context` ranks; tensor: rank and degree of
@@ -77,7 +77,7 @@ def apply(
     model: LayeredModel,
     *,
     shapes: Mapping[str, WholeShape],
-    part: Part,
+    part: SamplePart,
     seed: int,
     device: torch.device,
 ) -> LayeredModel:
@@ -95,7 +95,7 @@ def apply(
     return model
 
 
-def drop(samples: SampleIndices, part: Part, original: Forward, module: Any, x: Tensor) -> Tensor:
+def drop(samples: SampleIndices, part: SamplePart, original: Forward, module: Any, x: Tensor) -> Tensor:
     """`x` [batch, ...] with elements (or channels of Dropout1d, 2d and 3d) set to zero in training mode."""
     if not module.training or module.p == 0:
         return x
@@ -112,7 +112,7 @@ def drop(samples: SampleIndices, part: Part, original: Forward, module: Any, x: 
     return torch.where(kept, x * scale, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def _coordinates(x: Tensor, dim: int, *, module: Any, part: Part) -> Tensor:
+def _coordinates(x: Tensor, dim: int, *, module: Any, part: SamplePart) -> Tensor:
     shape: WholeShape = module.counter.shape
     indices = part.indices(x, dim, shape)
     if indices is None or len(indices) != x.shape[dim]:

@@ -29,8 +29,9 @@ BATCH = 3  # samples of the pass: more than one for BatchNorm, and rarely the si
 class WholeShape:
     """The shape of one sample in the input of a dropout of the whole model.
 
-    name: of the model's class and of the layer; sizes: without the dim of the samples; sequence_dims: the
-    dims of the input (counted with that of the samples) that have the positions of a sequence, if any.
+    name: the name of the model's class and of the layer. sizes: the shape without the dim of the samples.
+    sequence_dims: the dims of the input with the positions of a sequence, if any; dim 0 is that of the
+    samples.
     """
 
     name: str
@@ -80,9 +81,9 @@ def whole_shapes(model: LayeredModel, *, sample_shape: tuple[int, ...]) -> dict[
 def _half_pass(model: LayeredModel, sample_shape: tuple[int, ...]) -> Pass | None:
     """A pass of samples half as long, which shows the dims of a sequence [seq] or [seq, features].
 
-    None if the samples have other dims, as images [channel, height, width] do, or if the model takes no other
-    length: a row of a table has none, and a layout can't split it. The rows of a grey image [height, width]
-    are taken for positions.
+    Returns None if the samples have other dims (images [channel, height, width]), or if the model takes one
+    length only (rows of a table), which a layout can't split. The rows of a grey image [height, width] are
+    taken for positions.
     """
     if len(sample_shape) not in (1, 2) or sample_shape[0] < 2:
         return None

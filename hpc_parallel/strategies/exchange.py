@@ -22,6 +22,10 @@ class ExchangeError(RuntimeError):
     """A received message is not a value that a rank sends."""
 
 
+class FollowerError(RuntimeError):
+    """Raised on the ranks that end because another rank is to blame."""
+
+
 def all_gather(
     value: Any, *, group: dist.ProcessGroup | None = None, device: torch.device = CPU
 ) -> list[Any]:

@@ -76,14 +76,14 @@ def _with_tokens_of_all(
     group, degree = axis.get_group(), axis.size()
     received_counts, sent, received = row_counts.finish(counts)
     by_device = received_counts.view(degree, -1)
-    arrived = Exchange.apply(rows, group, sent, received)
+    arrived = RowExchange.apply(rows, group, sent, received)
     experts = torch.arange(by_device.shape[1], device=rows.device).repeat(degree)
     order = experts.repeat_interleave(received_counts, output_size=sum(received)).argsort(stable=True)
     inverse = order.argsort()
     by_expert = Reorder.apply(arrived, order, inverse)
     outputs = functional_call(original, _local_weights(module, degree), (by_expert, by_device.sum(0)))
     by_sender = Reorder.apply(outputs, inverse, order)
-    return Exchange.apply(by_sender, group, received, sent)  # type: ignore[no-any-return]
+    return RowExchange.apply(by_sender, group, received, sent)  # type: ignore[no-any-return]
 
 
 def _local_weights(module: Module, degree: int) -> dict[str, Tensor]:
@@ -95,7 +95,7 @@ def _local_weights(module: Module, degree: int) -> dict[str, Tensor]:
     }
 
 
-class Exchange(torch.autograd.Function):
+class RowExchange(torch.autograd.Function):
     """Sends `sent[i]` rows to device i of the group and receives `received[i]` rows from it, in order."""
 
     @staticmethod
@@ -108,7 +108,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return Exchange.apply(gradients[0], ctx.group, ctx.received, ctx.sent), None, None, None
+        return RowExchange.apply(gradients[0], ctx.group, ctx.received, ctx.sent), None, None, None
 
 
 class DivideGradient(torch.autograd.Function):

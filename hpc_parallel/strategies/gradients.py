@@ -67,15 +67,15 @@ class GradientNorm:
 
         `axes`: the mesh axes over which weights are split. Some weights may be split over fewer.
         """
-        self._by_holders: dict[int, list[Parameter]] = defaultdict(list)
+        self._by_copies: dict[int, list[Parameter]] = defaultdict(list)
         for parameter in counted:
-            self._by_holders[holders(parameter, axes=axes)].append(parameter)
+            self._by_copies[copies_of(parameter, axes=axes)].append(parameter)
         self._groups = {name_of(axis): axis.get_group() for axis in axes}
 
     @property
     def counted(self) -> list[Parameter]:
         """This rank's weights in the order of the norms that a call returns."""
-        return [parameter for parameters in self._by_holders.values() for parameter in parameters]
+        return [parameter for parameters in self._by_copies.values() for parameter in parameters]
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         """Returns the norm, a scalar, and the norms of this rank's parts [parameter], all on the device.
@@ -83,7 +83,7 @@ class GradientNorm:
         Nothing waits for the device. A weight without a gradient has norm 0.
         """
         squares, norms = [], []
-        for count, parameters in self._by_holders.items():
+        for count, parameters in self._by_copies.items():
             present = [parameter for parameter in parameters if parameter.grad is not None]
             present_norms = iter(torch_internals.norms(local_gradients(present)))
             zero = torch.zeros((), device=parameters[0].device)
@@ -173,7 +173,7 @@ class Withholding:
         return bad if self.skips else overflows
 
 
-def holders(parameter: Parameter, *, axes: Iterable[DeviceMesh]) -> int:
+def copies_of(parameter: Parameter, *, axes: Iterable[DeviceMesh]) -> int:
     """Number of ranks of the `axes` that have the same slice of `parameter` as this rank."""
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
     names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()

@@ -1,8 +1,8 @@
 """Exchange of pieces of a map between the devices that hold its tiles, with gradients.
 
 `spans` cuts every map by its size alone, so tiles of two maps of one size always match. A box is what a
-tile needs of a map: a halo with its corners, or the whole map. `Exchange` fetches one box for each device in
-a single all-to-all.
+tile needs of a map: a halo with its corners, or the whole map. `BoxExchange` fetches one box for each device
+in a single all-to-all.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Grid:
         (top, bottom), (left, right) = self.boxes((height, width))[self.rank]
         return x[..., top:bottom, left:right]
 
-    def exchange(self, size: Size, wanted: Sequence[Box]) -> Exchange:
+    def exchange(self, size: Size, wanted: Sequence[Box]) -> BoxExchange:
         """The exchange that gives each rank its `wanted` box of a map of this size."""
-        return Exchange(have=self.boxes(size), want=list(wanted), rank=self.rank, group=self.group)
+        return BoxExchange(have=self.boxes(size), want=list(wanted), rank=self.rank, group=self.group)
 
 
 def spans(length: int, parts: int) -> list[Span]:
@@ -70,7 +70,7 @@ def overlap(first: Box, second: Box) -> Box:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class BoxExchange:
     """Rank r of `group` has the box have[r] of a map, and gets want[r]."""
 
     have: Sequence[Box]
@@ -126,7 +126,7 @@ class Fetch(torch.autograd.Function):
     """The exchange. In the backward pass each piece's gradient returns to its owner, which adds them up."""
 
     @staticmethod
-    def forward(ctx: Any, tile: Tensor, exchange: Exchange, fill: float) -> Tensor:
+    def forward(ctx: Any, tile: Tensor, exchange: BoxExchange, fill: float) -> Tensor:
         ctx.exchange, ctx.shape = exchange, tile.shape
         box = tile.new_full((*tile.shape[:-2], *exchange.shape), fill)
         pieces = exchange.all_to_all(tile, exchange.give, expected=exchange.take)

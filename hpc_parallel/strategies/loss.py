@@ -23,7 +23,7 @@ MetricsOf = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
 """(head's output, targets) -> sums over the terms of the loss, by name, as `LayeredModel.metrics`."""
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 RESERVED = ("loss",)
-ROUNDING = 0.01  # of a sum, far above that of bfloat16
+ROUNDING = 0.01  # tolerance as a share of a sum, far above the rounding of bfloat16
 
 
 class LossTerms:
@@ -32,14 +32,14 @@ class LossTerms:
     def __init__(self, model: LayeredModel, *, weight: float = 1.0, axis: DeviceMesh | None = None) -> None:
         """`weight`: the factor of this replica's mean loss (`BatchPlan.weight`).
 
-        `axis`: the ranks that have other targets of the batch, for a model that ignores some.
+        `axis`: the ranks with the other targets of the batch; needed if the model ignores some targets.
         """
         self._model = model
         self._weight = weight
         self._axis = axis
 
     def __call__(self, targets: Tensor) -> float | Tensor:
-        """Terms of this rank's `targets` [batch, ...]; if some are ignored, the mean number of all ranks.
+        """The number of terms in this rank's `targets` [batch, ...]; the mean over ranks if some are ignored.
 
         The count stays on the device, a scalar in float32. Without any term it is 1, and the loss is 0.
         """
@@ -64,7 +64,10 @@ def propagate_nonfinite(loss: Tensor) -> Tensor:
 
 
 class WithMetrics:
-    """A loss function that returns [loss, *metrics] where gradients are off. `names`: of these metrics."""
+    """A loss function that returns [loss, *metrics] where gradients are off.
+
+    `names`: the names of these metrics.
+    """
 
     def __init__(self, loss: Loss, metrics: MetricsOf, *, model: str) -> None:
         """`model`: the name of the class, for messages."""
@@ -84,7 +87,7 @@ class WithMetrics:
         return torch.stack([loss, *(value.to(loss.dtype) for value in values.values())])
 
     def _require(self, name: object, value: object) -> None:
-        """Raises UserCodeError if it is no metric."""
+        """Raises UserCodeError if `name` or `value` is not legal for a metric."""
         text = str(name)
         if not _NAME.fullmatch(text) or text in RESERVED:
             rule = "a name has small letters, digits and underscores, and is not loss"

@@ -94,7 +94,7 @@ def require(
     sample_shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> None:
-    """Raises ConfigError with what `find_problems` returns. `dtype`: of the samples."""
+    """Raises ConfigError with what `find_problems` returns. `dtype`: that of the samples."""
     problems = list(
         find_problems(model, config=config, layout=layout, sample_shape=sample_shape, dtype=dtype)
     )

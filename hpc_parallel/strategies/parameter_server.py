@@ -91,7 +91,7 @@ class ParameterServer:
             parameter.grad = piece if uses else None
 
     def _flags(self, bucket: Sequence[Parameter]) -> int:
-        """The numbers after a bucket's gradients: for each weight, whether it has one."""
+        """How many flags follow a bucket's gradients: one for each weight, or none."""
         return len(bucket) if self._finds_unused else 0
 
     def _gradients(self, bucket: Sequence[Parameter]) -> Tensor:

@@ -44,7 +44,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor]:
     """Returns what these keys add to the gradients of the queries, and of keys and values (stacked).
 
-    `grad_output`: of the merged outputs. `lse`: the merged one. `delta`: of each row, grad_output . output.
+    `grad_output`: the gradient of the merged outputs. `lse`: the merged one. `delta`: grad_output . output of
+    each row.
     """
     scale = query.shape[-1] ** -0.5
     grad_query = torch.empty_like(query)

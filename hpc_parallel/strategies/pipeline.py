@@ -201,7 +201,7 @@ class TiedEnds:
     def __init__(
         self, stages: Sequence[LayeredModel], *, group: dist.ProcessGroup | None, v_shaped: bool
     ) -> None:
-        """`group`: of the ranks of the first and of the last stage (`Groups.ends`).
+        """`group`: the group of the ranks of the first and of the last stage (`Groups.ends`).
 
         `v_shaped`: the first and the last stage are on one rank, in every pipeline.
         """
@@ -236,7 +236,7 @@ def _local(weight: Parameter) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-class Pipeline:
+class PipelineDriver:
     """Drives this rank's stages through a schedule of torch.distributed.pipelining."""
 
     def __init__(

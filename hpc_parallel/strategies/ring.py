@@ -44,7 +44,7 @@ def visible(source: int, *, rank: int, half: int, causal: bool) -> tuple[slice, 
     return (every, early) if source < rank else (late, every)
 
 
-class Exchange(Protocol):
+class KeyValueExchange(Protocol):
     """How a device sees the keys and values of the others.
 
     `query`, `output` and `grad_output` are [batch, head, seq, head_dim], `lse` is [batch, head, seq]. `kv` is
@@ -81,7 +81,7 @@ class SequenceAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         group: dist.ProcessGroup,
-        exchange: Exchange,
+        exchange: KeyValueExchange,
         causal: bool,
     ) -> Tensor:
         """[batch, head, seq, head_dim] each, this device's two slices; like `query`."""

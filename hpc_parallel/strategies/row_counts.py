@@ -1,4 +1,4 @@
-"""How many rows the devices of an expert axis send to each other, known to the host as early as possible.
+"""Tells the host how many rows the devices of an expert axis send to each other, as early as possible.
 
 A collective needs the sizes of its messages on the host, so the host must read numbers of the device. The
 exchange of the numbers and their copy to the host begin before the rows are sorted, and the host waits after
@@ -43,7 +43,7 @@ class RowCounts:
             self._begun = counts, *exchange_counts(counts.contiguous(), self._group.group_name)
 
     def finish(self, counts: Tensor) -> Sizes:
-        """Wait for the sizes that belong to `counts`; starts now if `begin` was not called with it."""
+        """Wait for the sizes of `counts`. Starts their exchange first if `begin` was not called with them."""
         if self._begun is None or self._begun[0] is not counts:
             self.begin(counts)
         assert self._begun is not None
@@ -53,7 +53,7 @@ class RowCounts:
         return Sizes(received_counts, sent, received)
 
 
-# Operators, so that selective checkpointing can keep their results, and a recomputation does not wait again.
+# These are operators: selective checkpointing keeps their results, so a recomputation does not wait again.
 _copies: dict[int, torch.cuda.Event] = {}  # copies that may be under way, by their address on the host
 
 

@@ -54,8 +54,8 @@ def _separate_parts(model: LayeredModel) -> list[Module]:
         end for end in (model.stem, model.head) if end is not None and any(True for _ in end.parameters())
     ]
     parts = [*model.distinct_blocks, *ends]
-    holders = Counter(id(weight) for part in parts for weight in part.parameters())
-    return [part for part in parts if all(holders[id(weight)] == 1 for weight in part.parameters())]
+    uses = Counter(id(weight) for part in parts for weight in part.parameters())
+    return [part for part in parts if all(uses[id(weight)] == 1 for weight in part.parameters())]
 
 
 def _prefetch(model: LayeredModel, *, ahead: int) -> None:
@@ -90,7 +90,7 @@ class UnusedWeights:
         for gradients in self._gradients:
             here = gradients.used()
             used = torch.ones(len(here), dtype=torch.int32, device=self._device)
-            if not all(here):  # else nothing goes from the host to the device, for which it would wait
+            if not all(here):  # otherwise no copy from the host, which would make it wait for the device
                 used = torch.tensor(here, dtype=torch.int32, device=self._device)
             with marked(f"all_reduce {name_of(self._axis)}"):
                 dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._axis.get_group())

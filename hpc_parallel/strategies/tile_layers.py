@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies.halo import Box, Exchange, Grid, Size, Span
+from hpc_parallel.strategies.halo import Box, BoxExchange, Grid, Size, Span
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 
@@ -70,7 +70,7 @@ def tile_layer(module: nn.Module, *, tiles: Grid, before: Size, after: Size) -> 
         _interpolated(module, tiles=tiles, before=before, after=after)
 
 
-def fetch_before(module: nn.Module, exchange: Exchange, *, fill: float = 0.0) -> None:
+def fetch_before(module: nn.Module, exchange: BoxExchange, *, fill: float = 0.0) -> None:
     """Let `module` first fetch what its outputs need beyond this rank's tile."""
 
     def forward(original: Forward, module: nn.Module, tile: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def fetch_before(module: nn.Module, exchange: Exchange, *, fill: float = 0.0) ->
 
 def _needed(
     tiles: Grid, *, before: Size, after: Size, rows: Callable[[Span], Span], columns: Callable[[Span], Span]
-) -> Exchange:
+) -> BoxExchange:
     """The exchange that gives each tile of the output the inputs that it needs."""
     boxes: list[Box] = [(rows(height), columns(width)) for height, width in tiles.boxes(after)]
     return tiles.exchange(before, boxes)

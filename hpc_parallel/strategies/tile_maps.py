@@ -37,7 +37,7 @@ def measure(model: LayeredModel, *, sample_shape: tuple[int, ...], grid: tuple[i
     Raises ConfigError for an operation that may mix positions in a way that tiles don't support, for a map
     with less than one position per tile, and for a module that is used on maps of two sizes.
     """
-    tried = deepcopy(model).to("meta")  # a table that a constructor computes has values
+    tried = deepcopy(model).to("meta")  # tables that a constructor has computed are not on meta yet
     constants = {id(tensor) for tensor in (*tried.parameters(), *tried.buffers())}
     recorder = MapRecorder(full_maps={"head"} if not model.pixelwise else set(), constants=constants)
     for name, module in tried.named_modules():
@@ -115,7 +115,7 @@ class MapRecorder(DispatchMode):
         super().__init__()
         self.running: list[tuple[str, bool]] = []  # modules on the call stack, and whether tiles support them
         self.reported: set[str] = set()
-        self.full: dict[int, Tensor] = {}  # by id, and kept, so that no other tensor gets the id
+        self.full: dict[int, Tensor] = {}  # id -> tensor, kept so that no other tensor gets this id
 
     def is_full(self, value: Any) -> bool:
         return isinstance(value, Tensor) and id(value) in self.full
@@ -158,7 +158,7 @@ class MapRecorder(DispatchMode):
             self.full |= {id(tensor): tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)}
             pointwise = True
         elif any(tensor.numel() != tensor.shape[:2].numel() for tensor in full) or (full and across_channels):
-            pointwise = False  # a whole map of several positions beside a tile
+            pointwise = False  # it combines a whole map with a tile
         if (random or not pointwise) and not self._inside_supported():
             caller = next((name for name, _ in reversed(self.running) if name), "forward")
             self._report(caller, f"calls {operation}, which may need inputs beyond a tile")

@@ -49,7 +49,7 @@ def build_whole(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
     with seeded(seed), torch.device("cpu"):
         module = build(table, key="model")
     if isinstance(module, LayeredModel):
-        _built_on_meta(table)  # raises its error again
+        _built_on_meta(table)  # raises the error of the first try again
     kind = type(module)
     if not isinstance(module, nn.Module):
         raise UserCodeError([f"{table['_target_']} (model) is a {kind.__name__}, not a torch.nn.Module."])
@@ -62,12 +62,12 @@ def build_whole(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
 
 
 def build_small_sizes(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
-    """The model that `table` describes with the arguments of its `small`, if it has any, as `build_whole`.
+    """`build_whole` with the arguments in the `small` of the class or function, if it has any.
 
     A class is asked for `small` before it is built, because a plain module is built with all its weights.
     """
     small = getattr(_imported(table["_target_"]), "small", None)
-    if not small or not isinstance(small, Mapping):  # a constructor may still set it
+    if not small or not isinstance(small, Mapping):  # the constructor may set it instead
         model = build_whole(table, seed=seed)
         if not model.small:
             return model

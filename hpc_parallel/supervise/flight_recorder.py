@@ -22,7 +22,7 @@ from hpc_parallel.record.run_folder import RunFolder
 
 MAX_CALLS = 32  # collectives per group in a rank's record
 _DUMP_BYTES = 64 * 2**20  # a larger file is not a dump of ours
-# The current name -> the older name, which torch 2.11 to 2.13 still read. The last has no other name.
+# The current name -> the older name, which torch 2.11 to 2.13 still read; some have one name only.
 _VARIABLES = {
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",

@@ -20,7 +20,7 @@ from hpc_parallel.supervise.hang_report import HangReport, read_reports
 def cause_of(folder: RunFolder, records: Sequence[Record]) -> Record | None:
     """The record of the rank that caused a hang, with what it did; None if no rank reported a hang.
 
-    records: of the newest attempt. A rank that failed with an error did not hang.
+    records: those of the newest attempt. A rank that failed with an error did not hang.
     """
     if not any(record.kind == failure.HANG for record in records):
         return None

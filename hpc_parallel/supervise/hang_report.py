@@ -18,11 +18,14 @@ from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.record.typed import build
 from hpc_parallel.supervise import failure
 from hpc_parallel.supervise.flight_recorder import Collective, DeviceProgress
-from hpc_parallel.supervise.progress import PHASES
 
 if TYPE_CHECKING:
     from hpc_parallel.machine.world import World
 
+# The phases that a watchdog reports, in the order of a step: comparing (step, phase) shows who is behind.
+PHASES = ("start", "data", "step", "log", "validate", "save", "done")
+READER = "read ahead"  # the name of the thread that reads the next batch (training/read_ahead.py)
+WAITS_FOR_REQUEST = "_read_requested"  # the innermost function of that thread while it reads nothing
 LOOKS = 10  # checks of a watchdog within the time-out
 PROBE_S = 4.0  # time-out of a connection to rank 0's host
 _NAME = re.compile(r"rank-(\d{1,7})\.hang\.json")

@@ -26,7 +26,10 @@ class ProfilerError(RuntimeError):
 
 
 def profiler_words(config: Mapping[str, Any], *, folder: RunFolder, rank: int, host: str) -> list[str]:
-    """Empty for a rank that is not recorded. `config`: of the run, as plain values. Raises ProfilerError."""
+    """The words before the rank's command; empty for a rank that is not recorded.
+
+    `config`: the run's configuration as plain values. Raises ProfilerError.
+    """
     profile = table(config.get("profile"))
     kind = str(profile.get("kind"))
     if kind not in OPTIONS or rank not in profile["ranks"]:

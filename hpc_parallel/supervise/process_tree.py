@@ -32,9 +32,9 @@ def end_descendants() -> None:
 
 
 def receivers(process: int, number: int) -> list[int]:
-    """Who gets a signal that is for `process`: the programs of a shell that has no trap for it.
+    """The processes that must get a signal for `process`.
 
-    The shell would end by the signal and leave them.
+    A shell without a trap for the signal would end and leave its programs behind, so they get the signal.
     """
     with suppress(psutil.Error, OSError):
         root = psutil.Process(process)

@@ -33,7 +33,7 @@ class DeviceWatch:
     def __init__(
         self, folder: RunFolder, *, world: World, process: int, environment: Mapping[str, str]
     ) -> None:
-        """environment: of the script."""
+        """environment: the variables of the script."""
         self._file, self._process = device_file(folder, rank=world.rank), process
         self._figures: dict[str, Any] = {"rank": world.rank, "host": world.host}
         self._nvml = nvml_module()

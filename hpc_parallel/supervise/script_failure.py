@@ -25,7 +25,7 @@ _MOST_LINES = 200
 
 
 def record(folder: RunFolder, *, world: World, returncode: int, log_start: int) -> None:
-    """Record how the script ended that exited with a code above 0.
+    """Record the failure of a script that exited with a code above 0.
 
     log_start: the size of the error log when the script started.
     """

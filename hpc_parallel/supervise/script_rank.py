@@ -35,7 +35,10 @@ _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and AMD
 
 
 def is_script(config: Mapping[str, Any]) -> bool:
-    """Whether a script of the user's runs in place of a task of ours. config: of `config.yaml`."""
+    """Whether a script of the user's runs in place of a task of ours.
+
+    config: the content of `config.yaml`.
+    """
     return bool(config.get("task", {}).get("name") == TASK)
 
 
@@ -161,7 +164,7 @@ def begin(
 ) -> None:
     """Record the start, on rank 0: which job runs here, on which hosts, with which packages.
 
-    environment: of the script.
+    environment: the variables of the script.
     """
     if (job := job_of(os.environ)) is not None:
         hold_by_job(folder, job)

@@ -17,7 +17,7 @@ from hpc_parallel.supervise.process_tree import tree_of
 from hpc_parallel.supervise.py_spy import spied_stacks
 from hpc_parallel.supervise.supervisor import PERIOD_S, Supervisor, state_of
 
-FIRST_S = 60.0  # in which a script may be silent at its start, while it imports and connects
+FIRST_S = 60.0  # a script may print nothing for so long at its start, while it imports and connects
 
 
 class ScriptSupervisor(Supervisor):
@@ -66,7 +66,7 @@ class ScriptSupervisor(Supervisor):
             time.sleep(min(self.period_s, PERIOD_S))
 
     def stacks(self) -> str:
-        """End the rank, and return its stacks: by py-spy if it can tell them, else by faulthandler."""
+        """End the rank and return its stacks, which py-spy reads; if it can't, faulthandler prints them."""
         spied, dumped = spied_stacks(self.process), super().stacks()
         return spied or dumped
 

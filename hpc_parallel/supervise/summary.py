@@ -48,7 +48,7 @@ def summarise(
 ) -> dict[str, Any]:
     """The content of `summary.json`, with null for figures that were not measured.
 
-    config: the content of `config.yaml`; lines: of `metrics.jsonl`; history: `attempts.history`;
+    config: the content of `config.yaml`; lines: those of `metrics.jsonl`; history: `attempts.history`;
     measured: figures of the profiled steps (MEASURED), the weights that the job started from, and the result
     of its layout check; environment: the content of `environment.json`.
 

@@ -20,8 +20,7 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.supervise import failure, hang_report
-from hpc_parallel.supervise.hang_report import HangReport
-from hpc_parallel.supervise.progress import WAITS_FOR_REQUEST
+from hpc_parallel.supervise.hang_report import WAITS_FOR_REQUEST, HangReport
 
 PERIOD_S = 1.0  # between two calls of the checks of `watching`
 _DUMP_S = 5.0  # time-out for a process to write its stacks
@@ -42,7 +41,7 @@ class Supervisor:
         self.done = False
 
     def __call__(self, is_last: bool) -> None:
-        """Check the process once in each period: for `watching`."""
+        """Check the process if a period has passed. `watching` calls this."""
         if not is_last and time.monotonic() - self.checked_at >= self.period_s:
             self.check()
 

@@ -18,8 +18,7 @@ from hpc_parallel.record.recorded_start import SHARED_FOLDER, grants_trust, key_
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, SweepRun, is_sweep_folder, read_sweep
 from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
-from hpc_parallel.supervise.run_state import State as RunState
-from hpc_parallel.supervise.run_state import states
+from hpc_parallel.supervise.run_state import State, states
 
 KEY = "sweep.resume="
 _MAX_NAMES = 3  # runs in one error message
@@ -29,7 +28,7 @@ _PLACEMENT = ("launcher.", "launcher=", "cluster.", "cluster=")
 
 
 @dataclass(frozen=True)
-class State:
+class EarlierState:
     """The state of a run of an earlier start."""
 
     text: str
@@ -43,7 +42,7 @@ class Earlier:
 
     folder: Path
     sweep: Sweep
-    _states: dict[Path, RunState]
+    _states: dict[Path, State]
     _not_found: list[SweepRun] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,17 +79,17 @@ class Earlier:
             "add values to the swept keys, or start a new sweep without sweep.resume."
         ])  # fmt: skip
 
-    def state(self, run: SweepRun) -> State:
+    def state(self, run: SweepRun) -> EarlierState:
         """The current state of a run."""
         folder = RunFolder(run.run_dir)
         if not is_run_folder(folder.path):
-            return State("missing", settled=False)
+            return EarlierState("missing", settled=False)
         state = self._states[run.run_dir]
         if not state.ended:
-            return State(f"in progress: {state}", settled=True)
+            return EarlierState(f"in progress: {state}", settled=True)
         if state.name == "completed":
-            return State(state.name, settled=True)
-        return State(str(state), settled=False, has_checkpoint=bool(complete(folder.checkpoints)))
+            return EarlierState(state.name, settled=True)
+        return EarlierState(str(state), settled=False, has_checkpoint=bool(complete(folder.checkpoints)))
 
 
 def read_earlier(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from hpc_parallel.exit_codes import DONE, REFUSED
 from hpc_parallel.launch.batch_script import ScriptLauncher
-from hpc_parallel.launch.choose_launcher import launcher_of
-from hpc_parallel.launch.launcher import Launcher
+from hpc_parallel.launch.launcher import Launcher, launcher_of
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.names import from_here
 from hpc_parallel.record.sweep_folder import create, write_sweep

@@ -142,7 +142,7 @@ class _SweepChecker:
             raise
         except ConfigError as error:
             self._errors.append((cell, error))
-            if self.earlier is not None:  # the command includes it, so it counts as found
+            if self.earlier is not None:  # the command includes this combination: it is not missing
                 self.earlier.find(overrides)
             return
         identity = repr({**run.values, "run_dir": run.config.run_dir})

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hpc_parallel.config.schema import register
 from hpc_parallel.config.tasks import objective_problems, objectives
-from hpc_parallel.launch.choose_launcher import launcher_of
+from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.recorded import number, read_run
@@ -27,14 +27,14 @@ class RunFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Trial:
-    """Hydra's task function, with plain values only because some launchers send it to other processes."""
+    """Hydra's task function. It has plain values only: some launchers of Hydra send it to other processes."""
 
     folder: Path  # of the sweep
     fixed: frozenset[str]  # keys with the same value in all runs
     config_dir: str | None  # the user's own configuration files
 
     def __call__(self, composed: DictConfig) -> float | list[float]:
-        """Run the configuration and return its `sweep.objective`; a list if that is a list.
+        """Run the configuration and return its `sweep.objective`; a list if the key is a list.
 
         The sweeper handles all exceptions.
 
@@ -81,7 +81,7 @@ class Trial:
         job = next(iter(ended.job_ids[-1:]), None)
         if job is not None:
             change_sweep(self.folder, lambda sweep: _with_job(sweep, path, job))
-        if ended.totals.outcome == "cancelled":  # recorded by a run on this machine
+        if ended.totals.outcome == "cancelled":  # a run on this machine records this
             raise KeyboardInterrupt
         result = read_result(path, names=objectives(run.config.sweep.objective))
         if result.failure is not None:

@@ -24,7 +24,7 @@ class Callback:
     """
 
     def on_start(self, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-        """The training begins. `folder`: the run folder; `lines`: of earlier starts of the run."""
+        """The training begins. `folder`: the run folder. `lines`: the metrics of the run's earlier starts."""
 
     def on_step(self, step: int) -> None:
         """The 1-based `step` was started on the device; its loss is not known yet."""
@@ -133,7 +133,7 @@ class Callbacks:
         folder: Path,
         lines: Sequence[Mapping[str, Any]],
     ) -> None:
-        """`tables`: `training.callbacks`; `lines`: of earlier starts.
+        """`tables`: `training.callbacks`. `lines`: the metrics of earlier starts.
 
         Raises UserCodeError.
         """

@@ -31,20 +31,20 @@ from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.torch_internals import without_checksums
 from hpc_parallel.training.optimizer import ModelOptimizer
 
-State = dict[str, Tensor]
+StateDict = dict[str, Tensor]
 OPTIMIZER = "optimizer/"  # before the names of the optimizer's state
 LOSS_SCALE = "loss_scale/"  # only runs in float16 have it
 SAVE_S = "save_s"  # entry of the manifest: how long the save took
 BUFFER_BYTES = 2**18  # of the buffer for small writes; larger writes bypass it without a copy
 
 
-def state_of(assembled: Assembled, optimizer: ModelOptimizer | None = None) -> State:
+def state_of(assembled: Assembled, optimizer: ModelOptimizer | None = None) -> StateDict:
     """Returns this rank's `weights/`, `buffers/` and, if `optimizer` is given, `optimizer/` by name.
 
     The tensors share memory with the run, so the caller can copy from them or fill them.
     """
     parameters = assembled.named_parameters()
-    state: State = {f"weights/{name}": parameter.detach() for name, parameter in parameters.items()}
+    state: StateDict = {f"weights/{name}": parameter.detach() for name, parameter in parameters.items()}
     state |= {f"buffers/{name}": buffer for name, buffer in statistics(assembled).items()}
     updates = assembled.server is None or assembled.server.serves
     if optimizer is not None and updates:
@@ -68,7 +68,7 @@ def statistics(assembled: Assembled) -> dict[str, Tensor]:
     return buffers
 
 
-def random_state(device: torch.device) -> State:
+def random_state(device: torch.device) -> StateDict:
     """State of this rank's generators, for a user's random operations; dropout needs none.
 
     Only the same number of ranks can restore it.
@@ -80,7 +80,7 @@ def random_state(device: torch.device) -> State:
     return state
 
 
-class Reader(dcp.FileSystemReader):
+class CheckpointReader(dcp.FileSystemReader):
     """torch's reader of one checkpoint, which reads the index once: it has an entry for each part."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -98,7 +98,7 @@ class Reader(dcp.FileSystemReader):
         return self.read_metadata().state_dict_metadata
 
 
-def read(reader: Reader, state: State) -> None:
+def read(reader: CheckpointReader, state: StateDict) -> None:
     """Fill `state` from a checkpoint. All ranks must call it together; each may have other names.
 
     Raises what torch.distributed.checkpoint raises if a name is missing or a shape differs.
@@ -106,7 +106,7 @@ def read(reader: Reader, state: State) -> None:
     dcp.load(cast(dict[str, Any], state), storage_reader=reader)
 
 
-def readable(reader: Reader, state: State) -> State:
+def readable(reader: CheckpointReader, state: StateDict) -> StateDict:
     """Returns `state` without the loss scale if a run in another precision wrote the checkpoint."""
     return {
         name: value
@@ -115,7 +115,7 @@ def readable(reader: Reader, state: State) -> State:
     }
 
 
-def optimizer_sizes(reader: Reader) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def optimizer_sizes(reader: CheckpointReader) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Size and type of each tensor of the optimizer's state in a checkpoint, by names as of its `state`."""
     return {
         name.removeprefix(OPTIMIZER): (entry.size, entry.properties.dtype)
@@ -124,7 +124,7 @@ def optimizer_sizes(reader: Reader) -> dict[str, tuple[torch.Size, torch.dtype]]
     }
 
 
-def random_names(reader: Reader) -> list[str]:
+def random_names(reader: CheckpointReader) -> list[str]:
     """Names of the generator states that a checkpoint has."""
     return [name for name in reader.entries if name.startswith("random/")]
 
@@ -135,7 +135,7 @@ def save_s(checkpoint: Checkpoint) -> float | None:
     return None if seconds is None or seconds < 0 else seconds
 
 
-def set_random_state(state: State, *, device: torch.device) -> None:
+def set_random_state(state: StateDict, *, device: torch.device) -> None:
     """Restore this rank's generators from a `state` of `random_state`."""
     values = {name.rpartition("/")[2]: value for name, value in state.items()}
     torch.set_rng_state(values["cpu"])
@@ -196,7 +196,7 @@ class HashingFiles(FileSystem):
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
 
-class Writer(dcp.FileSystemWriter):
+class CheckpointWriter(dcp.FileSystemWriter):
     """torch's writer. Each rank sends its checksums with its results; `finish` completes the checkpoint."""
 
     def __init__(

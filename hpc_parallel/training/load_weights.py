@@ -25,7 +25,7 @@ from hpc_parallel.record.summary_file import INITIAL
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled
-from hpc_parallel.training.checkpoint import Reader, State, state_of
+from hpc_parallel.training.checkpoint import CheckpointReader, StateDict, state_of
 from hpc_parallel.training.read_once import read_once
 from hpc_parallel.training.restore import newest_sound
 
@@ -34,14 +34,14 @@ MAX_NAMES = 3  # in one message
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Tensors by full name, without the state of the optimizer."""
 
     @property
     def shapes(self) -> Shapes:
         """Shapes of all tensors of the source, by name."""
 
-    def fill(self, state: State) -> None:
+    def fill(self, state: StateDict) -> None:
         """Copy into the tensors of `state`; of a distributed tensor, into this rank's slice."""
 
 
@@ -53,7 +53,7 @@ class WeightsFile:
         self._path = path
         self.shapes: Shapes = read_header(path)[0]
 
-    def fill(self, state: State) -> None:
+    def fill(self, state: StateDict) -> None:
         with safe_open(self._path, framework="pt") as file:
             for name, tensor in state.items():
                 values = file.get_tensor(name)
@@ -67,7 +67,7 @@ class CheckpointWeights:
     """The weights and running statistics of a checkpoint; each process reads without the others."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._reader = Reader(checkpoint)
+        self._reader = CheckpointReader(checkpoint)
         entries = self._reader.entries
         self._keys = {
             key.partition("/")[2]: key for key in entries if key.startswith(("weights/", "buffers/"))
@@ -76,7 +76,7 @@ class CheckpointWeights:
         self.dtypes = {name: tensors[key].properties.dtype for name, key in self._keys.items()}
         self.shapes: Shapes = {name: tuple(tensors[key].size) for name, key in self._keys.items()}
 
-    def fill(self, state: State) -> None:
+    def fill(self, state: StateDict) -> None:
         by_key: dict[str, Any] = {self._keys[name]: tensor for name, tensor in state.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
@@ -93,7 +93,7 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
     if config.weights is None:
         return INITIAL
     path = Path(config.weights)
-    source: Source
+    source: WeightSource
     if path.is_dir():
         checkpoint, _ = newest_sound(RunFolder(path).checkpoints)
         if checkpoint is None:
@@ -115,7 +115,7 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
     return str(path)
 
 
-def in_names_of(shapes: Shapes, state: State, *, model: LayeredModel) -> tuple[State, list[str]]:
+def in_names_of(shapes: Shapes, state: StateDict, *, model: LayeredModel) -> tuple[StateDict, list[str]]:
     """Returns `state` under the names of a source with `shapes`, and the other names of tied weights.
 
     The source has the names of `model` or those of its library. It may have a tied weight under either name.
@@ -129,7 +129,7 @@ def in_names_of(shapes: Shapes, state: State, *, model: LayeredModel) -> tuple[S
     return {names[name]: tensor for name, tensor in state.items()}, [rename(name) for name in model.tied]
 
 
-def require_fit(state: State, shapes: Shapes, *, aliases: Iterable[str], path: Path) -> None:
+def require_fit(state: StateDict, shapes: Shapes, *, aliases: Iterable[str], path: Path) -> None:
     """Require that the source at `path` has exactly the tensors of all ranks; it may also have `aliases`.
 
     `shapes`: those of the source. Raises ConfigError with all differences, on all ranks.

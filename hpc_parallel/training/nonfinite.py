@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from hpc_parallel.strategies import exchange
+from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.strategies.gradients import Withholding
 from hpc_parallel.strategies.loss_scale import LossScale
 from hpc_parallel.training.nonfinite_trace import FirstLayers, first_clause
@@ -35,10 +36,6 @@ class NonFiniteError(RuntimeError):
     def __init__(self, message: str, *, step: int, parameter: str | None, layer: str | None) -> None:
         super().__init__(message)
         self.details: dict[str, Any] = {"step": step, "parameter": parameter, "layer": layer}
-
-
-class FollowerError(RuntimeError):
-    """Raised on the ranks that end because another rank is to blame."""
 
 
 class Guard(Withholding):

@@ -94,6 +94,6 @@ def first_clause(
             _, rank = min(candidates)
             name, value = by_rank[rank][kind]
             subject = "the output" if kind == OUTPUT else "the gradient of the output"
-            shown = "nan" if math.isnan(float(value)) else value
-            return rank, f"{subject} of {name} was the first that is not finite ({shown})", name
+            number = "nan" if math.isnan(float(value)) else value
+            return rank, f"{subject} of {name} was the first that is not finite ({number})", name
     return None

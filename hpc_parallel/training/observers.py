@@ -30,7 +30,7 @@ class Progress:
     latest: tuple[float, str, int] = (0.0, "start", 0)  # time.monotonic(), phase, step
 
     def mark(self, phase: str, step: int) -> None:
-        """Record that `phase` (one of `supervise.progress.PHASES`) begins or has completed a part."""
+        """Record that `phase` (one of `supervise.hang_report.PHASES`) begins or has completed a part."""
         self.latest = (time.monotonic(), phase, step)
 
 

@@ -47,7 +47,7 @@ class Update:
 
 
 class WholeUpdate(Update):
-    """An optimizer that needs whole weights; of those that are split, this rank updates the ones it owns."""
+    """An optimizer that needs whole weights. This rank updates the split weights that it owns."""
 
     def __init__(
         self, kind: type[Optimizer], weights: Mapping[str, Parameter], *, options: Mapping[str, Any]
@@ -73,7 +73,7 @@ class ModelOptimizer:
     def __init__(
         self, parameters: Mapping[str, Parameter], updates: Mapping[float, Sequence[Update]]
     ) -> None:
-        """`updates`: for each factor of the learning rate."""
+        """`updates`: factor of the learning rate -> the updates with this factor."""
         self._parameters = parameters
         self._by_scale = updates
         self._updates = [update for group in updates.values() for update in group]

@@ -17,7 +17,7 @@ import torch
 
 from hpc_parallel.data.generators import GeneratorStates, generator_states
 from hpc_parallel.data.sampler import Batch, Batches, QuietSamples
-from hpc_parallel.supervise.progress import READER
+from hpc_parallel.supervise.hang_report import READER
 
 
 @dataclass
@@ -25,7 +25,7 @@ class _Reading:
     """One batch on its way from the thread."""
 
     step: int
-    before: GeneratorStates | None  # when it was asked for, if its samples may draw
+    before: GeneratorStates | None  # at the request; None if its samples draw no random numbers
     done: threading.Event = field(default_factory=threading.Event)
     batch: Batch | None = None
     error: BaseException | None = None
@@ -34,7 +34,7 @@ class _Reading:
 class ReadAhead:
     """The batches of training, in order, each read while the step before it runs.
 
-    The thread ends with `close`, and with the process: a read that hangs holds up neither.
+    The thread ends with `close`, and with the process; neither waits for a read that hangs.
     """
 
     def __init__(

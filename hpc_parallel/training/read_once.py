@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from hpc_parallel import torch_internals
 from hpc_parallel.strategies.groups import carries
-from hpc_parallel.training.checkpoint import State
+from hpc_parallel.training.checkpoint import StateDict
 from hpc_parallel.training.replicas import digest, holding
 from hpc_parallel.training.written_parts import chosen, holders
 
 
 @torch.no_grad()
-def read_once(state: State, fill: Callable[[State], object]) -> None:
+def read_once(state: StateDict, fill: Callable[[StateDict], object]) -> None:
     """Fill the tensors of `state` by `fill`, which gets those that this rank reads.
 
     All ranks must call it together. Ranks that hold the same part but have no group of their own all read it.

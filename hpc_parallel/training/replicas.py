@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hpc_parallel.strategies import exchange
-from hpc_parallel.training.nonfinite import FollowerError, order
+from hpc_parallel.strategies.exchange import FollowerError
+from hpc_parallel.training.nonfinite import order
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # the widest are summed fastest
 
@@ -34,7 +35,7 @@ class ReplicaError(RuntimeError):
         self.details: dict[str, Any] = {"step": step, "parameter": parameter}
 
 
-class Replicas:
+class ReplicaCheck:
     """This rank's weights, and which ranks must have the same."""
 
     def __init__(
@@ -80,8 +81,8 @@ class Replicas:
 
     def _raise(self, step: int, sums: Mapping[str, int], *, split: bool, ranks: Sequence[int]) -> NoReturn:
         """`ranks`: replicas that do not all agree."""
-        own = {name: str(sums[name]) for name in self._names[split]}
-        by_rank = exchange.all_gather(own)
+        local_sums = {name: str(sums[name]) for name in self._names[split]}
+        by_rank = exchange.all_gather(local_sums)
         rank, reference, name = blame({rank: by_rank[rank] for rank in ranks})
         when = f"after step {step}" if step else "before the first step"
         message = f"{name} is not that of rank {reference}, its replica, {when}"

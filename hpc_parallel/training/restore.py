@@ -15,8 +15,8 @@ from hpc_parallel.record import checkpoint_index
 from hpc_parallel.record.checkpoint_index import Checkpoint
 from hpc_parallel.strategies import exchange
 from hpc_parallel.training.checkpoint import (
-    Reader,
-    State,
+    CheckpointReader,
+    StateDict,
     random_names,
     random_state,
     read,
@@ -57,12 +57,12 @@ def newest_sound(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def restore(
-    checkpoint: Checkpoint, state: State, *, reader: Reader, digest: str, device: torch.device
+    checkpoint: Checkpoint, state: StateDict, *, reader: CheckpointReader, digest: str, device: torch.device
 ) -> None:
     """Fill `state`; restore the random generators too if the same number of ranks wrote the checkpoint.
 
-    `reader`: of the checkpoint. `digest`: of the run's data. Raises ConfigError if the checkpoint was trained
-    on other data.
+    `reader`: reads the checkpoint. `digest`: that of the run's data. Raises ConfigError if the checkpoint was
+    trained on other data.
     """
     if checkpoint.manifest["data"] != digest:
         raise ConfigError(

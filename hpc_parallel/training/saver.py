@@ -20,11 +20,11 @@ import torch.distributed.checkpoint as dcp
 from hpc_parallel.config.schema import TrainingConfig
 from hpc_parallel.record import checkpoint_index
 from hpc_parallel.strategies import exchange
+from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.supervise import failure
 from hpc_parallel.supervise.desync import name_ranks
 from hpc_parallel.torch_internals import forget_plans, planner_with_memory
-from hpc_parallel.training.checkpoint import State, Writer, random_state
-from hpc_parallel.training.nonfinite import FollowerError
+from hpc_parallel.training.checkpoint import CheckpointWriter, StateDict, random_state
 from hpc_parallel.training.stager import Stager, stager_for
 from hpc_parallel.training.written_parts import WrittenParts
 
@@ -67,7 +67,7 @@ class Saver:
         self,
         folder: Path,
         *,
-        state: Callable[[], State],
+        state: Callable[[], StateDict],
         about: Mapping[str, Any],
         training: TrainingConfig,
         device: torch.device,
@@ -147,7 +147,7 @@ class Saver:
             shutil.rmtree(unfinished, ignore_errors=True)  # left by a save that failed
         state: dict[str, Any] = self._parts.of({**self._state(), **random_state(self._device)})
         training = self._training
-        writer = Writer(
+        writer = CheckpointWriter(
             unfinished,
             folder=self._folder,
             step=step,
@@ -240,7 +240,7 @@ class Saver:
                 self._raise_stuck([not done for done in is_done], waited_s=max(waits_s))
 
     def _raise_stuck(self, is_stuck: Sequence[bool], *, waited_s: float) -> NoReturn:
-        """End the run on all ranks. is_stuck: of each rank, whether it still writes."""
+        """End the run on all ranks. is_stuck: whether each rank still writes."""
         self._pending, self._stuck = None, True
         ranks = [rank for rank, stuck in enumerate(is_stuck) if stuck]
         clause = "have not written their parts" if len(ranks) > 1 else "has not written its part"

@@ -54,7 +54,10 @@ class Stager(AsyncStager):
     _synchronize_after_execute = False  # `stage` returns after the copies, so async_save need not wait
 
     def __init__(self, *, pinning: Pinning | None = None, wait: Callable[[], None] = lambda: None) -> None:
-        """`pinning`: without it all buffers stay pageable. `wait`: until the device has made all copies."""
+        """`pinning`: if None, all buffers stay pageable.
+
+        `wait`: waits until the device has made all copies.
+        """
         self._pinning = pinning
         self._refused = False
         self._wait = wait

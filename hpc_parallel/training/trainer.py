@@ -25,7 +25,7 @@ from hpc_parallel.training.validation import validate
 
 
 @dataclass(frozen=True)
-class Samples:
+class RankBatches:
     """This rank's batches for training and validation."""
 
     train: ReadAhead
@@ -43,7 +43,7 @@ class Trainer:
         step: Step,
         *,
         optimizer: ModelOptimizer,
-        samples: Samples,
+        samples: RankBatches,
         observers: Observers,
         config: RunConfig,
         saver: Saver,

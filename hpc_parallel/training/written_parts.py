@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_parallel.strategies import exchange
-from hpc_parallel.training.checkpoint import State
+from hpc_parallel.training.checkpoint import StateDict
 from hpc_parallel.training.replicas import digest, holding
 
 
@@ -25,7 +25,7 @@ class WrittenParts:
         self._keys: dict[str, int] = {}
         self._written: frozenset[str] = frozenset()
 
-    def of(self, state: State) -> State:
+    def of(self, state: StateDict) -> StateDict:
         """Returns what this rank writes of its `state`. All ranks must call it together."""
         keys = {name: digest(holding(name, tensor)) for name, tensor in state.items()}
         changed = float(keys != self._keys)

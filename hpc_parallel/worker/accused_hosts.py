@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from hpc_parallel.machine.host_findings import Finding
 from hpc_parallel.record.recorded_preflight import listed_hosts
-from hpc_parallel.training.nonfinite import FollowerError
+from hpc_parallel.strategies.exchange import FollowerError
 
 STOP, EXCLUDE = "stop", "exclude"
 
@@ -42,7 +42,7 @@ def accused(findings: Sequence[Finding]) -> list[str]:
 def act_on(findings: Sequence[Finding], *, act: str, host: str, hosts: Sequence[str]) -> None:
     """Stop this rank if `act` is `stop` or `exclude` and a finding is harmful. The same on all ranks.
 
-    act: `preflight.act`; host: of this rank; hosts: all of the run.
+    act: `preflight.act`. host: the host of this rank. hosts: all hosts of the run.
 
     Raises PreflightError on the ranks of all hosts to blame and FollowerError on the others.
     """

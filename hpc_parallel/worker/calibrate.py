@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.site_schema import MachineConfig
 from hpc_parallel.config.task_schema import CalibrateConfig, CollectivesConfig
-from hpc_parallel.planning.device_fit import PRODUCT, Machine, Row, device_hardware, rate, with_links
+from hpc_parallel.planning.device_fit import PRODUCT, DeviceRow, Machine, device_hardware, rate, with_links
 from hpc_parallel.planning.hardware import MEASURED_BY, Hardware, hardware_text, named_hardware
 from hpc_parallel.planning.measured_links import ACROSS, INSIDE
 from hpc_parallel.profiling.collective_cases import Group
@@ -34,10 +34,10 @@ from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
 from hpc_parallel.training.writers import FileWriter
 from hpc_parallel.worker import collectives
 from hpc_parallel.worker.collectives import Bench, largest_size, measure_cell, named_groups
-from hpc_parallel.worker.collectives_plan import ROW_S, Measure, Plan
+from hpc_parallel.worker.collectives_plan import ROW_S, CollectivesPlan, Measure
 from hpc_parallel.worker.device_probes import Probe, probes
-from hpc_parallel.worker.session import complete, note_stop
-from hpc_parallel.worker.stop import Stop
+from hpc_parallel.worker.session import TaskContext, complete, note_stop
+from hpc_parallel.worker.stop import StopFlag
 from hpc_parallel.worker.storage_rates import StorageRow, gigabytes
 from hpc_parallel.worker.time_budget import TimeBudget, advice
 
@@ -62,31 +62,25 @@ SOURCES = {
 }
 
 
-def calibrate(
-    config: RunConfig,
-    *,
-    values: dict[str, Any],
-    folder: RunFolder,
-    device: torch.device,
-    environment: Mapping[str, str],
-) -> None:
+def calibrate(context: TaskContext) -> None:
     """Measure on all ranks of the default process group.
 
     Rank 0 writes a line of `metrics.jsonl` for each row at once, and at the end `hardware.yaml` and
     `calibration.json`, then `summary.json`; after a signal `stopped.json`, without a profile.
     """
+    config, folder, device = context.config, context.folder, context.device
     assert isinstance(config.task, CalibrateConfig)
     if dist.get_rank() == 0:
-        attempts.begin(folder, step=0, environment=environment)
+        attempts.begin(folder, step=0, environment=context.environment)
     budget = TimeBudget(config.task.seconds)
-    devices = DeviceRows(device, turns=turns_of(config, environment, device=device))
+    devices = DeviceRows(device, turns=turns_of(config, context.environment, device=device))
     groups = link_groups(named_groups(config, device=device))
     most_bytes = min(MOST_LINK_BYTES[device.type], largest_size(LINKS, device=device))
     storage = StorageRow(folder.path, device=device)
-    links = Plan.of(LINKS, groups=groups, most_bytes=most_bytes)
+    links = CollectivesPlan.of(LINKS, groups=groups, most_bytes=most_bytes)
     writer = FileWriter(folder, steps=0)
     done = 0
-    with Stop(step=0, period_s=0.0) as stop:
+    with StopFlag(step=0, period_s=0.0) as stop:
         measure = partial(measure_cell, device=device, groups=groups)
         for line in _lines(devices, storage, links, budget, measure=measure):
             done += 1
@@ -98,15 +92,15 @@ def calibrate(
                 return
         spread = speed_spread(devices.rows, device=device)
         if dist.get_rank() == 0:
-            measured = Measured(devices, storage, links, spread)
+            measured = HardwareMeasurement(devices, storage, links, spread)
             write_profile(folder, config=config, measured=measured)
-        complete(values, folder=folder, lines=[], writers=[])
+        complete(context)
     if dist.get_rank() == 0:
         print(*results(folder, Summary.read(folder) or Summary()), sep="\n", flush=True)
 
 
 def _lines(
-    devices: DeviceRows, storage: StorageRow, links: Plan, budget: TimeBudget, *, measure: Measure
+    devices: DeviceRows, storage: StorageRow, links: CollectivesPlan, budget: TimeBudget, *, measure: Measure
 ) -> Iterator[dict[str, Any]]:
     """Measure everything; yields the line of each row."""
     total = len(devices.probes) + 1 + len(links.cells)
@@ -132,10 +126,10 @@ class DeviceRows:
     def __init__(self, device: torch.device, *, turns: tuple[float, int | None]) -> None:
         self.device, (self.turns, self.shared_cores) = device, turns
         self.probes = list(probes(device))
-        self.rows: list[Row] = []
+        self.rows: list[DeviceRow] = []
         self.left_out: str | None = None
 
-    def measure(self, budget: TimeBudget) -> Iterator[Row]:
+    def measure(self, budget: TimeBudget) -> Iterator[DeviceRow]:
         """The smallest of each kind is always measured."""
         times: dict[tuple[str, int], float] = {}
         measured: set[tuple[str, str]] = set()
@@ -149,7 +143,7 @@ class DeviceRows:
             time_s = Bench(device=self.device, seconds=seconds).time(probe.prepare()).time_s / self.turns
             times[probe.kind, probe.size] = alone_s = self._alone_s(probe, time_s, times)
             measured.add((probe.kind, probe.precision))
-            self.rows.append(Row(probe.kind, probe.precision, probe.size, alone_s, probe.tokens))
+            self.rows.append(DeviceRow(probe.kind, probe.precision, probe.size, alone_s, probe.tokens))
             yield self.rows[-1]
         if skipped:
             reason = advice(budget, needed_s=budget.used_s * skipped / max(1, len(self.rows)))
@@ -167,7 +161,7 @@ def link_groups(groups: Mapping[str, Group]) -> dict[str, Group]:
     return both or {name: group for name, group in groups.items() if name == WORLD and group.ranks > 1}
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: DeviceRow) -> list[str]:
     """A row for the screen."""
     speed = f"{rate(row) / 1e9:.2f} GFLOP/s" if row.kind == PRODUCT else ""
     return [
@@ -194,7 +188,7 @@ def turns_of(
     return turns, cores if shared else None
 
 
-def speed_spread(rows: Sequence[Row], *, device: torch.device) -> float:
+def speed_spread(rows: Sequence[DeviceRow], *, device: torch.device) -> float:
     """The relative standard deviation of the devices' speeds, in a product of middle size."""
     products = [row for row in rows if row.kind == PRODUCT]
     probe = next(one for one in probes(device) if (one.kind, one.size) == (PRODUCT, products[-1].size))
@@ -214,12 +208,12 @@ def _own_time_s(run: Callable[[], object], device: torch.device) -> float:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What the ranks have measured. spread: of the devices' speeds."""
+class HardwareMeasurement:
+    """What the ranks have measured. spread: the relative standard deviation of the devices' speeds."""
 
     devices: DeviceRows
     storage: StorageRow
-    links: Plan
+    links: CollectivesPlan
     spread: float
 
     @property
@@ -227,7 +221,7 @@ class Measured:
         return [*filter(None, (part.left_out for part in (self.devices, self.storage, self.links)))]
 
 
-def write_profile(folder: RunFolder, *, config: RunConfig, measured: Measured) -> None:
+def write_profile(folder: RunFolder, *, config: RunConfig, measured: HardwareMeasurement) -> None:
     """Write `hardware.yaml`, and the rows with the lines for people to `calibration.json`."""
     devices, links = measured.devices, measured.links
     machine = _machine(config, devices, spread=measured.spread)
@@ -265,7 +259,7 @@ def _machine(config: RunConfig, devices: DeviceRows, *, spread: float) -> Machin
     )  # fmt: skip
 
 
-def _link_profile(config: RunConfig, links: Plan) -> MachineConfig:
+def _link_profile(config: RunConfig, links: CollectivesPlan) -> MachineConfig:
     """The fits of the links; all ranks are those inside a node, or one of each node."""
     names = {WORLD: INSIDE if config.nodes == 1 else ACROSS}
     rows = [replace(row, group=names.get(row.group, row.group)) for row in links.sorted_rows()]

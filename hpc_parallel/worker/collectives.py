@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from hpc_parallel.config.task_schema import CollectivesConfig
 from hpc_parallel.planning.collective_times import bus_factor
 from hpc_parallel.profiling.collective_cases import (
     OPERATIONS,
-    Case,
+    CollectiveCase,
     Group,
     Patterns,
     elements,
@@ -40,17 +39,16 @@ from hpc_parallel.record import attempts
 from hpc_parallel.record.collectives_file import CollectiveRow, Collectives
 from hpc_parallel.record.collectives_table import as_csv, full_table
 from hpc_parallel.record.results import first_line, results
-from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
 from hpc_parallel.strategies.groups import backend_of
 from hpc_parallel.strategies.mesh import axis_of, build_host_mesh, build_mesh
 from hpc_parallel.training.writers import FileWriter
-from hpc_parallel.worker.collectives_plan import BATCHES, ROW_S, Cell, Plan
+from hpc_parallel.worker.collectives_plan import BATCHES, ROW_S, CollectivesPlan, PlannedRow
 from hpc_parallel.worker.run_plots import draw_plots
-from hpc_parallel.worker.session import complete, note_stop
-from hpc_parallel.worker.stop import Stop
+from hpc_parallel.worker.session import TaskContext, complete, note_stop
+from hpc_parallel.worker.stop import StopFlag
 from hpc_parallel.worker.time_budget import TimeBudget
 
 WARM_UP = 3  # rounds: the first allocate buffers and connect ranks
@@ -77,36 +75,30 @@ class Times:
     rounds: int
 
 
-def measure_collectives(
-    config: RunConfig,
-    *,
-    values: dict[str, Any],
-    folder: RunFolder,
-    device: torch.device,
-    environment: Mapping[str, str],
-) -> None:
-    """Measure as `config.task` says, on all ranks of the default process group.
+def measure_collectives(context: TaskContext) -> None:
+    """Measure as `task` of the configuration says, on all ranks of the default process group.
 
     Rank 0 writes a line of `metrics.jsonl` for each row at once, and at the end or after a signal
     `collectives.json`, `collectives.csv` and `machine.yaml`; then `summary.json`, or `stopped.json`.
 
     Raises WrongResultError on all ranks.
     """
+    config, folder, device = context.config, context.folder, context.device
     task = config.task
     assert isinstance(task, CollectivesConfig)
     began = time.monotonic()
     rank = dist.get_rank()
     if rank == 0:
-        attempts.begin(folder, step=0, environment=environment)
+        attempts.begin(folder, step=0, environment=context.environment)
     groups = named_groups(config, device=device)
     most_bytes = largest_size(task, device=device)
     bench = Bench(device=device, seconds=ROW_S)
     writer = FileWriter(folder, steps=0)
-    with Stop(step=0, period_s=0.0) as stop:  # until all is written
+    with StopFlag(step=0, period_s=0.0) as stop:  # until all is written
         first = bench.measure("all_reduce", group=("world", groups["world"]), dtype=torch.float32,
                               size_bytes=4 * SUM_ELEMENTS)  # fmt: skip
         say(first_line(first))
-        plan = Plan.of(task, groups=groups, most_bytes=most_bytes)
+        plan = CollectivesPlan.of(task, groups=groups, most_bytes=most_bytes)
         budget = TimeBudget(task.seconds)
         signalled = None
         for _ in plan.measure(partial(measure_cell, device=device, groups=groups), budget):
@@ -116,26 +108,20 @@ def measure_collectives(
                 plan.stopped_by(signalled.name)
                 break
         if rank == 0:
-            write_results(folder, first=first, plan=plan, config=config, device=device)
+            write_results(context, first=first, plan=plan)
         if signalled is not None:
             kept = f"{len(plan.rows)} of {len(plan.cells)} rows"
             note_stop(folder, [], signalled=signalled, about={"kept": kept})
             return
-        complete(values, folder=folder, lines=[], writers=[])
+        complete(context)
     if rank == 0:
         print(*results(folder, Summary.read(folder) or Summary()), sep="\n", flush=True)
         draw_plots(folder, lasted_s=time.monotonic() - began)
 
 
-def write_results(
-    folder: RunFolder,
-    *,
-    first: CollectiveRow,
-    plan: Plan,
-    config: RunConfig,
-    device: torch.device,
-) -> None:
+def write_results(context: TaskContext, *, first: CollectiveRow, plan: CollectivesPlan) -> None:
     """Write the rows, beside what a machine profile predicts, and the machine profile of this run."""
+    config, folder, device = context.config, context.folder, context.device
     rows = plan.sorted_rows()
     comparison = compare(rows, machine=config.machine, device_type=device.type)
     if config.machine.collectives:
@@ -153,7 +139,7 @@ def write_results(
 
 
 def measure_cell(
-    cell: Cell, seconds: float, *, device: torch.device, groups: Mapping[str, Group]
+    cell: PlannedRow, seconds: float, *, device: torch.device, groups: Mapping[str, Group]
 ) -> CollectiveRow:
     name, kind, dtype = cell.series
     bench = Bench(device=device, seconds=seconds)
@@ -258,7 +244,7 @@ class Bench:
             busbw_bytes_per_s=rate * bus_factor(kind, members.ranks),
         )
 
-    def require_right(self, case: Case, what: str) -> None:
+    def require_right(self, case: CollectiveCase, what: str) -> None:
         by_rank = all_gather(case.is_right())
         if wrong := [str(rank) for rank, right in enumerate(by_rank) if not right]:
             raise WrongResultError(f"{what}: rank {', '.join(wrong)} got wrong values")

@@ -21,24 +21,24 @@ Series = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
-class Cell:
+class PlannedRow:
     """One row to measure."""
 
     series: Series
     size_bytes: int
 
 
-Measure = Callable[[Cell, float], CollectiveRow]
+Measure = Callable[[PlannedRow, float], CollectiveRow]
 """(cell, seconds for its timed rounds) -> the row; a collective call."""
 
 
-class Plan:
+class CollectivesPlan:
     """Measures from small sizes to large ones: all collectives of one size, then all of the next.
 
     If the time is used, or one is interrupted, the rows so far compare all collectives.
     """
 
-    def __init__(self, levels: Sequence[Sequence[Cell]]) -> None:
+    def __init__(self, levels: Sequence[Sequence[PlannedRow]]) -> None:
         """levels: the cells by size."""
         self.levels = levels
         self.cells = [cell for level in levels for cell in level]
@@ -48,7 +48,7 @@ class Plan:
         self._last: dict[Series, tuple[int, float]] = {}
 
     @classmethod
-    def of(cls, task: CollectivesConfig, *, groups: Mapping[str, Group], most_bytes: int) -> Plan:
+    def of(cls, task: CollectivesConfig, *, groups: Mapping[str, Group], most_bytes: int) -> CollectivesPlan:
         series = [
             (name, kind, dtype)
             for name, group in groups.items()
@@ -58,8 +58,8 @@ class Plan:
         ]
         sized = [one for one in series if OPERATIONS[one[1]].has_size]
         all_sizes = sizes(task.min_bytes, most_bytes, factor=task.factor)
-        first = [Cell(one, all_sizes[0] if one in sized else 0) for one in series]
-        return cls([first, *([Cell(one, size) for one in sized] for size in all_sizes[1:])])
+        first = [PlannedRow(one, all_sizes[0] if one in sized else 0) for one in series]
+        return cls([first, *([PlannedRow(one, size) for one in sized] for size in all_sizes[1:])])
 
     def measure(self, measure: Measure, budget: TimeBudget) -> Iterator[CollectiveRow]:
         """Yields each row when it is measured. The smallest size is measured in any case."""
@@ -102,7 +102,9 @@ class Plan:
         order = {cell.series: number for number, cell in enumerate(self.levels[0])}
         return sorted(self.rows, key=lambda row: order[row.group, row.operation, row.dtype])
 
-    def _measure(self, cell: Cell, measure: Measure, *, seconds: float, budget: TimeBudget) -> CollectiveRow:
+    def _measure(
+        self, cell: PlannedRow, measure: Measure, *, seconds: float, budget: TimeBudget
+    ) -> CollectiveRow:
         began_s = budget.used_s
         row = measure(cell, seconds)
         least_s = budget.used_s - began_s - row.time_s * (row.rounds - BATCHES)
@@ -110,7 +112,7 @@ class Plan:
         self.rows.append(row)
         return row
 
-    def _least_s(self, cell: Cell) -> float:
+    def _least_s(self, cell: PlannedRow) -> float:
         """The least time of a cell if all of it grows with the size; 0 before its series has a row."""
         last_bytes, least_s = self._last.get(cell.series, (0, 0.0))
         return least_s * max(1.0, cell.size_bytes / max(last_bytes, LATENCY_BYTES))

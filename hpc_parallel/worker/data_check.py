@@ -33,7 +33,7 @@ class Seen:
 
 
 class _TookLongError(BaseException):
-    """No Exception, which the user's code may catch."""
+    """Not a subclass of Exception, which the user's code may catch."""
 
 
 def look_at(table: Mapping[str, Any], *, advice: str) -> Seen:

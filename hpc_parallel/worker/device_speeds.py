@@ -45,7 +45,7 @@ def with_measured_shares(config: RunConfig, layout: Layout, *, device: torch.dev
 def shares_of(times_s: Sequence[float], layout: Layout) -> list[float]:
     """The speed of each replica, or of each rank of a pipeline, in hundredths of the fastest.
 
-    times_s: of the same work on each rank of the layout. A part is as fast as its slowest rank.
+    times_s: the times of the same work on each rank of the layout. A part is as fast as its slowest rank.
     """
     slowest: dict[int, float] = {}
     for rank, time_s in enumerate(times_s):

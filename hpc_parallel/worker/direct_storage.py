@@ -29,7 +29,7 @@ COMPARED_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Reader:
+class DirectReader:
     """Reads the whole file at `path` into `buffer`, a tensor of bytes on the device."""
 
     kvikio: Any
@@ -70,7 +70,7 @@ def direct_rates(path: Path, *, names: Sequence[str], size_bytes: int, device: t
     reason = reader if isinstance(reader, str) else reader.first_error()
     if reasons := [text for text in exchange.all_gather(reason) if text is not None]:
         return DirectReads(not_measured=reasons[0])
-    assert isinstance(reader, Reader)
+    assert isinstance(reader, DirectReader)
     before = counted_reads()
     try:
         rates = rates_by_readers(reader.read_s, names=names, size_bytes=size_bytes)
@@ -82,13 +82,13 @@ def direct_rates(path: Path, *, names: Sequence[str], size_bytes: int, device: t
     return DirectReads(rates, mode="; ".join(dict.fromkeys(modes)))
 
 
-def open_reader(path: Path, *, size_bytes: int, device: torch.device) -> Reader | str:
+def open_reader(path: Path, *, size_bytes: int, device: torch.device) -> DirectReader | str:
     """The reader, or why there is none."""
     if (reason := missing(device)) is not None:
         return reason
     try:
         kvikio = importlib.import_module("kvikio")
-        return Reader(kvikio, path, torch.zeros(size_bytes, dtype=torch.uint8, device=device))
+        return DirectReader(kvikio, path, torch.zeros(size_bytes, dtype=torch.uint8, device=device))
     except Exception as error:  # a broken installation; no memory on the device
         return one_line(error)
 

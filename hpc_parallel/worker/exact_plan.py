@@ -26,13 +26,13 @@ from hpc_parallel.models.experts import Experts
 from hpc_parallel.record.safe_read import read_yaml
 from hpc_parallel.shell import run_command
 from hpc_parallel.strategies.whole_model import build_model
-from hpc_parallel.worker.traced_rank import Measured, TracedRank
+from hpc_parallel.worker.traced_rank import HeldAndSent, TracedRank
 
 
-def measure(config: RunConfig, ranks: Sequence[int], *, microbatches: int | None = None) -> list[Measured]:
+def measure(config: RunConfig, ranks: Sequence[int], *, microbatches: int | None = None) -> list[HeldAndSent]:
     """What each of `ranks` of the run's world would hold. Each is measured in a process of its own.
 
-    microbatches: in the traced step; None: as many as the run has.
+    microbatches: the number in the traced step; None: as many as the run has.
 
     torch keeps names of process groups in caches, so a process can't have one world after another. Raises
     ConfigError as `assemble` does, for tiles in a pipeline, and for data whose shape must be read.
@@ -41,7 +41,7 @@ def measure(config: RunConfig, ranks: Sequence[int], *, microbatches: int | None
         return [pool.apply(measure_here, (config, rank, microbatches)) for rank in ranks]
 
 
-def measure_here(config: RunConfig, rank: int, microbatches: int | None = None) -> Measured:
+def measure_here(config: RunConfig, rank: int, microbatches: int | None = None) -> HeldAndSent:
     """`measure` of one rank in this process, which must have no default process group, now or before."""
     model = build_model(config)
     size = config.nodes if config.strategy.execution == DATAPARALLEL else config.devices

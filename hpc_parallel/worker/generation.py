@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -21,7 +21,6 @@ from hpc_parallel.data.codec import decode, reads_bytes
 from hpc_parallel.models.drawn_weights import tensor_seed
 from hpc_parallel.record import attempts
 from hpc_parallel.record.results import results
-from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.record.task_files import Continued, write_generated
 from hpc_parallel.strategies import exchange
@@ -29,43 +28,35 @@ from hpc_parallel.strategies.decode import Decoder
 from hpc_parallel.strategies.exchange import all_gather_numbers
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import peak_memory_bytes
-from hpc_parallel.training.observers import Progress
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.cache_check import CACHED, CacheCheck
-from hpc_parallel.worker.session import Session, complete, phases_of
+from hpc_parallel.worker.session import Session, TaskContext, complete, phases_of
 
 Choose = Callable[[Tensor, int], Tensor]
 """Takes logits [batch, vocab] and the position of the next token; returns the tokens [batch]."""
 
 
-def generate(
-    config: RunConfig,
-    *,
-    values: dict[str, Any],
-    folder: RunFolder,
-    device: torch.device,
-    environment: Mapping[str, str],
-    progress: Progress | None = None,
-) -> None:
-    """Continue the prompts as `config` says, on all ranks of the default process group.
+def generate(context: TaskContext) -> None:
+    """Continue the prompts as the configuration says, on all ranks of the default process group.
 
     Rank 0 writes `generated.jsonl`, `metrics.jsonl` (a step is one token of every prompt) and `summary.json`.
-    `progress` is for a watchdog.
     Raises what `Session.open` and `start_from` raise, and ConfigError if the model can't cache keys and
     values.
     """
-    rank, progress = dist.get_rank(), progress or Progress()
+    config, folder, progress, rank = context.config, context.folder, context.progress, dist.get_rank()
     if rank == 0:
-        attempts.begin(folder, step=0, environment=environment)
+        attempts.begin(folder, step=0, environment=context.environment)
     on_phase = phases_of(folder, rank=rank)
-    session = Session.open(without_split_positions(config), device=device, trains=False, on_phase=on_phase)
+    session = Session.open(
+        without_split_positions(config), device=context.device, trains=False, on_phase=on_phase
+    )
     on_phase("loading the weights")
     weights = start_from(config, session.assembled)
     on_phase("reading the prompts")
     prompts = prompts_of(session)
-    writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
+    writers = open_writers(config, folder=folder, values=context.values) if rank == 0 else []
     lines: list[dict[str, Any]] = []
-    clock = Clock(config, device=device, prompts=len(prompts))
+    clock = Clock(config, device=context.device, prompts=len(prompts))
 
     def on_token(step: int) -> None:
         progress.mark("step", step)
@@ -80,7 +71,7 @@ def generate(
     if rank == 0:
         write_generated(folder, texts)
     measured = {"weights": weights, "comparison": session.comparison}
-    complete(values, folder=folder, lines=lines, writers=writers, measured=measured)
+    complete(context, lines=lines, writers=writers, measured=measured)
     if rank == 0:
         print(*results(folder, Summary.read(folder) or Summary()), sep="\n", flush=True)
 
@@ -155,8 +146,8 @@ def continue_all(
     there on, a longer prompt takes its own next token until it ends. So nothing is padded or masked, and
     short prompts get more new tokens than asked for.
 
-    `lengths`: of the shortest and the longest prompt of all replicas, because replicas may share collectives.
-    `on_token` is called with the 1-based number of each new token.
+    `lengths`: those of the shortest and the longest prompt of all replicas, because replicas may share
+    collectives. `on_token` is called with the 1-based number of each new token.
     """
     task = session.config.task
     assert isinstance(task, GenerateConfig)

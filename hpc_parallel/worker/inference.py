@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from math import gcd
 from typing import Any
@@ -14,14 +14,12 @@ from torch import Tensor
 
 from hpc_parallel.config.batch_plan import BatchPlan, plan_batch
 from hpc_parallel.config.schedules import schedule_of
-from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.task_schema import InferConfig
 from hpc_parallel.config.tasks import batch_sizes
 from hpc_parallel.data.sampler import to_device
 from hpc_parallel.profiling.link_rates import synchronize
 from hpc_parallel.record import attempts
 from hpc_parallel.record.results import results
-from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.strategies.exchange import all_gather_numbers
 from hpc_parallel.strategies.forward_backward import ForwardBackward
@@ -30,58 +28,45 @@ from hpc_parallel.training.metrics import peak_memory_bytes
 from hpc_parallel.training.observers import Progress
 from hpc_parallel.training.validation import validate as validated
 from hpc_parallel.training.writers import open_writers
-from hpc_parallel.worker.session import Session, complete, phases_of
+from hpc_parallel.worker.session import Session, TaskContext, complete, phases_of
 from hpc_parallel.worker.time_budget import TimeBudget, advice
 
 LEAST_PASSES = 5  # that are timed
 WARM_UP = 3  # passes: the first allocates buffers and infers shapes, the next choose kernels
 
 
-def infer(
-    config: RunConfig,
-    *,
-    values: dict[str, Any],
-    folder: RunFolder,
-    device: torch.device,
-    environment: Mapping[str, str],
-    progress: Progress | None = None,
-) -> None:
-    """Measure as `config` says, on all ranks of the default process group.
+def infer(context: TaskContext) -> None:
+    """Measure as the configuration says, on all ranks of the default process group.
 
     Rank 0 writes `metrics.jsonl` (a line for the validation, then one per batch size) and `summary.json`.
-    `progress` is for a watchdog; a pass of a batch counts as a step.
+    For the watchdog, a pass of a batch counts as a step.
     Raises what `Session.open` and `start_from` raise.
     """
-    rank, progress = dist.get_rank(), progress or Progress()
+    config, folder, progress, rank = context.config, context.folder, context.progress, dist.get_rank()
     if rank == 0:
-        attempts.begin(folder, step=0, environment=environment)
+        attempts.begin(folder, step=0, environment=context.environment)
     on_phase = phases_of(folder, rank=rank)
-    session = Session.open(config, device=device, trains=False, on_phase=on_phase)
+    session = Session.open(config, device=context.device, trains=False, on_phase=on_phase)
     on_phase("loading the weights")
     weights = start_from(config, session.assembled)
-    writers = open_writers(config, folder=folder, values=values) if rank == 0 else []
+    writers = open_writers(config, folder=folder, values=context.values) if rank == 0 else []
     lines: list[dict[str, Any]] = []
     on_phase("validation")
-    sizes = Sizes(session, progress)
+    sizes = BatchSizeTimes(session, progress)
     for step, figures in enumerate(sizes.measure(), start=1):
-        (peaks,) = all_gather_numbers([float(peak_memory_bytes(device))], device=device)
+        (peaks,) = all_gather_numbers([float(peak_memory_bytes(session.device))], device=session.device)
         now = datetime.now(UTC).isoformat()
         lines.append({"step": step, **figures, "peak_memory_bytes": int(max(peaks)), "time": now})
         for writer in writers:
             writer.write(lines[-1])
     progress.mark("done", progress.latest[2])
-    complete(
-        values,
-        folder=folder,
-        lines=lines,
-        writers=writers,
-        measured={"weights": weights, "comparison": session.comparison, "left_out": sizes.left_out},
-    )
+    measured = {"weights": weights, "comparison": session.comparison, "left_out": sizes.left_out}
+    complete(context, lines=lines, writers=writers, measured=measured)
     if rank == 0:
         print(*results(folder, Summary.read(folder) or Summary()), sep="\n", flush=True)
 
 
-class Sizes:
+class BatchSizeTimes:
     """Measures the validation loss, then one batch size after another until the time is used."""
 
     def __init__(self, session: Session, progress: Progress) -> None:

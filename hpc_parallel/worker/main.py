@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from hpc_parallel.slurm.jobs import job_of
 from hpc_parallel.strategies import exchange
 from hpc_parallel.supervise import failure, flight_recorder
 from hpc_parallel.torch_internals import set_default_timeout
+from hpc_parallel.training.observers import Progress
 from hpc_parallel.worker import rank_files, start_checks, stop, transport
 from hpc_parallel.worker.calibrate import calibrate
 from hpc_parallel.worker.collectives import measure_collectives
@@ -47,14 +47,14 @@ from hpc_parallel.worker.preflight_task import check_machine
 from hpc_parallel.worker.proof import prove
 from hpc_parallel.worker.rank_files import redirect
 from hpc_parallel.worker.rendezvous import hosts, meet
-from hpc_parallel.worker.session import phases_of, read_config
+from hpc_parallel.worker.session import TaskContext, phases_of, read_config
 from hpc_parallel.worker.signed_objects import require_signatures
 from hpc_parallel.worker.signed_store import SignedStore
 from hpc_parallel.worker.train import train
 from hpc_parallel.worker.watchdog import watch
 
 # Keys are the names in conf/task/.
-TASKS: dict[str, Callable[..., object]] = {
+TASKS: dict[str, Callable[[TaskContext], object]] = {
     "train": train, "infer": infer, "generate": generate, "proof": prove,
     "collectives": measure_collectives, "preflight": check_machine, "calibrate": calibrate,
 }  # fmt: skip
@@ -98,9 +98,8 @@ def main(run_folder: str) -> int:
             compiles=config.training.compile,
         )  # fmt: skip
         with watched as progress:
-            if task in WATCHED:  # the others report no progress
-                task = partial(task, progress=progress)
-            task(config, values=values, folder=folder, device=device, environment=os.environ)
+            marks = progress if task in WATCHED else Progress()  # the others report no progress
+            task(TaskContext(config, values, folder, device, os.environ, marks))
         dist.destroy_process_group()
     except BaseException as error:
         failure.record_exception(

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from hpc_parallel.machine.host_findings import SLOW, Finding, join_shared, product_takes
 from hpc_parallel.profiling.links import Rates, slow_hosts, slow_pairs
-from hpc_parallel.record.machine_check_table import COPIES, DirectReads, Link, MeasuredMachine, RankRates
+from hpc_parallel.record.machine_check_table import COPIES, DirectReads, HostLink, MeasuredMachine, RankRates
 from hpc_parallel.worker.start_times import SIDES
 
 SLOW_COPY = 2.0  # times slower than the median host, in copies and all-reduces inside a host
@@ -23,8 +23,9 @@ Host = TypeVar("Host", str, int)
 class MachineMeasurement:
     """Figures of all ranks and hosts; a part that was left out is empty.
 
-    names: host of each rank; matrix_s: of one product on each rank; copies: of `copy_rates` on each rank;
-    reads, direct: of `read_rates`; inside: host -> bus bandwidth, None for one rank; links: of `link_rates`.
+    names: the host of each rank. matrix_s: the time of one product on each rank. copies: what `copy_rates`
+    returned on each rank. reads, direct: what `read_rates` returned. inside: host -> bus bandwidth; None for
+    a host with one rank. links: what `link_rates` returned.
     """
 
     device_type: str
@@ -56,12 +57,12 @@ class MachineMeasurement:
             reads_bytes_per_s=self.reads,
             direct_reads=self.direct,
             inside_busbw_bytes_per_s=self.inside,
-            links=tuple(Link((hosts[a], hosts[b]), rate) for (a, b), rate in self.links.items()),
+            links=tuple(HostLink((hosts[a], hosts[b]), rate) for (a, b), rate in self.links.items()),
         )
 
 
 def machine_findings(measured: MachineMeasurement) -> list[Finding]:
-    """What is slow."""
+    """All findings about slow devices, storage and links."""
     shares_cores = len(measured.hosts) == 1 and measured.device_type == "cpu"
     findings = [
         *([] if shares_cores else slow_devices(measured.names, measured.matrix_s)),
@@ -82,13 +83,13 @@ def slow_devices(names: Sequence[str], matrix_s: Sequence[float]) -> Iterator[Fi
 
 
 def slow_rates(by_host: Mapping[Host, float]) -> dict[Host, float]:
-    """The hosts below the median by SLOW_COPY; none of less than three hosts."""
+    """The hosts more than SLOW_COPY times slower than the median; empty for fewer than three hosts."""
     usual = median(by_host.values()) if len(by_host) > 2 else 0.0
     return {host: rate for host, rate in by_host.items() if rate * SLOW_COPY < usual}
 
 
 def slow_copies(names: Sequence[str], copies: Sequence[Mapping[str, float]]) -> Iterator[Finding]:
-    """names: host of each rank; copies: of `copy_rates` on each. The slowest device of a host counts."""
+    """The slowest device of a host counts. names: the host of each rank; copies: its `copy_rates`."""
     for title, key in COPIES.items() if copies else ():
         slowest: dict[str, float] = {}
         for host, rates in zip(names, copies, strict=True):
@@ -98,7 +99,7 @@ def slow_copies(names: Sequence[str], copies: Sequence[Mapping[str, float]]) -> 
 
 
 def slow_inside(inside: Mapping[str, float | None]) -> Iterator[Finding]:
-    """inside: host -> bus bandwidth of `inside_rates`."""
+    """inside: host -> the bus bandwidth that `inside_rates` returned."""
     measured = {host: rate for host, rate in inside.items() if rate is not None}
     yield from _slow_hosts("an all-reduce inside the host", measured)
 
@@ -112,7 +113,7 @@ def _slow_hosts(title: str, by_host: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def slow_storage(reads: Mapping[str, Mapping[str, float]]) -> Iterator[Finding]:
-    """reads: of `read_rates`; the rate with most processes counts."""
+    """The rate with most processes counts. reads: what `read_rates` returned."""
     most = {host: list(rates.values())[-1] for host, rates in reads.items()}
     usual = median(most.values()) if most else 0.0
     for host, rate in most.items():
@@ -121,7 +122,10 @@ def slow_storage(reads: Mapping[str, Mapping[str, float]]) -> Iterator[Finding]:
 
 
 def slow_links(hosts: Sequence[str], rates: Rates) -> Iterator[Finding]:
-    """rates: of `link_rates`. A single slow link accuses no host, so its finding is not harmful."""
+    """A single slow link accuses no host, so its finding is not harmful.
+
+    rates: what `link_rates` returned.
+    """
     of_hosts, of_pairs = slow_hosts(rates), slow_pairs(rates)
     usual = [rate for pair, rate in rates.items() if not of_hosts.keys() & set(pair) and pair not in of_pairs]
     others = f"and others {median(usual) / 1e9:.3f}" if usual else "and no link is fast"

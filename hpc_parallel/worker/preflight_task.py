@@ -31,15 +31,15 @@ from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.strategies import exchange
+from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.strategies.mesh import build_host_mesh
-from hpc_parallel.training.nonfinite import FollowerError
 from hpc_parallel.training.writers import FileWriter
 from hpc_parallel.worker.accused_hosts import PreflightError, act_on
 from hpc_parallel.worker.direct_storage import direct_rates, missing
 from hpc_parallel.worker.preflight_findings import MachineMeasurement, machine_findings, slow_rates
 from hpc_parallel.worker.read_scaling import BLOCK_BYTES, rates_by_readers, read_s
 from hpc_parallel.worker.run_plots import draw_plots
-from hpc_parallel.worker.session import complete
+from hpc_parallel.worker.session import TaskContext, complete
 from hpc_parallel.worker.start_times import matrix_times_s
 from hpc_parallel.worker.time_budget import TimeBudget, advice
 
@@ -48,28 +48,22 @@ COPIED_BYTES = 2**28
 NODE = ", node "  # between the name of a machine and a number; no host name has it
 
 
-def check_machine(
-    config: RunConfig,
-    *,
-    values: dict[str, Any],
-    folder: RunFolder,
-    device: torch.device,
-    environment: Mapping[str, str],
-) -> None:
-    """Measure as `config.task` says, on all ranks. Rank 0 writes `machine_check.json` and `summary.json`.
+def check_machine(context: TaskContext) -> None:
+    """Measure as `task` of the configuration says, on all ranks.
 
-    After each part, rank 0 writes what is measured so far and a line of `metrics.jsonl`.
+    Rank 0 writes `machine_check.json` and `summary.json`; after each part, it writes what is measured so far
+    and a line of `metrics.jsonl`.
 
     Raises PreflightError or FollowerError after that, as `preflight.act` says.
     """
     began = time.monotonic()
-    rank = dist.get_rank()
+    config, folder, rank = context.config, context.folder, dist.get_rank()
     if rank == 0:
-        attempts.begin(folder, step=0, environment=environment)
-    names = host_names(config, environment)
+        attempts.begin(folder, step=0, environment=context.environment)
+    names = host_names(config, context.environment)
     simulated = any(NODE in name for name in names)  # nodes that share the cores of one machine
-    check = MachineCheck(config, names=names, folder=folder, device=device)
-    report = Report(folder, check, judged=not simulated) if rank == 0 else None
+    check = MachineProbe(config, names=names, folder=folder, device=context.device)
+    report = PreflightReport(folder, check, judged=not simulated) if rank == 0 else None
     for number, count, name in check.measure():
         if report is not None:
             report.before(number, count, name)
@@ -80,13 +74,13 @@ def check_machine(
         draw_plots(folder, lasted_s=time.monotonic() - began)
     dist.barrier()  # a rank that fails ends the others
     act_on(findings, act=config.preflight.act, host=names[rank], hosts=check.hosts)
-    complete(values, folder=folder, lines=[], writers=[])
+    complete(context)
 
 
-class Report:
+class PreflightReport:
     """What rank 0 writes: each part when it is measured, then all with the findings."""
 
-    def __init__(self, folder: RunFolder, check: MachineCheck, *, judged: bool) -> None:
+    def __init__(self, folder: RunFolder, check: MachineProbe, *, judged: bool) -> None:
         self._folder, self._check, self._judged = folder, check, judged
         self._writer = FileWriter(folder, steps=0)
         self._said: list[str] = []
@@ -131,7 +125,7 @@ class Report:
         return measured
 
 
-class MachineCheck:
+class MachineProbe:
     """Measures part after part until the time is used; the storage last, because it may be slow."""
 
     def __init__(
@@ -265,7 +259,7 @@ def opened_file(
 def raise_storage_errors(storage: Path, *, names: Sequence[str], errors: Sequence[str | None]) -> None:
     """Raise the error of the first rank that has one, with all hosts that have one.
 
-    names, errors: of each rank.
+    names, errors: the host and the error of each rank.
     """
     failed = {name: error for name, error in zip(names, errors, strict=True) if error is not None}
     if failed:

@@ -11,30 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import replacing
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.training.checkpoint import statistics
+from hpc_parallel.worker.session import TaskContext
 from hpc_parallel.worker.train import train
 
 
-def prove(
-    config: RunConfig,
-    *,
-    values: dict[str, Any],
-    folder: RunFolder,
-    device: torch.device,
-    environment: Mapping[str, str],
-) -> None:
-    """Train as `worker.train.train` does, and write tensors to `folder.proof`."""
+def prove(context: TaskContext) -> None:
+    """Train as `worker.train.train` does, and write tensors to the folder `proof`."""
     first: list[dict[str, NDArray[Any]]] = []
 
     def keep(assembled: Assembled) -> None:
@@ -42,13 +33,12 @@ def prove(
             parameters = assembled.named_parameters()
             first.append(full_arrays({name: p.grad for name, p in parameters.items() if p.grad is not None}))
 
-    trained = train(
-        config, values=values, folder=folder, device=device, environment=environment, on_gradients=keep
-    )
-    folder.proof.mkdir(mode=0o700, exist_ok=True)
+    trained = train(context, on_gradients=keep)
+    folder = context.folder.proof
+    folder.mkdir(mode=0o700, exist_ok=True)
     gradients = first[0] if first else {}  # with a parameter server, only the server has them
-    write_once(folder.proof, "gradients", gradients)
-    write_once(folder.proof, "weights", full_arrays({**trained.named_parameters(), **statistics(trained)}))
+    write_once(folder, "gradients", gradients)
+    write_once(folder, "weights", full_arrays({**trained.named_parameters(), **statistics(trained)}))
 
 
 def full_arrays(tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from hpc_parallel.strategies.precision import WEIGHTS
 from hpc_parallel.strategies.whole_model import build_model
 from hpc_parallel.supervise.error_place import located
 from hpc_parallel.supervise.summary import summarise
+from hpc_parallel.training.observers import Progress
 from hpc_parallel.training.writers import Writer
 from hpc_parallel.worker.device_speeds import with_measured_shares
 from hpc_parallel.worker.verify import verify
@@ -48,6 +49,22 @@ def read_config(path: Path) -> tuple[RunConfig, dict[str, Any]]:
     """Returns `config.yaml` of a run folder, typed and as plain values."""
     values = read_yaml(path)
     return typed(values), values
+
+
+@dataclass(frozen=True)
+class TaskContext:
+    """What every task is given.
+
+    values: `config.yaml` as plain values, which the summary and the checkpoints keep. environment: the
+    variables of this process. progress: the marks that a watchdog reads.
+    """
+
+    config: RunConfig
+    values: dict[str, Any]
+    folder: RunFolder
+    device: torch.device
+    environment: Mapping[str, str]
+    progress: Progress = field(default_factory=Progress)
 
 
 @dataclass(frozen=True)
@@ -139,29 +156,28 @@ class Session:
 
 
 def phases_of(folder: RunFolder, *, rank: int) -> Callable[[str], None]:
-    """Returns what says which part of the start begins; only rank 0 does."""
+    """Returns a function that records which part of the start begins; on other ranks it does nothing."""
     return partial(note_phase, folder) if rank == 0 else lambda text: None
 
 
 def complete(
-    values: dict[str, Any],
+    context: TaskContext,
     *,
-    folder: RunFolder,
-    lines: Sequence[Mapping[str, Any]],
-    writers: Sequence[Writer],
+    lines: Sequence[Mapping[str, Any]] = (),
+    writers: Sequence[Writer] = (),
     measured: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """End a successful task: rank 0 writes the summary, then all ranks leave together."""
     if dist.get_rank() == 0:
         summary = summarise(
-            values,
+            context.values,
             outcome="completed",
             lines=lines,
-            history=vars(attempts.history(folder)),
+            history=vars(attempts.history(context.folder)),
             measured=measured,
-            environment=read_environment(folder),
+            environment=read_environment(context.folder),
         )
-        write_json(folder.summary, summary)
+        write_json(context.folder.summary, summary)
     for writer in writers:
         writer.close()
     dist.barrier()  # srun treats a rank that ends long before the others as lost

@@ -21,7 +21,7 @@ from hpc_parallel.strategies.dropout_shapes import dry_pass
 from hpc_parallel.strategies.whole_model import build_small_sizes
 
 FEW_BLOCKS = 4
-MOST_REPLICAS = 8  # with samples of their own; others repeat them
+MOST_REPLICAS = 8  # that have samples of their own; further replicas repeat these samples
 LEAST_POSITIONS = 16
 SAMPLES = 3  # in a microbatch of a replica: BatchNorm needs two, and makes +1 and -1 of two
 STEPS = 2  # the second one sees what the first one has written
@@ -50,7 +50,7 @@ class SmallRun:
     ) -> SmallRun:
         """Take the first training samples, with sequences as short as the layout and the model allow.
 
-        `plan`: of the run; `model`: from `build_small`.
+        `plan`: that of the run. `model`: from `build_small`.
         """
         layout = plan.layout
         # A pipeline's schedule needs all its microbatches; without one, two show the accumulation.
@@ -95,10 +95,10 @@ class SmallRun:
 def build_small(config: RunConfig, *, as_random: bool = True) -> LayeredModel:
     """Build the model of `config` on meta, with the sizes of `LayeredModel.small` and few blocks.
 
-    It starts with random numbers (`randomise`), or not `as_random` with its own starting weights.
+    Its starting weights are random (`randomise`), or the model's own if `as_random` is false.
 
-    The first blocks and the last one stay. All stay if their weights have different shapes, because they may
-    not fit together, or if they share weights.
+    The model keeps its first blocks and its last block. It keeps all blocks if they share weights, or if the
+    shapes of their weights differ, because the remaining blocks might not fit together.
     """
     layout = layout_of(config.strategy, devices=config.devices)
     model = build_small_sizes(config.model, seed=config.seed)
@@ -140,8 +140,9 @@ def randomise(model: LayeredModel, *, seed: int) -> LayeredModel:
 
     Many models start with gates or heads at zero, behind which a wrong layout computes the right thing.
 
-    A matrix keeps the size of what it is multiplied with. A vector or scalar is between 0.5 and 1.5. A buffer
-    has its own values times such a number, or such a number instead of zero: an infinity in a mask stays.
+    A product with a random matrix has numbers as large as its input has. The elements of vectors and scalars
+    are between 0.5 and 1.5. Each element of a buffer is multiplied by such a number, and a zero is replaced
+    by one; so an infinity in a mask stays.
     """
     initialise_model, buffers = model.initialise, {name for name, _ in model.named_buffers()}
 

@@ -37,8 +37,8 @@ UPDATE = 0.1  # the norm of the first update of all weights together
 class Results:
     """The mean loss of each step, and the tensors that this rank has, by what they are.
 
-    norms: of each tensor's kind as a whole, as of the entire gradient of a step.
-    Of a run that generates, logits are the only tensor.
+    norms: for each tensor, the norm of all tensors of its kind together, such as the whole gradient of a
+    step. A run that generates has the logits as its only tensor.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -113,7 +113,7 @@ def on_one_device(run: SmallRun, model: LayeredModel) -> Reference:
         return results
     model.train()
     shapes = dropout_shapes.whole_shapes(model, sample_shape=tuple(run.inputs.shape[1:]))
-    dropout.apply(model, shapes=shapes, part=dropout.Part(), seed=run.config.seed, device=run.device)
+    dropout.apply(model, shapes=shapes, part=dropout.SamplePart(), seed=run.config.seed, device=run.device)
     return _train_alone(run, model)
 
 

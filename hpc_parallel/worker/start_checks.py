@@ -28,7 +28,7 @@ from hpc_parallel.worker.accused_hosts import act_on, warn
 from hpc_parallel.worker.start_times import SUMMED_BYTES, all_reduce_times_s, matrix_times_s
 
 OFF = "off"
-MOST_PACKAGES, MOST_RECORDED = 5, 100  # that a finding names, and that `preflight.json` has
+MOST_PACKAGES, MOST_RECORDED = 5, 100  # packages in a finding, and in `preflight.json`
 
 
 def check(

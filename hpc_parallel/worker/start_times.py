@@ -1,4 +1,4 @@
-"""What a device and the network take for little work: a matrix product, and a small all-reduce."""
+"""The times of two short operations, a matrix product and a small all-reduce, which show slow ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpc_parallel.machine.host_findings import SLOW
 from hpc_parallel.strategies import exchange
 
 ROUNDS, ROUND_S = 3, 0.2  # of matrix products; the fastest round counts
-MOST_TRIES = 3  # while a rank seems slow: noise seldom comes three times to the same one
+MOST_TRIES = 3  # repeated while a rank seems slow: noise seldom slows the same rank three times
 SIDES = {"cpu": 512, "cuda": 4096}
 SUMMED_BYTES = 2**20
 SUMS = 5

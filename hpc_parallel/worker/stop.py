@@ -36,7 +36,7 @@ def remember(number: int, frame: FrameType | None) -> None:
     _early.append(number)
 
 
-class Stop:
+class StopFlag:
     """The stop flag of this rank, and the agreement of all ranks. Inside the context, signals set the flag.
 
     About every `period_s` seconds rank 0 broadcasts two numbers, at a step that all ranks compute alike; the
@@ -46,8 +46,9 @@ class Stop:
     def __init__(self, *, step: int, time_limit: TimeLimit | None = None, period_s: float = PERIOD_S) -> None:
         """`step`: the last step done.
 
-        `time_limit`: of the job, on one rank. When it is near, the ranks stop as after Slurm's SIGUSR2.
-        `period_s`: between two collectives; 0: after each step, if steps take very different times.
+        `time_limit`: the limit of the job; on one rank only. When it is near, the ranks stop as after Slurm's
+        SIGUSR2. `period_s`: the time between two collectives; 0: one after each step, if steps take very
+        different times.
         """
         self._time_limit = time_limit
         self._period_s = period_s

@@ -17,17 +17,17 @@ class TimeBudget:
 
     @property
     def used_s(self) -> float:
-        """By this rank's clock."""
+        """Seconds since the construction, by this rank's clock."""
         return time.monotonic() - self._began_s
 
     def left_s(self, *, after_s: float = 0.0) -> float:
-        """What is left after work that takes `after_s`; a collective call, in which rank 0's values count."""
+        """Seconds left after work that takes `after_s`. A collective call; returns the value of rank 0."""
         left_s: float = exchange.broadcast(self.seconds - self.used_s - after_s)
         return left_s
 
 
 def advice(budget: TimeBudget, *, needed_s: float) -> str:
-    """Why something was left out, and a budget that should suffice. needed_s: for all of it."""
+    """Why something was left out, and a budget that should suffice. needed_s: the time of what is left."""
     enough = rounded_up(budget.used_s + needed_s)
     return f"the time of task.seconds={budget.seconds:g} is used. Try task.seconds={enough}"
 

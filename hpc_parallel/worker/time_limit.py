@@ -29,7 +29,9 @@ class TimeLimit:
         save_s: Callable[[], float | None],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`end_s`: as it was when the job began. `save_s`: the time of the newest save, None before it.
+        """`end_s`: the end of the job, as known when it began.
+
+        `save_s`: how long the newest save took; None before the first.
 
         `current_end_s`: asks Slurm, because an administrator may have moved the limit; None if it is silent.
         """

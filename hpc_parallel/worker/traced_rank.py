@@ -31,25 +31,25 @@ from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.training.state_bytes import local_bytes
 from hpc_parallel.worker.saved_tensors import SavedTensors
 from hpc_parallel.worker.traced_stages import Stages, states_between
-from hpc_parallel.worker.traced_traffic import MOST, Collective, GroupTraffic, of_step
+from hpc_parallel.worker.traced_traffic import MOST, GroupTraffic, TracedCollective, of_step
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Measured:
+class HeldAndSent:
     """What one rank holds and sends.
 
     parameters, gradients, optimizer: bytes. activations: bytes that each of its stages keeps of one
-    microbatch. collectives: of one step. Those of a parameter server and between the devices of one process
-    are not traced.
+    microbatch. collectives: those of one step; the ones of a parameter server and between the devices of one
+    process are not traced.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     activations: tuple[int, ...]
-    collectives: tuple[Collective, ...]
+    collectives: tuple[TracedCollective, ...]
 
 
 class TracedRank:
@@ -89,10 +89,10 @@ class TracedRank:
         dtype = torch.uint8 if pixelwise else torch.int64
         return torch.zeros((microbatches * self._batch.microbatch_size, *labels), dtype=dtype)
 
-    def measure(self, *, microbatches: int | None = None) -> Measured:
+    def measure(self, *, microbatches: int | None = None) -> HeldAndSent:
         """Run a step with the first microbatches and the last one.
 
-        microbatches: of the step, if it is not that of the run.
+        microbatches: how many the step has, if not as many as in the run.
         """
         microbatches = microbatches or self._batch.microbatches
         assembled, server = self._assembled, self._assembled.server
@@ -117,7 +117,7 @@ class TracedRank:
         collectives = of_step(
             traffic, microbatches=microbatches, layout=self._layout, first=servers(self._config.strategy)
         )  # fmt: skip
-        return Measured(*held, state_bytes, activations, tuple(collectives))
+        return HeldAndSent(*held, state_bytes, activations, tuple(collectives))
 
     def _train(self, microbatches: int, *, traffic: GroupTraffic) -> tuple[int, ...]:
         """The bytes that each stage keeps of the first microbatch."""

@@ -49,7 +49,10 @@ class Stages:
         microbatches: int,
         traffic: GroupTraffic,
     ) -> None:
-        """`states`: of `states_between`. `activations` are those of the first microbatch, by stage."""
+        """`states`: what `states_between` returned.
+
+        `activations`: the bytes of the first microbatch, by stage.
+        """
         self.activations: list[int] = []
         self._assembled, self._states, self._groups = assembled, states, groups
         self._config, self._microbatches, self._traffic = config, microbatches, traffic
@@ -89,7 +92,7 @@ class Stages:
         )  # fmt: skip
 
     def _let_gradients_wait(self, part: LayeredModel) -> None:
-        """As torch's pipelines: fully_shard gathers weights once, and sums gradients when all are there."""
+        """Let fully_shard gather weights once, and sum gradients at the end, as torch's pipelines do."""
         sliced: Any = part
         if isinstance(part, FSDPModule) and self._layout.pipeline > 1:
             sliced.set_is_last_backward(False)
@@ -121,7 +124,7 @@ class Stages:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average what DistributedDataParallel or `Average` would, in one message a stage."""
+        """Average what DistributedDataParallel or `Average` averages, in one message for each stage."""
         if self._config.strategy.execution != SPMD:
             return
         mesh = self._assembled.mesh
@@ -137,7 +140,7 @@ class Stages:
             dist.all_reduce(message, group=axis.get_group())
 
     def _sum_slices(self) -> None:
-        """The gradients that waited."""
+        """Sum the gradients that `_let_gradients_wait` has held back."""
         for stage, part in zip(self._numbers(), self._assembled.parts, strict=True):
             if isinstance(part, FSDPModule) and self._layout.pipeline > 1:
                 axis = self._assembled.mesh["pipeline"]

@@ -14,11 +14,11 @@ from hpc_parallel.profiling.traffic import Moved, Traffic
 
 
 @dataclass(frozen=True)
-class Collective:
+class TracedCollective:
     """What one rank sends in a step by one kind of collective over one group.
 
-    over: the axes that the group's ranks differ on. calls: with this rank as a sender. sent_bytes: by the
-    best algorithm, as `Traffic` counts.
+    over: the axes that the group's ranks differ on. calls: how many have this rank as a sender. sent_bytes:
+    the bytes of the best algorithm, as `Traffic` counts them.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class GroupTraffic(Traffic):
             counts.bytes[key] += sent_bytes
 
 
-def of_step(traced: GroupTraffic, *, microbatches: int, layout: Layout, first: int) -> list[Collective]:
+def of_step(traced: GroupTraffic, *, microbatches: int, layout: Layout, first: int) -> list[TracedCollective]:
     """The collectives of a step with `microbatches`, of which at most MOST were traced.
 
     first: the rank at the first place of the layout.
@@ -79,7 +79,9 @@ def of_step(traced: GroupTraffic, *, microbatches: int, layout: Layout, first: i
             calls[key] += times * counts.calls[key]
             sent[key] += times * counts.bytes[key]
     return [
-        Collective(kind, _axes(ranks, layout, first=first), len(ranks), calls[kind, ranks], sent[kind, ranks])
+        TracedCollective(
+            kind, _axes(ranks, layout, first=first), len(ranks), calls[kind, ranks], sent[kind, ranks]
+        )
         for kind, ranks in sent
     ]
 

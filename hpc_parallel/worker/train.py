@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from hpc_parallel.config.checks.profile_checks import measured_steps
@@ -30,48 +29,40 @@ from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.device_traffic import figures, ring_all_reduce
+from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.strategies.groups import make_saving_group
 from hpc_parallel.strategies.mesh import axis_of, weight_axes
 from hpc_parallel.training.callbacks import Callbacks
-from hpc_parallel.training.checkpoint import Reader, optimizer_sizes, save_s, state_of
+from hpc_parallel.training.checkpoint import CheckpointReader, optimizer_sizes, save_s, state_of
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
-from hpc_parallel.training.nonfinite import FollowerError, NonFiniteError
-from hpc_parallel.training.observers import Observers, Progress
+from hpc_parallel.training.nonfinite import NonFiniteError
+from hpc_parallel.training.observers import Observers
 from hpc_parallel.training.optimizer import ModelOptimizer, build_optimizer
 from hpc_parallel.training.read_ahead import ReadAhead
-from hpc_parallel.training.replicas import ReplicaError, Replicas
+from hpc_parallel.training.replicas import ReplicaCheck, ReplicaError
 from hpc_parallel.training.restore import newest_sound, restore
 from hpc_parallel.training.saver import Saver, SavingGroup
 from hpc_parallel.training.state_bytes import state_by_rank
 from hpc_parallel.training.step import Step
-from hpc_parallel.training.trainer import Samples, Trainer
+from hpc_parallel.training.trainer import RankBatches, Trainer
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.run_plots import draw_plots, span_s
-from hpc_parallel.worker.session import Session, complete, note_stop, phases_of
+from hpc_parallel.worker.session import Session, TaskContext, complete, note_stop, phases_of
 from hpc_parallel.worker.start_checks import gpu_uuid
-from hpc_parallel.worker.stop import Stop
+from hpc_parallel.worker.stop import StopFlag
 from hpc_parallel.worker.time_limit import time_limit_of
 
 
-def train(
-    config: RunConfig,
-    *,
-    values: dict[str, Any],
-    folder: RunFolder,
-    device: torch.device,
-    environment: Mapping[str, str],
-    on_gradients: Callable[[Assembled], None] | None = None,
-    progress: Progress | None = None,
-) -> Assembled:
-    """Train as `config` says, on all ranks of the default process group; returns this rank's trained parts.
+def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | None = None) -> Assembled:
+    """Train as the configuration says, on all ranks; returns this rank's trained parts.
 
     Continues from the newest undamaged checkpoint of the run folder; without one, starts from
-    `config.weights`. `on_gradients` is called in each step when `.grad` is complete, before it is clipped;
-    `progress` is for a watchdog. Rank 0 writes `metrics.jsonl`, and `summary.json`, or `stopped.json` if a
-    signal stops the training before the last step. Raises what `Session.open` raises, and SaveError if the
-    last checkpoint can't be written.
+    `config.weights`. `on_gradients` is called in each step when `.grad` is complete, before it is clipped.
+    Rank 0 writes `metrics.jsonl`, and `summary.json`, or `stopped.json` if a signal stops the training before
+    the last step. Raises what `Session.open` raises, and SaveError if the last checkpoint can't be written.
     """
+    config, folder, device = context.config, context.folder, context.device
     on_phase = phases_of(folder, rank=dist.get_rank())
     session = Session.open(config, device=device, on_phase=on_phase)
     assembled = session.assembled
@@ -79,22 +70,19 @@ def train(
     optimizer = build_optimizer(assembled.named_parameters(), config.optimizer, split=split)
     state = partial(state_of, assembled, optimizer)
     on_phase("loading the weights")
-    steps_done, last_save_s = restore_or_start(session, folder, optimizer=optimizer, environment=environment)
+    steps_done, last_save_s = restore_or_start(session, context, optimizer=optimizer)
     check = replicas_check(session)
     check(steps_done)
     samples = samples_of(session)
-    observers = open_observers(
-        session, folder, values=values, replicas=samples.validation.replicas, progress=progress or Progress(),
-        steps_done=steps_done,
-    )  # fmt: skip
+    observers = open_observers(session, context, replicas=samples.validation.replicas, steps_done=steps_done)
     saver = Saver(
-        folder.checkpoints, state=state, about={"config": values, "data": session.data.digest},
+        folder.checkpoints, state=state, about={"config": context.values, "data": session.data.digest},
         training=config.training, device=device, saving=saving_of(session), saved_step=steps_done,
         save_s=last_save_s, check=check, on_wait=lambda: observers.progress.mark("save", trainer.steps_done),
         on_saved=observers.callbacks.checkpoint,
     )  # fmt: skip
-    limit = time_limit_of(environment, save_s=lambda: saver.save_s) if dist.get_rank() == 0 else None
-    stop = Stop(step=steps_done, time_limit=limit)
+    limit = time_limit_of(context.environment, save_s=lambda: saver.save_s) if dist.get_rank() == 0 else None
+    stop = StopFlag(step=steps_done, time_limit=limit)
     step = step_of(session, optimizer=optimizer, on_gradients=on_gradients)
     trainer = Trainer(
         step, optimizer=optimizer, samples=samples, observers=observers, config=config, saver=saver,
@@ -108,7 +96,7 @@ def train(
         observers.callbacks.end(trainer.steps_done)
         if signalled is None:
             finish(
-                session, folder, values=values, observers=observers, ended_early=trainer.ended_early,
+                session, context, observers=observers, ended_early=trainer.ended_early,
                 state_bytes=state_by_rank(step.held_bytes, optimizer),
             )  # fmt: skip
         else:
@@ -116,16 +104,8 @@ def train(
     return assembled
 
 
-def open_observers(
-    session: Session,
-    folder: RunFolder,
-    *,
-    values: dict[str, Any],
-    replicas: int,
-    progress: Progress,
-    steps_done: int,
-) -> Observers:
-    config = session.config
+def open_observers(session: Session, context: TaskContext, *, replicas: int, steps_done: int) -> Observers:
+    config, folder = session.config, context.folder
     reads = config.training.callbacks and dist.get_rank() == 0
     lines = MetricsReader(folder.metrics).read() if reads else []
     earlier = [line for line in lines if line["step"] <= steps_done]  # later steps are trained again
@@ -151,8 +131,8 @@ def open_observers(
             device=session.device,
             leave_out=partial(metrics.leave_out, steps=1),
         ),
-        writers=open_writers(config, folder=folder, values=values) if dist.get_rank() == 0 else [],
-        progress=progress,
+        writers=open_writers(config, folder=folder, values=context.values) if dist.get_rank() == 0 else [],
+        progress=context.progress,
         callbacks=Callbacks(
             config.training.callbacks,
             folder=folder.path,
@@ -219,24 +199,20 @@ def fit(trainer: Trainer, *, saver: Saver) -> signal.Signals | None:
 
 
 def restore_or_start(
-    session: Session,
-    folder: RunFolder,
-    *,
-    optimizer: ModelOptimizer,
-    environment: Mapping[str, str],
+    session: Session, context: TaskContext, *, optimizer: ModelOptimizer
 ) -> tuple[int, float | None]:
     """Restore the newest undamaged checkpoint of the run folder; without one, load `config.weights` if given.
 
     Rank 0 records the start. Returns the number of steps done, and how long that checkpoint took to write.
     """
-    config, rank = session.config, dist.get_rank()
+    config, folder, rank = session.config, context.folder, dist.get_rank()
     if rank == 0:
         clear(folder.checkpoints)
     checkpoint, warnings = newest_sound(folder.checkpoints)
     if checkpoint is not None:
         if not config.launcher.shared_folder:
             require_private(checkpoint.path)  # its index is a pickle
-        reader = Reader(checkpoint)
+        reader = CheckpointReader(checkpoint)
         if session.assembled.server is None or session.assembled.server.serves:
             optimizer.create_state(optimizer_sizes(reader))
         state = state_of(session.assembled, optimizer)
@@ -246,7 +222,7 @@ def restore_or_start(
     steps_done = checkpoint.step if checkpoint else 0
     if rank == 0:
         set_aside_after(folder.checkpoints, step=steps_done)
-        attempts.begin(folder, step=steps_done, environment=environment, warnings=warnings)
+        attempts.begin(folder, step=steps_done, environment=context.environment, warnings=warnings)
         if checkpoint is not None:
             print(f"continuing from the checkpoint of step {steps_done}", flush=True)
     return steps_done, save_s(checkpoint) if checkpoint else None
@@ -264,16 +240,16 @@ def replicas_check(session: Session) -> Callable[[int], None]:
     if not session.config.training.compare_replicas or assembled.server is not None:
         return lambda step: None
     axis = axis_of(assembled.mesh, "tensor")
-    return Replicas(
+    return ReplicaCheck(
         assembled.named_parameters(),
         tensor_rank=0 if axis is None else axis.get_local_rank(),
         device=session.device,
     ).check
 
 
-def samples_of(session: Session) -> Samples:
+def samples_of(session: Session) -> RankBatches:
     train = session.batches(session.data.train, seed=session.config.seed)
-    return Samples(
+    return RankBatches(
         train=ReadAhead(train, steps=session.config.training.steps, device=session.device),
         validation=session.batches(session.data.validation, seed=None),
         validation_steps=session.validation_steps,
@@ -284,17 +260,17 @@ def samples_of(session: Session) -> Samples:
 
 def finish(
     session: Session,
-    folder: RunFolder,
+    context: TaskContext,
     *,
-    values: dict[str, Any],
     observers: Observers,
     ended_early: str | None,
     state_bytes: Sequence[Mapping[str, int]] | None,
 ) -> None:
     """Write the timeline and the summary after the last step, and draw the losses.
 
-    `state_bytes`: of each rank (`state_by_rank`).
+    `state_bytes`: what `state_by_rank` returned.
     """
+    folder = context.folder
     measured = observers.measurement.figures() | traffic_of(session)
     measured |= {"comparison": session.comparison, "ended_early": ended_early}
     measured["shares"] = session.config.strategy.shares
@@ -305,7 +281,7 @@ def finish(
     if rank == 0 and chart is not None:
         chart.write(folder)
     lines = MetricsReader(folder.metrics).read() if rank == 0 else []
-    complete(values, folder=folder, lines=lines, writers=observers.writers, measured=measured)
+    complete(context, lines=lines, writers=observers.writers, measured=measured)
     if rank == 0:
         draw_plots(folder, lasted_s=span_s(lines))
 

@@ -15,7 +15,7 @@ from hpc_parallel.config.fabric_kinds import AUTO, EFA, RDMA, SLINGSHOT, TCP
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.machine import nccl_log
 from hpc_parallel.machine.fabric_kind import FabricDevices
-from hpc_parallel.machine.nccl_log import Transport
+from hpc_parallel.machine.nccl_log import NcclTransport
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_tail
@@ -31,12 +31,12 @@ class FabricError(RuntimeError):
 
 @dataclass(frozen=True)
 class TransportCheck:
-    """The same on all ranks. kinds, devices: of the fabric, by host; transport: None without NCCL."""
+    """The same on all ranks. kinds, devices: host -> those of the fabric. transport: None without NCCL."""
 
     expected: str
     kinds: Mapping[str, str]
     devices: Mapping[str, str]
-    transport: Transport | None
+    transport: NcclTransport | None
 
     def as_record(self, problem: str | None) -> dict[str, Any]:
         """The key `transport` of `environment.json`."""
@@ -72,7 +72,8 @@ def find_transport(
         expected=detected if expected_kind == AUTO else expected_kind,
         kinds=kinds,
         devices={rank["host"]: rank["devices"] for rank in ranks},
-        transport=transport and nccl_log.merged([Transport.from_record(rank["transport"]) for rank in ranks]),
+        transport=transport
+        and nccl_log.merged([NcclTransport.from_record(rank["transport"]) for rank in ranks]),
     )
 
 

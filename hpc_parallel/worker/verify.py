@@ -32,7 +32,8 @@ from hpc_parallel.worker.small_model import SmallRun, build_small
 from hpc_parallel.worker.small_results import BUFFER, Results, on_layout, on_one_device, sometimes_used
 
 OWN_SHARE = 1e-5  # of a gradient's own norm: far above float64's rounding, far below a wrong layout
-# Of the entire gradient's norm: one that is zero in exact arithmetic is noise, of float64 or of float32.
+# As a share of the whole gradient's norm: the size of rounding noise, in float64 and in float32. A gradient
+# that is zero in exact arithmetic consists of such noise.
 NOISE, NOISE_OF_FLOAT32 = 1e-12, 1e-6
 MOST_WEIGHTS = {"cpu": 40_000_000, "cuda": 400_000_000}
 WORST = 1e30  # JSON has no infinity
@@ -82,7 +83,7 @@ def verify(config: RunConfig, *, plan: Plan, data: Data, groups: Groups, device:
 
 
 def _check_alone(config: RunConfig, *, data: Data, device: torch.device) -> None:
-    """On one device nothing is compared, but the loss of a model must be what a mean is taken of."""
+    """On one device there is nothing to compare. Check only that the model's loss is a sum of its terms."""
     if config.task.name == "train" and config.strategy.verify != "never":
         model = build_small(config, as_random=False)
         if reason := _too_large(model, device=device):
@@ -149,7 +150,7 @@ def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
 
 
 def _require_gradients(run: SmallRun, *, as_random: bool) -> None:
-    """A split backward pass waits for the same gradients on every rank. `as_random`: as of `build_small`."""
+    """A split backward pass waits for the same gradients on every rank. `as_random`: as in `build_small`."""
     waits = run.layout.averaged > 1 or run.layout.by_fully_shard
     if run.config.task.name != "train" or not (waits and schedule_of(run.config.strategy).splits_backward):
         return

@@ -29,8 +29,7 @@ from hpc_parallel.record.typed import read_record
 from hpc_parallel.strategies.groups import SAVING
 from hpc_parallel.supervise import failure, hang_report
 from hpc_parallel.supervise.flight_recorder import Collective, collective_of, device_progress, recorded
-from hpc_parallel.supervise.hang_report import HangReport
-from hpc_parallel.supervise.progress import READER, WAITS_FOR_REQUEST
+from hpc_parallel.supervise.hang_report import READER, WAITS_FOR_REQUEST, HangReport
 from hpc_parallel.training.observers import Progress
 from hpc_parallel.worker.hang_meeting import HangStore, meet_hang
 from hpc_parallel.worker.rendezvous import Published

@@ -137,10 +137,10 @@ def checksum_shares(folder: str) -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from hpc_parallel.training.replicas import Replicas
+    from hpc_parallel.training.replicas import ReplicaCheck
 
     weights = {f"blocks.{index}.w": torch.rand(STATE_BYTES // TENSORS // 4) for index in range(TENSORS // 3)}
-    replicas = Replicas(weights, tensor_rank=0, device=torch.device("cpu"), group=dist.group.WORLD)
+    replicas = ReplicaCheck(weights, tensor_rank=0, device=torch.device("cpu"), group=dist.group.WORLD)
     saver = new_saver(Path(folder, "replicas"), size=STATE_BYTES, asynchronous=False)
     shares, lines = [], []
     for number in range(ROUNDS):
@@ -214,11 +214,11 @@ def agreement_shares() -> list[float]:
     """
     import torch.distributed as dist
 
-    from hpc_parallel.worker.stop import Stop
+    from hpc_parallel.worker.stop import StopFlag
 
     shares = []
     for _ in range(ROUNDS):
-        stop = Stop(step=0)
+        stop = StopFlag(step=0)
         asked_s = 0.0
         for step in range(1, 101):
             time.sleep(STEP_S)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.worker.main import join
-from hpc_parallel.worker.session import read_config
+from hpc_parallel.worker.session import TaskContext, read_config
 from hpc_parallel.worker.train import train
 from tests.composed import prepared
 
@@ -44,7 +44,7 @@ def rank(folder: RunFolder, number: int, size: int, pipe: Any, done: Any) -> Non
     device = torch.device("cpu")
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         join(folder, config=config, world=world, device=device, reasons={})
-        train(config, values=values, folder=folder, device=device, environment={})
+        train(TaskContext(config, values, folder, device, environment={}))
     dist.barrier()
     pipe.send(sockets())
     done.wait()

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from hpc_parallel.config.model_bytes import LOSS_CHUNK_BYTES
-from hpc_parallel.strategies.chunked_loss import ChunkedCrossEntropy, Rows
+from hpc_parallel.strategies.chunked_loss import ChunkedCrossEntropy, ProjectionRows
 from tests.parity import COMMON, assert_follows, in_full
 from tests.workers import Workers
 
@@ -30,7 +30,7 @@ def by_rows() -> tuple[Tensor, Tensor, Tensor]:
     """The loss, the summed gradient of the input, and the gradient of this rank's rows; three chunks."""
     axis = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
     hidden, weight, target = operands()
-    rows = Rows.of(weight, axis=axis)
+    rows = ProjectionRows.of(weight, axis=axis)
     local = weight.detach()[rows.first : rows.first + rows.count].requires_grad_()
     with patch.dict(LOSS_CHUNK_BYTES, cpu=10 * rows.count * 4):
         loss = ChunkedCrossEntropy.apply(hidden, local, target, torch.float64, rows)

@@ -114,7 +114,7 @@ def sharded_output(*, compiled: bool) -> tuple[Tensor, dict[str, Tensor]]:
     with torch.device("meta"):
         model = Tokens(layers=3, width=16, rate=0.3)
     shapes = whole_shapes(model, sample_shape=(16,))
-    dropout.apply(model, shapes=shapes, part=dropout.Part(), seed=0, device=device)
+    dropout.apply(model, shapes=shapes, part=dropout.SamplePart(), seed=0, device=device)
     if compiled:
         compiling.apply(model)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))

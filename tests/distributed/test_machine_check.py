@@ -24,7 +24,7 @@ from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.typed import build
 from hpc_parallel.report import run_plot
-from hpc_parallel.training.nonfinite import FollowerError
+from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.worker import direct_storage, preflight_findings, preflight_task
 from hpc_parallel.worker.accused_hosts import PreflightError
 from hpc_parallel.worker.preflight_findings import (
@@ -37,7 +37,7 @@ from hpc_parallel.worker.preflight_findings import (
 )
 from hpc_parallel.worker.preflight_task import check_machine
 from hpc_parallel.worker.read_scaling import ReadingError, powers
-from hpc_parallel.worker.session import read_config
+from hpc_parallel.worker.session import TaskContext, read_config
 from tests.composed import composed
 from tests.workers import Workers
 
@@ -104,7 +104,7 @@ def judged(run_folder: str, slow_rank: int) -> str:
         patch.setattr(preflight_task, "link_rates", lambda *_, **__: {})
         patch.setattr(preflight_findings, "SLOW_READ", 1e9)
         try:
-            check_machine(config, values=values, folder=folder, device=torch.device("cpu"), environment={})
+            check_machine(TaskContext(config, values, folder, torch.device("cpu"), environment={}))
         except (PreflightError, FollowerError) as error:
             return f"{type(error).__name__}: {error} {getattr(error, 'details', '')}"
     return "completed"
@@ -398,7 +398,7 @@ def test_what_can_not_be_measured_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "file").write_bytes(bytes(100))
     StandIn().install(monkeypatch)
     reader = direct_storage.open_reader(tmp_path / "file", size_bytes=100, device=torch.device("cpu"))
-    assert isinstance(reader, direct_storage.Reader)
+    assert isinstance(reader, direct_storage.DirectReader)
     assert reader.first_error() is None
     (tmp_path / "file").write_bytes(bytes(60))
     assert "size" in str(reader.first_error())  # of the tensors

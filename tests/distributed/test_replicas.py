@@ -16,8 +16,8 @@ def outcome(victim: int, name: str, step: int, kinds: list[str], tensor_ranks: l
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    from hpc_parallel.strategies.exchange import FollowerError
     from hpc_parallel.training import replicas
-    from hpc_parallel.training.nonfinite import FollowerError
 
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2))
@@ -29,7 +29,7 @@ def outcome(victim: int, name: str, step: int, kinds: list[str], tensor_ranks: l
         changed = changed.to_local() if isinstance(changed, DTensor) else changed
         changed[1].add_(1e-6)
     with mock.patch.object(replicas, "kind_of", return_value=kinds[rank]):
-        compared = replicas.Replicas(weights, tensor_rank=tensor_ranks[rank], device=torch.device("cpu"))
+        compared = replicas.ReplicaCheck(weights, tensor_rank=tensor_ranks[rank], device=torch.device("cpu"))
     try:
         compared.check(step)
     except (replicas.ReplicaError, FollowerError) as error:

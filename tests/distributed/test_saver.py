@@ -35,7 +35,7 @@ def saves(folder: str) -> tuple[list[int], list[list[float]], list[bool]]:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from hpc_parallel.config.schema import TrainingConfig
-    from hpc_parallel.training.checkpoint import Reader, Writer, read
+    from hpc_parallel.training.checkpoint import CheckpointReader, CheckpointWriter, read
     from hpc_parallel.training.saver import Saver
 
     mesh = init_device_mesh("cpu", (2,))
@@ -47,13 +47,13 @@ def saves(folder: str) -> tuple[list[int], list[list[float]], list[bool]]:
         device=torch.device("cpu"), saving=saving_group(1800.0),
     )  # fmt: skip
     made: list[int] = []
-    create, write = DefaultSavePlanner._create_global_plan, Writer.write_data
+    create, write = DefaultSavePlanner._create_global_plan, CheckpointWriter.write_data
     counted = mock.Mock(side_effect=create)
 
     def create_and_count(self: DefaultSavePlanner, plans: Any) -> Any:
         return counted(self, plans)
 
-    def write_or_fail(self: Writer, *arguments: Any) -> Any:
+    def write_or_fail(self: CheckpointWriter, *arguments: Any) -> Any:
         if self._step == 3 and dist.get_rank() == 1:
             raise OSError("the disk is full")
         return write(self, *arguments)
@@ -62,7 +62,7 @@ def saves(folder: str) -> tuple[list[int], list[list[float]], list[bool]]:
         mock.patch.object(
             DefaultSavePlanner, "_create_global_plan", lambda self, plans: counted(self, plans)
         ),
-        mock.patch.object(Writer, "write_data", write_or_fail),
+        mock.patch.object(CheckpointWriter, "write_data", write_or_fail),
     ):
         for step in (1, 2, 3, 4):
             replica.fill_(step)
@@ -75,7 +75,7 @@ def saves(folder: str) -> tuple[list[int], list[list[float]], list[bool]]:
     values, intact = [], []
     for step in (1, 2, 4):
         checkpoint = Checkpoint(Path(folder, f"step-{step}"), step)
-        read(Reader(checkpoint), {"weights/replica": replica, "weights/shards": shards})
+        read(CheckpointReader(checkpoint), {"weights/replica": replica, "weights/shards": shards})
         values.append([*replica.tolist(), *shards.full_tensor().tolist()])
         intact.append(checkpoint.damage() is None and 0 < checkpoint.manifest["save_s"] < 60)
     return made, values, intact
@@ -101,7 +101,7 @@ def slow_save(folder: str, kind: str, timeout_s: float) -> dict[str, Any]:
 
     from hpc_parallel.config.schema import TrainingConfig
     from hpc_parallel.training import saver as module
-    from hpc_parallel.training.checkpoint import Reader, Writer, read
+    from hpc_parallel.training.checkpoint import CheckpointReader, CheckpointWriter, read
 
     rank, waits, weight = dist.get_rank(), [0], torch.zeros(3)
     saving = saving_group(timeout_s)
@@ -111,20 +111,23 @@ def slow_save(folder: str, kind: str, timeout_s: float) -> dict[str, Any]:
         device=torch.device("cpu"),
         on_wait=lambda: waits.__setitem__(0, waits[0] + 1),
     )  # fmt: skip
-    write, errors = Writer.write_data, io.StringIO()
+    write, errors = CheckpointWriter.write_data, io.StringIO()
     failed = Path(f"{folder}.failed")  # written by rank 0 when it has given up
     hold: Callable[[], object] = {
         "late": lambda: until(failed.exists), "slow": lambda: until(lambda: waits[0] > 2),
         "stuck": threading.Event().wait, "all stuck": threading.Event().wait,
     }[kind]  # fmt: skip
 
-    def held(self: Writer, *arguments: Any) -> Any:
+    def held(self: CheckpointWriter, *arguments: Any) -> Any:
         if self._step == 1 and (rank == 1 or (rank > 1 and kind == "all stuck")):
             hold()
         return write(self, *arguments)
 
     seen: dict[str, Any] = {}
-    patched = mock.patch.object(Writer, "write_data", held), mock.patch.object(module, "_MARK_EVERY_S", 0.05)
+    patched = (
+        mock.patch.object(CheckpointWriter, "write_data", held),
+        mock.patch.object(module, "_MARK_EVERY_S", 0.05),
+    )
     with patched[0], patched[1], contextlib.redirect_stderr(errors):
         try:
             for step in (1, 2):
@@ -143,7 +146,7 @@ def slow_save(folder: str, kind: str, timeout_s: float) -> dict[str, Any]:
     for step in (1, 2):
         checkpoint = Checkpoint(Path(folder, f"step-{step}"), step)
         if checkpoint.path.exists():
-            read(Reader(checkpoint), {"weights/a": weight})
+            read(CheckpointReader(checkpoint), {"weights/a": weight})
             seen[f"step {step}"] = weight.tolist()
     return seen | {
         "waited": waits[0] > 0,

@@ -35,9 +35,9 @@ def stops_after(signals: dict[int, list[int]], last: int) -> tuple[int, str | No
     """On each rank: steps of 20 ms, signals to some ranks after the 5th; where it stops, and by what."""
     import torch.distributed as dist
 
-    from hpc_parallel.worker.stop import Stop
+    from hpc_parallel.worker.stop import StopFlag
 
-    with Stop(step=100) as stop:
+    with StopFlag(step=100) as stop:
         for step in range(101, last):
             time.sleep(0.02)
             if step == 105:
@@ -75,7 +75,7 @@ def messages_of(steps: int) -> tuple[int, int, Counter[str]]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from hpc_parallel.torch_internals import operator_name
-    from hpc_parallel.worker.stop import Stop
+    from hpc_parallel.worker.stop import StopFlag
 
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,7 +85,7 @@ def messages_of(steps: int) -> tuple[int, int, Counter[str]]:
 
     collectives: Counter[str] = Counter()
     amounts: list[int] = []
-    with Stop(step=0, period_s=0.0) as stop, Counting():
+    with StopFlag(step=0, period_s=0.0) as stop, Counting():
         store, add = stop._store, stop._store.add
         stop._store = SimpleNamespace(add=lambda key, by: (amounts.append(by), add(key, by))[1])
         for step in range(1, steps + 1):
@@ -108,7 +108,7 @@ def stops_at_limit() -> tuple[int, str | None]:
     """Steps of 20 ms; the job of rank 0 ends 33 s from now, and a save takes 1 s: 32 s and 2 steps needed."""
     import torch.distributed as dist
 
-    from hpc_parallel.worker.stop import Stop
+    from hpc_parallel.worker.stop import StopFlag
     from hpc_parallel.worker.time_limit import TimeLimit
 
     began_s = time.time()
@@ -117,7 +117,7 @@ def stops_at_limit() -> tuple[int, str | None]:
         clock=lambda: time.time() if time.time() > began_s + 0.01 else began_s - 100,
     )  # fmt: skip
     limit = limit if dist.get_rank() == 0 else None
-    with Stop(step=100, time_limit=limit) as stop:
+    with StopFlag(step=100, time_limit=limit) as stop:
         for step in range(101, ENDLESS):
             time.sleep(0.02)
             if (asked := stop.after(step)) is not None:

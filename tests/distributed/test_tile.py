@@ -251,7 +251,7 @@ def compare(
 def damage(broken: str | None) -> Iterator[None]:
     """One thing done wrong, on all ranks alike."""
     places: dict[str | None, tuple[Any, str, Any]] = {
-        "halo": (halo.Exchange, "all_to_all", zeros),
+        "halo": (halo.BoxExchange, "all_to_all", zeros),
         "corner": (halo, "overlap", without_corners(halo.overlap)),
         "gradient of a halo": (halo.Fetch, "backward", staticmethod(without_halo)),
         "statistics": (batch_norm, "apply", lambda model, axis: model),
@@ -264,7 +264,7 @@ def damage(broken: str | None) -> Iterator[None]:
         yield
 
 
-def zeros(exchange: halo.Exchange, x: Tensor, pieces: Any, *, expected: Any) -> list[Tensor]:
+def zeros(exchange: halo.BoxExchange, x: Tensor, pieces: Any, *, expected: Any) -> list[Tensor]:
     return [torch.zeros_like(x[..., :1, :1]) if halo.area(piece) else x[..., :0, :0] for piece in expected]
 
 

@@ -32,7 +32,7 @@ def marks_of(run_folder: str) -> list[tuple[str, int]]:
 
     from hpc_parallel.training.observers import Progress
     from hpc_parallel.worker.main import TASKS, WATCHED
-    from hpc_parallel.worker.session import read_config
+    from hpc_parallel.worker.session import TaskContext, read_config
 
     class Kept(Progress):
         def mark(self, phase: str, step: int) -> None:
@@ -44,7 +44,7 @@ def marks_of(run_folder: str) -> list[tuple[str, int]]:
     config, values = read_config(folder.config)
     task = TASKS[config.task.name]
     assert task in WATCHED
-    task(config, values=values, folder=folder, device=torch.device("cpu"), environment={}, progress=Kept())
+    task(TaskContext(config, values, folder, torch.device("cpu"), environment={}, progress=Kept()))
     return marks
 
 

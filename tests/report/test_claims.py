@@ -57,7 +57,7 @@ def test_workers_are_compared_with_one_device(tmp_path: Path, new: Callable[[], 
     key = "parameter_server", "close to n times as fast with up to 8 workers"
     ended(new(), *SERVER, "nodes=4", samples_per_s=250)
     ended(new(), "strategy=single", "training.global_batch_size=16", samples_per_s=100)
-    assert evidence(tmp_path)[key].is_open  # of another batch
+    assert evidence(tmp_path)[key].verdict == OPEN  # of another batch
     ended(new(), "strategy=single", "training.global_batch_size=24", samples_per_s=100)
     assert evidence(tmp_path)[key] == Evidence(
         BACKED,
@@ -93,7 +93,7 @@ def test_a_worker_is_compared_with_the_server_and_with_a_replica(
         "weights, gradients and optimizer state per device: 4.00 kB (fullest worker) against 8.00 kB "
         "(server, parameter_server 3 x 1)",
     )
-    assert found[replica].is_open
+    assert found[replica].verdict == OPEN
     ended(
         new(),
         "strategy=data",
@@ -125,7 +125,7 @@ def test_a_hybrid_is_compared_with_as_many_parts_of_the_model(
     ended(new(), *hybrid, rank_state_bytes=state(held, 4, 4, 4))
     ended(new(), "strategy=data", "nodes=4", rank_state_bytes=state(*[8000] * 4))
     ended(new(), "strategy=model", "nodes=3", "model.layers=4", rank_state_bytes=state(3000, 2000, 3000))
-    assert evidence(tmp_path)[key].is_open
+    assert evidence(tmp_path)[key].verdict == OPEN
     whole = 8000 // stages
     ended(new(), "strategy=model", f"nodes={stages}", rank_state_bytes=state(*[whole] * stages))
     answer = evidence(tmp_path)[key]
@@ -136,7 +136,7 @@ def test_a_hybrid_is_compared_with_as_many_parts_of_the_model(
 def test_a_pipeline_by_another_name_is_no_hybrid(tmp_path: Path, new: Callable[[], Path]) -> None:
     for strategy in ("hybrid", "model"):
         ended(new(), f"strategy={strategy}", "nodes=2", rank_state_bytes=state(400, 400))
-    assert evidence(tmp_path)["hybrid", "keeps the memory of model parallelism"].is_open
+    assert evidence(tmp_path)["hybrid", "keeps the memory of model parallelism"].verdict == OPEN
 
 
 def placed(path: Path, nodes: int, gpus: int, *, rate: float, hosts: Sequence[Any]) -> RunFolder:
@@ -158,7 +158,7 @@ def test_machines_are_compared_if_they_are_several(
     key = "data", "slower across machines than inside one"
     placed(new(), 1, 4, rate=100, hosts="aaaa")
     placed(new(), 2, 2, rate=1, hosts="aabb")
-    assert evidence(tmp_path)[key].is_open
+    assert evidence(tmp_path)[key].verdict == OPEN
     placed(new(), 4, 1, rate=rate, hosts=hosts)
     answer = evidence(tmp_path)[key]
     assert answer.verdict == verdict
@@ -176,7 +176,7 @@ def test_no_strangers_value_is_a_state(tmp_path: Path, new: Callable[[], Path], 
     assert summary is not None
     assert (rank_states(summary), fullest(summary)) == ((), None)
     ended(new(), *SERVER, "nodes=3", rank_state_bytes=value)
-    assert evidence(tmp_path)["parameter_server", "workers hold no optimizer state"].is_open
+    assert evidence(tmp_path)["parameter_server", "workers hold no optimizer state"].verdict == OPEN
 
 
 def test_the_fullest_rank_counts() -> None:
@@ -225,7 +225,7 @@ def test_the_command_of_a_claim_measures_it(
     undecided = [
         claim.text
         for claim in CLAIMS
-        if claim.study == study and evidence(tmp_path)[strategy_of(claim.text), claim.text].is_open
+        if claim.study == study and evidence(tmp_path)[strategy_of(claim.text), claim.text].verdict == OPEN
     ]
     assert undecided == []
 

@@ -23,7 +23,7 @@ from hpc_parallel.record.collectives_file import CollectiveRow, Collectives, row
 from hpc_parallel.record.collectives_table import COLUMNS, as_csv, full_table, short_table
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.typed import build
-from hpc_parallel.worker.collectives_plan import BATCHES, Cell, Plan
+from hpc_parallel.worker.collectives_plan import BATCHES, CollectivesPlan, PlannedRow
 from hpc_parallel.worker.time_budget import rounded_up
 from tests.composed import composed
 
@@ -168,7 +168,7 @@ class Clock:
     def left_s(self, *, after_s: float = 0.0) -> float:
         return self.seconds - self.used_s - after_s
 
-    def measure(self, cell: Cell, seconds: float) -> CollectiveRow:
+    def measure(self, cell: PlannedRow, seconds: float) -> CollectiveRow:
         """Three rounds to warm up, one to estimate, then as many as `seconds` allow; 4 ms for the checks."""
         name, operation, dtype = cell.series
         time_s = LATENCY_S + cell.size_bytes / 1e8
@@ -178,12 +178,12 @@ class Clock:
         return replace(measured, group=name, rounds=rounds, time_s=time_s)
 
 
-def planned(*words: str, groups: Mapping[str, Group] | None = None) -> Plan:
+def planned(*words: str, groups: Mapping[str, Group] | None = None) -> CollectivesPlan:
     config, *_ = resolve(composed("task=collectives", *words))
-    return Plan.of(config.task, groups=groups or {"world": group(2)}, most_bytes=2**26)
+    return CollectivesPlan.of(config.task, groups=groups or {"world": group(2)}, most_bytes=2**26)
 
 
-def measured(plan: Plan, seconds: float) -> Clock:
+def measured(plan: CollectivesPlan, seconds: float) -> Clock:
     clock = Clock(seconds)
     list(plan.measure(clock.measure, clock))  # type: ignore[arg-type]
     return clock

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from hpc_parallel.data.sampler import _mix
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.strategies.dropout import Part, keeps, mix64
+from hpc_parallel.strategies.dropout import SamplePart, keeps, mix64
 from hpc_parallel.strategies.dropout_shapes import WholeShape, find_problems, whole_shapes
 from hpc_parallel.strategies.halo import Grid
 from tests.dropout_models import Images, Tokens
@@ -72,7 +72,7 @@ def test_the_hash_is_that_of_the_sample_order() -> None:
 
 
 def test_parts_of_a_tensor_axis() -> None:
-    part = Part(tensor=(1, 2))
+    part = SamplePart(tensor=(1, 2))
     shape = WholeShape("Model.drop", (8, 12), sequence_dims=(1,))
     assert part.indices(torch.empty(2, 4, 12), 1, shape).tolist() == [4, 5, 6, 7]
     assert part.indices(torch.empty(2, 8, 6), 2, shape).tolist() == [6, 7, 8, 9, 10, 11]
@@ -190,8 +190,8 @@ class Window(nn.Module):
 def test_a_part_of_a_fixed_window_is_known_or_refused() -> None:
     """Of a tensor axis it is a slice; a context axis has two slices, and the window is no sequence."""
     shape = WholeShape("Model.drop", (8, 12))
-    assert Part(tensor=(1, 2)).indices(torch.empty(2, 4, 12), 1, shape).tolist() == [4, 5, 6, 7]  # type: ignore[union-attr]
-    assert Part(context=2).indices(torch.empty(2, 4, 12), 1, shape) is None
+    assert SamplePart(tensor=(1, 2)).indices(torch.empty(2, 4, 12), 1, shape).tolist() == [4, 5, 6, 7]  # type: ignore[union-attr]
+    assert SamplePart(context=2).indices(torch.empty(2, 4, 12), 1, shape) is None
 
 
 def test_a_tile_of_a_grey_image_is_known() -> None:
@@ -201,7 +201,7 @@ def test_a_tile_of_a_grey_image_is_known() -> None:
     (shape,) = whole_shapes(model, sample_shape=(8, 6)).values()
     assert (shape.sizes, shape.sequence_dims) == ((8, 6), (1,))
     group: Any = None
-    part = Part(tiles=Grid(rows=2, columns=2, rank=3, group=group))
+    part = SamplePart(tiles=Grid(rows=2, columns=2, rank=3, group=group))
     parts = [part.indices(torch.empty(2, 4, 3), dim, shape) for dim in (1, 2)]
     assert [indices.tolist() for indices in parts if indices is not None] == [[4, 5, 6, 7], [3, 4, 5]]
 

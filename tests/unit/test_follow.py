@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hpc_parallel.launch.follow import Follower
+from hpc_parallel.launch.follow import RunFollower
 from hpc_parallel.record.checkpoint_index import MARKER
 from hpc_parallel.record.collectives_file import CollectiveRow
 from hpc_parallel.record.collectives_table import row_cells
@@ -38,10 +38,10 @@ def add(folder: RunFolder, text: str) -> None:
 
 def follower(
     folder: RunFolder, *, terminal: bool = False, columns: int = 100
-) -> tuple[Follower, io.StringIO]:
+) -> tuple[RunFollower, io.StringIO]:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=terminal, width=columns)
-    return Follower(folder, steps=600, console=console), shown
+    return RunFollower(folder, steps=600, console=console), shown
 
 
 def test_half_a_line_waits_for_its_end(folder: RunFolder) -> None:

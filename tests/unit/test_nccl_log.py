@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hpc_parallel.machine.nccl_log import ACROSS, INSIDE, Transport, carrier, merged, parse
+from hpc_parallel.machine.nccl_log import ACROSS, INSIDE, NcclTransport, carrier, merged, parse
 from hpc_parallel.record import network
 from hpc_parallel.record.network import transport_lines
 from hpc_parallel.record.typed import build
@@ -81,7 +81,7 @@ def test_each_fabric_is_read_in_each_version(version: str, fabric: str) -> None:
     network, via, across = NETWORKS[fabric]
     memory = "IPC" if version.startswith("2.18") else "CUMEM"
     inside = Counter({f"P2P ({memory})": 1, "SHM": 1})
-    assert parse(log(version, network=network, via=via), hosts=HOSTS) == Transport(
+    assert parse(log(version, network=network, via=via), hosts=HOSTS) == NcclTransport(
         version=version, network=network, channels=2, nvls_channels=16, nvls_available=True, rings=True,
         trees=True, pairs={ACROSS: Counter({across: 2}), INSIDE: inside},
     )  # fmt: skip
@@ -111,11 +111,11 @@ def test_rccl_is_read(version: str) -> None:
     """Its lines end with the address of a communicator, which is no part of the transport's name."""
     found = parse(rccl_log(version), hosts=HOSTS)
     inside = Counter({"P2P (IPC)": 2, "SHM": 1})
-    assert found == Transport(
+    assert found == NcclTransport(
         library="RCCL", version=version, network="AWS Libfabric", channels=4, rings=True, trees=True,
         pairs={ACROSS: Counter({DIRECT_OFI: 1}), INSIDE: inside},
     )  # fmt: skip
-    lines = dict(lines_of(merged([found, Transport()]).as_record()))
+    lines = dict(lines_of(merged([found, NcclTransport()]).as_record()))
     assert lines["transport"] == f"RCCL {version}, AWS Libfabric, connected so far"
 
 
@@ -142,7 +142,7 @@ def test_carriers(text: str, expected: str) -> None:
 def test_ranks_are_merged() -> None:
     one = parse(log("2.21.5"), hosts=HOSTS)
     other = parse(log("2.21.5", via="NET/Socket/0", network="Socket", nvls=False), hosts=HOSTS)
-    total = merged([one, Transport.from_record(other.as_record())])
+    total = merged([one, NcclTransport.from_record(other.as_record())])
     assert total.across == ["NET/IB, GPUDirect RDMA", "NET/Socket"]
     assert total.pairs[INSIDE] == Counter({"P2P (CUMEM)": 2, "SHM": 2})
     assert (total.channels, total.nvls_channels, total.nvls_available) == (2, 0, False)
@@ -176,5 +176,5 @@ def test_what_is_not_connected_is_said() -> None:
 
 
 def test_what_is_not_there_is_not_known() -> None:
-    assert parse("", hosts=HOSTS) == Transport()
+    assert parse("", hosts=HOSTS) == NcclTransport()
     assert parse("a:1:2 [0] NCCL INFO Channel 00/0 : 7[0] -> 9[1] via NET/IB/0\n", hosts=HOSTS).pairs == {}

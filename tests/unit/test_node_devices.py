@@ -11,7 +11,7 @@ import yaml
 
 import hpc_parallel
 from hpc_parallel.config.node_devices import visible_gpus
-from hpc_parallel.launch.choose_launcher import launcher_of
+from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.recompose import recompose
 from hpc_parallel.run import main
 from hpc_parallel.slurm import limits

@@ -28,7 +28,7 @@ from hpc_parallel.planning.layouts import AXES, Choices, Split, split_of
 from hpc_parallel.planning.ranking import advantage, limit, parts_s
 from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.search import Candidate, search
-from hpc_parallel.planning.step_time import Step, step_time
+from hpc_parallel.planning.step_time import StepTerms, step_time
 from tests.benchmarks.calibrate_plan import FOLDERS
 from tests.composed import composed, prepared
 from tests.parity import in_full
@@ -167,7 +167,7 @@ def test_a_bound_is_never_above_the_simulated_step(schedule: str, microbatches: 
         "model=124m", "data.sequence_length=512",
     )  # fmt: skip
     config, *_ = resolve(composed(*words))
-    step = Step(work_of_run(config), read_hardware(H100, folders=FOLDERS))
+    step = StepTerms(work_of_run(config), read_hardware(H100, folders=FOLDERS))
     bound_s, simulated_s = step.least_s(), step.result().total_s
     assert bound_s <= simulated_s * (1 + 1e-12)
     assert bound_s > 0.85 * simulated_s
@@ -180,7 +180,7 @@ def test_the_bound_is_exact_where_the_last_stage_is_the_longest() -> None:
         "training.global_batch_size=8", "device=cuda", "model=124m", "data.sequence_length=512",
     )  # fmt: skip
     work = replace(work_of_run(resolve(composed(*words))[0]), blocks=(2, 2, 2, 6))
-    step = Step(work, read_hardware(H100, folders=FOLDERS))
+    step = StepTerms(work, read_hardware(H100, folders=FOLDERS))
     result = step.result()
     longest_s = result.timeline.busy_s[-1] / 8
     assert longest_s == max(result.timeline.busy_s) / 8

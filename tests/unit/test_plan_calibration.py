@@ -15,7 +15,7 @@ from hpc_parallel.__main__ import main as command
 from hpc_parallel.config.site_schema import MachineConfig
 from hpc_parallel.planning import device_fit
 from hpc_parallel.planning.calibration import TOLERANCES, calibrate, planned_s
-from hpc_parallel.planning.device_fit import Machine, Row, device_hardware, with_links
+from hpc_parallel.planning.device_fit import DeviceRow, Machine, device_hardware, with_links
 from hpc_parallel.planning.exchange_times import left_after
 from hpc_parallel.planning.hardware import (
     Hardware,
@@ -140,7 +140,7 @@ def test_rows_of_a_device_give_back_its_coefficients() -> None:
     ]  # fmt: skip
     rows = [
         replace(row, time_s=device_fit.planned_s(row, real))
-        for row in (Row(kind, "float32", size, 1.0, tokens) for kind, size, tokens in shapes)
+        for row in (DeviceRow(kind, "float32", size, 1.0, tokens) for kind, size, tokens in shapes)
     ]
     machine = Machine("mine", "cpu", 4e9, 1, 2, devices=4, shared_cores=2, spread=0.01)
     found = device_hardware(rows, machine, base=CPU)

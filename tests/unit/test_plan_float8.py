@@ -15,7 +15,7 @@ from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.planning.float8_rounding import ROUNDED, ROUNDING_KERNELS, in_float8
 from hpc_parallel.planning.hardware import read_hardware
 from hpc_parallel.planning.run_work import work_of_run
-from hpc_parallel.planning.step_time import Step
+from hpc_parallel.planning.step_time import StepTerms
 from hpc_parallel.strategies import float8
 from tests.benchmarks.calibrate_plan import FOLDERS
 from tests.composed import composed
@@ -62,7 +62,7 @@ def test_as_many_numbers_are_rounded_as_planned(recipe: str) -> None:
         *RUN, "strategy=single", "gpus_per_node=1", *words, "model.layers=1", "data.sequence_length=32",
         "training.global_batch_size=2", f"training.fp8={recipe}",
     ))  # fmt: skip
-    share = Step(work_of_run(config), read_hardware(H100, folders=FOLDERS)).share
+    share = StepTerms(work_of_run(config), read_hardware(H100, folders=FOLDERS)).share
     model = Transformer(layers=1, **sizes)
     layers = [*float8.layers_of(model)]
     float8.apply(model, recipe=recipe, device=torch.device("cpu"))
@@ -92,7 +92,7 @@ def test_as_many_numbers_are_rounded_as_planned(recipe: str) -> None:
 def test_only_the_linear_products_of_blocks_are_faster() -> None:
     hardware = read_hardware(H100, folders=FOLDERS)
     steps = {
-        recipe: Step(work_of_run(resolve(composed(*RUN, f"training.fp8={recipe}"))[0]), hardware)
+        recipe: StepTerms(work_of_run(resolve(composed(*RUN, f"training.fp8={recipe}"))[0]), hardware)
         for recipe in ("off", "tensorwise")
     }
     products = {
@@ -114,7 +114,7 @@ def test_fused_rounding_pays_and_one_kernel_after_the_other_does_not() -> None:
     """Rounding kernel by kernel moves more bytes than the products save time."""
     hardware = read_hardware(H100, folders=FOLDERS)
     bfloat16, fused, eager = (
-        Step(work_of_run(resolve(composed(*RUN, "model=8b", *words))[0]), hardware).result().total_s
+        StepTerms(work_of_run(resolve(composed(*RUN, "model=8b", *words))[0]), hardware).result().total_s
         for words in (
             (), ("training.fp8=tensorwise", "training.compile=true"), ("training.fp8=tensorwise",)
         )

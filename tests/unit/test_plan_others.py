@@ -10,9 +10,9 @@ from hpc_parallel.__main__ import main as command
 from hpc_parallel.config.model_weights import weights_of
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning.hardware import Hardware, read_hardware
-from hpc_parallel.planning.operations import Product
+from hpc_parallel.planning.operations import MatrixProduct
 from hpc_parallel.planning.run_work import work_of_run
-from hpc_parallel.planning.step_time import Step, StepTime
+from hpc_parallel.planning.step_time import StepTerms, StepTime
 from tests.benchmarks.calibrate_plan import FOLDERS
 from tests.composed import composed
 from tests.unit.test_plan_exact import COMMON, figures
@@ -23,13 +23,13 @@ MIXTURE = ("model=moe_tiny", "data.sequence_length=64", "training.global_batch_s
 SERVED = ("strategy=parameter_server", "model=20m", "training.global_batch_size=48")
 
 
-def step_of(*words: str, hardware: Hardware = CPU) -> Step:
+def step_of(*words: str, hardware: Hardware = CPU) -> StepTerms:
     config, *_ = resolve(composed(*words, f"device={hardware.device.kind}"))
     node = replace(hardware.node, devices=config.gpus_per_node)
-    return Step(work_of_run(config), replace(hardware, node=node))
+    return StepTerms(work_of_run(config), replace(hardware, node=node))
 
 
-def simulated_s(step: Step, hardware: Hardware, *, server_trains: bool) -> float:
+def simulated_s(step: StepTerms, hardware: Hardware, *, server_trains: bool) -> float:
     """The messages of parameter_server.py, one after the other, with the copies and sums of their numbers."""
     ranks, per_node = step.work.devices, step.hardware.node.devices
     moved_per_s = hardware.device.memory_bytes_per_s * hardware.traffic.share
@@ -82,7 +82,7 @@ def test_a_mixture_computes_what_its_model_counts() -> None:
     weights = weights_of(config.model, sample_shape=(64,))
     assert weights is not None
     assert decoder.block_flops == weights.flops.blocks[0]
-    products = [one for one in step.share.block() if isinstance(one, Product)]
+    products = [one for one in step.share.block() if isinstance(one, MatrixProduct)]
     linear = sum(one.flops for one in products if one.name not in ("scores", "weighted values"))
     assert linear == 2 * step.share.tokens * decoder.weights_with(2)  # 2 experts a token
     matrices = sum(one.numel for one in weights.weights if one.part == "0" and len(one.shape) > 1)
@@ -96,7 +96,11 @@ def test_experts_on_several_devices_compute_the_tokens_of_all() -> None:
         for words in (("strategy=data", "nodes=4"), ("strategy=expert", "nodes=4"))
     )
     for one, other in zip(whole.block(), split.block(), strict=True):
-        if isinstance(one, Product) and isinstance(other, Product) and one.name.startswith("feed-forward"):
+        if (
+            isinstance(one, MatrixProduct)
+            and isinstance(other, MatrixProduct)
+            and one.name.startswith("feed-forward")
+        ):
             assert other.flops == pytest.approx(one.flops)
             assert (other.batch, other.rows) == (one.batch / 4, one.rows * 4)
 

@@ -20,7 +20,7 @@ from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.config.setup import Setup
 from hpc_parallel.config.site_schema import MachineConfig
 from hpc_parallel.planning import memory
-from hpc_parallel.planning.group_times import Exchange, Group, bus_bytes_per_s
+from hpc_parallel.planning.group_times import GroupExchange, GroupShape, bus_bytes_per_s
 from hpc_parallel.planning.hardware import hardware_names, read_hardware
 from hpc_parallel.planning.iteration_table import plan_row, read_table
 from hpc_parallel.planning.measured_links import with_measured_links
@@ -101,7 +101,7 @@ def test_groups_are_those_of_the_layout(pipeline: int, replicate: int, tensor: i
     setup = Setup(StrategyConfig(name="own"), layout)
     nodes = 8  # devices a node
     for axis, stride in (("tensor", 1), ("replicate", tensor), ("pipeline", tensor * replicate)):
-        group = Group(layout.degrees[axis], stride, nodes)
+        group = GroupShape(layout.degrees[axis], stride, nodes)
         groups = groups_over(setup, axis)
         for ranks in groups:
             hosts = [rank // nodes for rank in ranks]
@@ -115,7 +115,7 @@ def test_groups_are_those_of_the_layout(pipeline: int, replicate: int, tensor: i
 def test_the_ends_of_a_pipeline_share_a_node_if_the_layout_fits(pipeline: int, tensor: int) -> None:
     """Strides of 7, 6 and 4 of 8 devices; 15 of 8 does not fit."""
     stride = tensor * (pipeline - 1)
-    group = Group(2, stride, 8)
+    group = GroupShape(2, stride, 8)
     assert group.nodes == len({0, stride // 8})
     assert group.local == 3 - group.nodes
 
@@ -354,12 +354,15 @@ def test_measured_links_take_the_place_of_the_files() -> None:
         (10e-6, 5e10)
     )
     assert found.node.send == hardware.node.send
-    for group, expected in ((Group(8, 1, 8), 140e-6), (Group(4, 8, 8), 60e-6)):  # as the profile has them
-        exchange = Exchange("sum", "all_reduce", 0, group)
+    for group, expected in (
+        (GroupShape(8, 1, 8), 140e-6),
+        (GroupShape(4, 8, 8), 60e-6),
+    ):  # as the profile has them
+        exchange = GroupExchange("sum", "all_reduce", 0, group)
         assert exchange.seconds(found) == pytest.approx(expected)
-    one_of_eight = Group(4, 8, 8)  # groups that work at the same time, as in the profile
+    one_of_eight = GroupShape(4, 8, 8)  # groups that work at the same time, as in the profile
     assert bus_bytes_per_s(one_of_eight, found) == pytest.approx(2e9)
-    across_s = Exchange("sum", "all_reduce", 2e9, one_of_eight).seconds(found)
+    across_s = GroupExchange("sum", "all_reduce", 2e9, one_of_eight).seconds(found)
     assert across_s == pytest.approx(60e-6 + 1.5)
     assert with_measured_links(hardware, MachineConfig()) == (hardware, [])
 

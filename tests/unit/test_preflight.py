@@ -28,10 +28,10 @@ from hpc_parallel.record import attempts
 from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.recorded_preflight import difference_lines, difference_table
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.supervise import failure
 from hpc_parallel.supervise.conclude_run import conclude, may_restart
 from hpc_parallel.supervise.restart import MOST_EXCLUSIONS, allowed, hosts_to_exclude
-from hpc_parallel.training.nonfinite import FollowerError
 from hpc_parallel.worker import main, start_checks
 from hpc_parallel.worker.accused_hosts import PreflightError, act_on, warn
 from hpc_parallel.worker.transport import FabricError

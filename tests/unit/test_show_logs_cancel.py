@@ -338,7 +338,7 @@ class TestShow:
 
     def test_many_hosts(self, tmp_path: Path) -> None:
         hosts = grid.hosts(read_run(prepared(tmp_path / "a", "nodes=64", "gpus_per_node=8").path))
-        assert hosts[63].devices[7] == grid.Device(511, None, {"replica": "511"})
+        assert hosts[63].devices[7] == grid.GridDevice(511, None, {"replica": "511"})
         console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
         console.print(grid.draw(hosts))
         text = console.export_text()

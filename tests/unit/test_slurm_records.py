@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hpc_parallel.site.profile import Login, write_profile
-from hpc_parallel.slurm.records import Node, Partition, SlurmRecords, read_records
+from hpc_parallel.slurm.records import Partition, SlurmNode, SlurmRecords, read_records
 
 VERSIONS = ("20.11", "21.08", "22.05", "23.02", "23.11", "24.05", "24.11", "25.05", "25.11", "26.05")
 CPUS, KEPT_CPUS, KEPT_MB = 128, 4, 10_000
@@ -131,11 +131,11 @@ def rows(version: str) -> str:
     return json.dumps({"meta": meta(version), "sinfo": listed})
 
 
-def expected(*, cpus: int, kept_mb: int, grouped: bool = False) -> dict[str, Node]:
+def expected(*, cpus: int, kept_mb: int, grouped: bool = False) -> dict[str, SlurmNode]:
     gpus = {"c1": {}, "g1": {"a100": 4}, "g2": {"a100": 4}}
     features = FEATURES | ({"g2": FEATURES["g1"]} if grouped else {})
     return {
-        name: Node(name, cpus, memory - kept_mb, gpus[name], tuple(partitions), grouped, features[name])
+        name: SlurmNode(name, cpus, memory - kept_mb, gpus[name], tuple(partitions), grouped, features[name])
         for name, (memory, _, partitions) in NODES.items()
     }
 
@@ -150,7 +150,7 @@ def shown(partitions: dict[str, Partition], *, version: str, in_json: bool) -> d
     }
 
 
-def plain(records: SlurmRecords) -> dict[str, Node]:
+def plain(records: SlurmRecords) -> dict[str, SlurmNode]:
     return {name: replace(node, partitions=tuple(node.partitions)) for name, node in records.nodes.items()}
 
 

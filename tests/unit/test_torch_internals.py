@@ -37,7 +37,7 @@ from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.profiling.traffic import COLLECTIVES, KINDS, WITHOUT_BYTES, Traffic
 from hpc_parallel.strategies import pipeline
 from hpc_parallel.supervise import flight_recorder
-from hpc_parallel.training.checkpoint import Writer
+from hpc_parallel.training.checkpoint import CheckpointWriter
 
 OF_TORCH = ("torch.", "dist.", "DeviceMesh.")
 PACKAGE = Path(torch_internals.__file__).parent
@@ -404,7 +404,7 @@ def test_a_save_copies_nothing_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(filesystem, "_OverlappingCpuLoader", refuse)
     folder = tmp_path / ".step-1"
     state = {"weight": torch.arange(3.0)}
-    writer = Writer(folder, folder=tmp_path, step=1, about={}, prune=lambda: None)
+    writer = CheckpointWriter(folder, folder=tmp_path, step=1, about={}, prune=lambda: None)
     dcp.save(state, storage_writer=writer, no_dist=True)
     assert writer._files.written
     with pytest.raises(CheckpointException, match="copies ahead"):

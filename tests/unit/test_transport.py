@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.machine.nccl_log import ACROSS, INSIDE, Transport, keep_log
+from hpc_parallel.machine.nccl_log import ACROSS, INSIDE, NcclTransport, keep_log
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.worker.main import by_differing_host
 from hpc_parallel.worker.transport import FabricError, TransportCheck, problem_of, report
@@ -21,7 +21,9 @@ def findings(
     """Of one rank on each of several hosts."""
     hosts = [f"n{number}" for number in range(1, len(devices) + 1)]
     pairs = {INSIDE: Counter({"SHM": 2}), ACROSS: Counter(carriers)}
-    transport = None if gloo else Transport(pairs={name: counts for name, counts in pairs.items() if counts})
+    transport = (
+        None if gloo else NcclTransport(pairs={name: counts for name, counts in pairs.items() if counts})
+    )
     return TransportCheck(
         expected, dict.fromkeys(hosts, expected), dict(zip(hosts, devices, strict=True)), transport
     )
@@ -62,7 +64,7 @@ def test_the_problem_is_one_sentence(findings: TransportCheck, require: bool, pr
 
 
 def test_the_library_and_its_plugin_are_named() -> None:
-    rccl = Transport(library="RCCL", pairs={ACROSS: Counter(["NET/Socket"])})
+    rccl = NcclTransport(library="RCCL", pairs={ACROSS: Counter(["NET/Socket"])})
     hosts = dict.fromkeys(["n1", "n2"], "slingshot")
     check = TransportCheck("slingshot", hosts, dict.fromkeys(hosts, "hsn0"), rccl)
     assert problem_of(check, require=True) == (

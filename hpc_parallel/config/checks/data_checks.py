@@ -27,7 +27,7 @@ from hpc_parallel.config.model_data_schema import (
     UNetConfig,
 )
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.data.table_files import Column, find_files, read_columns, with_rows
+from hpc_parallel.data.table_files import FileColumn, find_files, read_columns, with_rows
 from hpc_parallel.problems import Problem, Problems, nearest
 from hpc_parallel.record.safe_read import list_folder
 
@@ -133,7 +133,7 @@ def _sizes_of_tokens(data: dict[str, Any]) -> Problems:
         yield Problem("data.sequence_length", None, rule, (1024,))
 
 
-def _column(key: str, name: str, columns: list[Column], *, are_tokens: bool) -> Problems:
+def _column(key: str, name: str, columns: list[FileColumn], *, are_tokens: bool) -> Problems:
     kinds = sorted({column.kind for column in columns})
     if len(kinds) > 1:
         yield Problem(key, name, f"names columns of different types: {', '.join(kinds)}")
@@ -145,7 +145,7 @@ def _column(key: str, name: str, columns: list[Column], *, are_tokens: bool) -> 
         yield Problem(key, name, f"{rule}; for others, write a dataset (data=dataset)")
 
 
-def _largest_token(config: RunConfig, columns: list[Column]) -> Problems:
+def _largest_token(config: RunConfig, columns: list[FileColumn]) -> Problems:
     """The vocabulary must hold the largest token that the statistics of the files name."""
     size = config.data["vocab_size"]
     largest = max((column.largest for column in columns if column.largest is not None), default=None)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.training.observers import Progress
-from hpc_parallel.worker.session import read_config
+from hpc_parallel.worker.session import TaskContext, read_config
 from hpc_parallel.worker.train import train
 from tests.benchmarks.peers.ratio import LEAST_PAIRS, blocks_s, ratio_of
 from tests.benchmarks.peers.recipe import recipe_of
@@ -110,9 +110,7 @@ def contest(
     with patch.dict(os.environ, rank_variables()), suppress(EnoughError):
         peer = import_module(f"tests.benchmarks.peers.{module}").build(recipe)
         turns = Turns(peer=peer, limit_s=limit_s, most_steps=most_steps, clock=CLOCKS[clock])
-        train(
-            config, values=values, folder=folder, device=torch.device("cpu"), environment={}, progress=turns
-        )
+        train(TaskContext(config, values, folder, torch.device("cpu"), environment={}, progress=turns))
     slowest = [slowest_s(times) for times in (turns.ours_s, turns.theirs_s)]
     mean = torch.stack(turns.losses).double()
     dist.all_reduce(mean)

@@ -97,7 +97,7 @@ def trainer_s(ranks: int, folder: Path) -> dict[str, float]:
 
     from hpc_parallel.record.run_folder import RunFolder
     from hpc_parallel.training.observers import Progress
-    from hpc_parallel.worker.session import read_config
+    from hpc_parallel.worker.session import TaskContext, read_config
     from hpc_parallel.worker.train import train
     from tests.composed import prepared
 
@@ -116,9 +116,7 @@ def trainer_s(ranks: int, folder: Path) -> dict[str, float]:
     config, values = read_config(RunFolder(run.folder.path).config)
     marks = Marks()
     began = time.perf_counter()
-    train(
-        config, values=values, folder=run.folder, device=torch.device("cpu"), environment={}, progress=marks
-    )
+    train(TaskContext(config, values, run.folder, torch.device("cpu"), environment={}, progress=marks))
     steps_s = [after - before for before, after in zip(marks.times, marks.times[1:], strict=False)]
     return {"set-up": marks.times[0] - began, "step": median(steps_s[5:])}
 
@@ -136,9 +134,9 @@ def repeated_s(work: Callable[[], object], *, repeats: int = REPEATS) -> float:
 
 def stop_s() -> float:
     """An exchange of the flags, which happens about every two seconds only."""
-    from hpc_parallel.worker.stop import Stop
+    from hpc_parallel.worker.stop import StopFlag
 
-    return repeated_s(lambda: Stop(step=0).after(1))
+    return repeated_s(lambda: StopFlag(step=0).after(1))
 
 
 def line_s(ranks: int) -> float:

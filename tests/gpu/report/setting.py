@@ -45,7 +45,7 @@ from hpc_parallel.strategies.whole_model import build_model
 from hpc_parallel.training.observers import Progress
 from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.training.step import Step
-from hpc_parallel.worker.session import read_config
+from hpc_parallel.worker.session import TaskContext, read_config
 from hpc_parallel.worker.train import train
 from tests.benchmarks.peers.world_size import new_fake_group
 from tests.composed import composed, prepared
@@ -269,14 +269,7 @@ def trained(*words: str, marks: Progress | None = None) -> RunFolder:
     run = prepared(f"run_dir={folder / 'run'}", *fixed, *words)
     run.write()
     config, values = read_config(run.folder.config)
-    train(
-        config,
-        values=values,
-        folder=run.folder,
-        device=device(),
-        environment={},
-        progress=marks or Progress(),
-    )
+    train(TaskContext(config, values, run.folder, device(), environment={}, progress=marks or Progress()))
     return run.folder
 
 
