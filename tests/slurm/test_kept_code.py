@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slurm
 WORDS = (
     "strategy=data", "nodes=2", "training.steps=3", "training.log_every=1", "training.validate_every=null",
     "data.max_bytes=100000", "data.sequence_length=8", "training.measure_steps=0", "launcher=slurm",
+    "training.precision=float32",  # the hosts of the tests claim GPUs, whose default is bfloat16
 )  # fmt: skip
 
 

@@ -115,7 +115,7 @@ SCHEDULE = st.sampled_from(sorted(SCHEDULES))
 SMALL = st.none() | st.integers(1, 12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 4), st.integers(1, 4), DEGREE, DEGREE, SCHEDULE,
        st.integers(1, 48), SMALL, SMALL)  # fmt: skip
 def test_every_accepted_configuration_has_a_layout(

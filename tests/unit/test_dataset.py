@@ -19,7 +19,7 @@ from tests.datasets import Points, Sentences, Unseeded
 
 
 @given(count=st.integers(2, 300), share=st.floats(0.01, 0.49))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_each_sample_is_in_one_part(count: int, share: float) -> None:
     data = DatasetData(dataset=Points(count), validation_share=share)
     parts = [part.indices(np.arange(len(part))) for part in (data.train, data.validation)]

@@ -55,7 +55,8 @@ def every_way() -> list[tuple[RunConfig, int, float]]:
     """All that `run` accepts for SMALL, with bytes of the fullest device and seconds of a step."""
     config, hardware, _ = asked(*SMALL)
     ways = []
-    devices, samples = config.devices, range(1, config.training.global_batch_size + 1)
+    devices, batch = config.devices, config.training.global_batch_size
+    samples = [size for size in range(1, batch + 1) if batch % size == 0]  # the checks refuse all others
     for degrees in itertools.product(range(1, devices + 1), repeat=len(AXES)):
         if math.prod(degrees) != devices or degrees[AXES.index("tensor")] > config.gpus_per_node:
             continue

@@ -126,7 +126,7 @@ def found_in(config: RunConfig) -> list[Problem | str]:
 
 # Smaller examples of a failure would take minutes: each one is two scripts.
 QUICK = settings(
-    max_examples=40, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate],
+    max_examples=40, derandomize=True, phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_parallel.__main__ import main
@@ -49,7 +49,6 @@ def share(parts: dict[str, Part]) -> Fraction:
 
 
 class TestHoldings:
-    @settings(deadline=None)
     @given(DEGREES)
     def test_everything_is_held_equally_often(self, degrees: dict[str, int]) -> None:
         """Weights once for each group that averages, samples once for each device that shares them."""
@@ -66,7 +65,6 @@ class TestHoldings:
         assert len(samples) == layout.replicate * layout.shard * layout.context
         assert sum(share(row.samples or {}) for row in rows) == layout.pipeline * layout.tensor
 
-    @settings(deadline=None)
     @given(DEGREES)
     def test_few_rows_hold_together_what_all_hold(self, degrees: dict[str, int]) -> None:
         setup = Setup(StrategyConfig(schedule="1f1b"), Layout(**degrees), model=TEXT)
@@ -115,7 +113,6 @@ class TestHoldings:
 
 
 class TestExchanges:
-    @settings(deadline=None)
     @given(DEGREES, st.sets(st.sampled_from(AXES), min_size=1))
     def test_groups_differ_on_their_axes_only(self, degrees: dict[str, int], axes: set[str]) -> None:
         layout = Layout(**degrees)

@@ -26,7 +26,7 @@ def test_every_schedule_has_its_kind() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(ranks=st.integers(2, 6), several=st.integers(2, 3), microbatches=st.integers(1, 20))
 def test_torch_accepts_every_accepted_schedule(
     name: str, ranks: int, several: int, microbatches: int

@@ -23,7 +23,7 @@ from tests.composed import composed
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=4), st.integers(0, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_other_split_is_faster(shares: list[int], extra: int) -> None:
     """All splits are tried: none has a smaller largest part / share."""
     total = len(shares) + extra
