@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 from hpc_parallel.config.script import TASK as SCRIPT
-from hpc_parallel.record.metrics_file import Line, duration, figure, per_second
+from hpc_parallel.record.metrics_file import MetricsLine, duration, figure, per_second
 from hpc_parallel.record.names import label
 from hpc_parallel.record.rank_output import last_output
 from hpc_parallel.record.recorded import RecordedRun
@@ -95,7 +95,7 @@ def row_of(run: RecordedRun, state: State) -> RunRow:
     )
 
 
-def _left_s(last: Line | None, steps: int | None) -> float | None:
+def _left_s(last: MetricsLine | None, steps: int | None) -> float | None:
     if last is None or last.step_time_s is None or steps is None:
         return None
     return number(max(0, steps - last.step) * last.step_time_s)

@@ -16,7 +16,7 @@ from hpc_parallel.record.endings import Failure, Stop
 from hpc_parallel.record.log_noise import is_noise
 from hpc_parallel.record.metrics_file import (
     SEPARATOR,
-    Line,
+    MetricsLine,
     MetricsReader,
     described,
     figure,
@@ -36,7 +36,7 @@ from hpc_parallel.terminal import progress_bars, room_beside_bar
 _TAIL_LINES = 12
 
 
-def lasting_line(line: Line, parts: list[str], *, columns: int) -> str:
+def lasting_line(line: MetricsLine, parts: list[str], *, columns: int) -> str:
     """A result for a terminal of so many columns: what it measured comes before the rest if not all fits."""
     if line.cells:
         return fitting(line.cells, columns=columns)  # the bar has its number
@@ -61,14 +61,14 @@ class RunFollower:
         self._steps = steps
         self._console = console or Console()
         self._reader = MetricsReader(folder.metrics)
-        self._last: Line | None = None
+        self._last: MetricsLine | None = None
         self._validation: list[float] = []
         self._has_new = False
         self._note = ""
         self._phase: str | None = None
         self._bar: Progress | None = None
         self._task: TaskID | None = None
-        for line in map(Line.of, self._reader.read()):
+        for line in map(MetricsLine.of, self._reader.read()):
             self._keep(line)
 
     def note(self, text: str) -> None:
@@ -81,7 +81,7 @@ class RunFollower:
     def poll(self) -> None:
         """Show the steps logged since the last call; and which part of the start or the end begins."""
         self._show_output()
-        for line in map(Line.of, self._reader.read()):
+        for line in map(MetricsLine.of, self._reader.read()):
             self._has_new = True
             self._keep(line)
             if self._output is not None:  # it has the same figures
@@ -108,7 +108,7 @@ class RunFollower:
         else:
             self._say(text)
 
-    def _keep(self, line: Line) -> None:
+    def _keep(self, line: MetricsLine) -> None:
         self._last = line
         if line.validation_loss is not None:
             self._validation.append(line.validation_loss)
@@ -195,7 +195,7 @@ class RunFollower:
                 lines = [line for line in log.decode(errors="replace").splitlines() if not is_noise(line)]
         return lines[-_TAIL_LINES:]
 
-    def _progress(self, line: Line, parts: list[str]) -> list[str]:
+    def _progress(self, line: MetricsLine, parts: list[str]) -> list[str]:
         """What the bar says of the newest line; the last validation stays in view."""
         if line.cells:
             return list(filter(None, [f"{parts[0].strip()} measured", line.time_left]))

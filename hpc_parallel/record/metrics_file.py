@@ -21,7 +21,7 @@ _MAX_TAIL_BYTES = MIB  # the last whole line is searched in this many bytes
 
 
 @dataclass(frozen=True)
-class Line:
+class MetricsLine:
     """One line. Anybody may have written it: what it does not have, or with another type, is None.
 
     Models, callbacks and scripts add keys of their own: `values` has all.
@@ -44,7 +44,7 @@ class Line:
     time_left_s: float | None = None  # that a measuring task will take at most
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Line:
+    def of(cls, values: Mapping[str, Any]) -> MetricsLine:
         """The line of a table that has a step, as all have that this module reads."""
         line = build(cls, {**values, "values": values})
         assert line is not None
@@ -150,7 +150,7 @@ def last_line(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def described(line: Line, *, steps: int) -> list[str]:
+def described(line: MetricsLine, *, steps: int) -> list[str]:
     """What a line says, the most important first: `step 120/600`, `loss 2.413`, `512 samples/s`.
 
     Or what another task has measured.

@@ -18,7 +18,7 @@ from hpc_parallel.record import attempts
 from hpc_parallel.record.attempts import History
 from hpc_parallel.record.endings import Failure, Stop
 from hpc_parallel.record.environment_file import Environment
-from hpc_parallel.record.metrics_file import Line, last_line, read_metrics
+from hpc_parallel.record.metrics_file import MetricsLine, last_line, read_metrics
 from hpc_parallel.record.owner import Owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import (
@@ -155,9 +155,9 @@ class RecordedRun:
         return self._read(self.folder.metrics, last_line)
 
     @cached_property
-    def newest_line(self) -> Line | None:
+    def newest_line(self) -> MetricsLine | None:
         """The same with checked types."""
-        return Line.of(self.last_metrics) if self.last_metrics is not None else None
+        return MetricsLine.of(self.last_metrics) if self.last_metrics is not None else None
 
     @property
     def job_ids(self) -> list[str]:

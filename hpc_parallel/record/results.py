@@ -12,7 +12,7 @@ from hpc_parallel.record.metrics_file import milliseconds, per_second, read_metr
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import list_folder
 from hpc_parallel.record.summary_file import INITIAL, Latency, Summary
-from hpc_parallel.record.task_files import Calibration, Continued
+from hpc_parallel.record.task_files import CalibrationFile, Continued
 from hpc_parallel.record.values import integer, table
 
 OPENERS = {
@@ -31,7 +31,7 @@ def results(folder: RunFolder, summary: Summary) -> list[str]:
         lines = show_table(summary.batch_sizes)
     elif (measured := Collectives.read(folder)) is not None:
         return collectives(measured, folder)
-    elif (calibrated := Calibration.read(folder)) is not None:
+    elif (calibrated := CalibrationFile.read(folder)) is not None:
         return list(map(printable, calibrated.lines))
     elif (checked := MeasuredMachine.read(folder)) is not None:
         return machine_lines(checked)

@@ -21,14 +21,14 @@ MOST_LINES = 100  # of calibration.json
 
 
 @dataclass(frozen=True)
-class Calibration:
+class CalibrationFile:
     """The content of `calibration.json`. lines: for people; rows: each measurement of a device."""
 
     lines: Annotated[tuple[str, ...], first(MOST_LINES)] = ()
     rows: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
-    def read(cls, folder: RunFolder) -> Calibration | None:
+    def read(cls, folder: RunFolder) -> CalibrationFile | None:
         """None if there is no file. Raises DamagedError."""
         return read_record(cls, folder.calibration)
 

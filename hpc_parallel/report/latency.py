@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpc_parallel.record.metrics_file import Line
+from hpc_parallel.record.metrics_file import MetricsLine
 from hpc_parallel.report.escaping import to_csv
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row
@@ -37,14 +37,14 @@ def curves(rows: Sequence[Row]) -> list[LatencyCurve]:
     """The curve of every run with timings, also while it runs; the newest line of a batch size counts."""
     result = []
     for row in rows:
-        lines = (Line.of(line) for line in row.run.metrics if "batch_size" in line)  # few of 500,000
+        lines = (MetricsLine.of(line) for line in row.run.metrics if "batch_size" in line)  # few of 500,000
         points = {point.batch_size: point for line in lines if (point := _timing(line))}
         if points:
             result.append(LatencyCurve(row, [points[size] for size in sorted(points)[:MAX_SIZES]]))
     return result
 
 
-def _timing(line: Line) -> BatchTiming | None:
+def _timing(line: MetricsLine) -> BatchTiming | None:
     """The timing in a line of metrics; None if a figure is missing or invalid."""
     size, latency_s, p99_s, rate, tokens = map(number, (
         line.batch_size, line.latency_s, line.latency_p99_s, line.samples_per_s, line.tokens_per_s

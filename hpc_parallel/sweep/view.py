@@ -11,7 +11,14 @@ from rich.progress import TaskID
 
 from hpc_parallel.problems import printable
 from hpc_parallel.record.endings import Failure, Stop
-from hpc_parallel.record.metrics_file import Line, MetricsReader, described, figure, fitting, per_second
+from hpc_parallel.record.metrics_file import (
+    MetricsLine,
+    MetricsReader,
+    described,
+    figure,
+    fitting,
+    per_second,
+)
 from hpc_parallel.record.phase import read_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.summary_file import Summary
@@ -71,7 +78,7 @@ class SweepView:
             self._bars.update(self._tasks[path], description=start[: room_beside_bar(self._console)])
         if lines:
             self._begun.add(path)
-            newest = Line.of(lines[-1])
+            newest = MetricsLine.of(lines[-1])
             parts = [f"{planned.label}:", *described(newest, steps=planned.run.steps)]
             self._bars.update(
                 self._tasks[path], description=self._fitting(parts), completed=newest.step,

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.tasks import total_steps
 from hpc_parallel.record.credentials import public_part
-from hpc_parallel.record.metrics_file import SEPARATOR, Line, described
+from hpc_parallel.record.metrics_file import SEPARATOR, MetricsLine, described
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import append_line
 
@@ -29,7 +29,7 @@ class FileWriter:
 
     def write(self, line: dict[str, Any]) -> None:
         append_line(self._path, line)
-        print(SEPARATOR.join(described(Line.of(line), steps=self._steps)), flush=True)
+        print(SEPARATOR.join(described(MetricsLine.of(line), steps=self._steps)), flush=True)
 
     def close(self) -> None:
         pass

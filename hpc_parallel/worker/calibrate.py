@@ -29,7 +29,7 @@ from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.record.summary_file import Summary
-from hpc_parallel.record.task_files import Calibration
+from hpc_parallel.record.task_files import CalibrationFile
 from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
 from hpc_parallel.training.writers import FileWriter
 from hpc_parallel.worker import collectives
@@ -241,7 +241,7 @@ def write_profile(folder: RunFolder, *, config: RunConfig, measured: HardwareMea
         f"profile: {folder.hardware}. Copy it to FOLDER/hardware/NAME.yaml, then "
         "`plan --config-dir FOLDER hardware=NAME`"
     )
-    Calibration(tuple(lines), tuple(map(vars, devices.rows))).write(folder)
+    CalibrationFile(tuple(lines), tuple(map(vars, devices.rows))).write(folder)
 
 
 def _machine(config: RunConfig, devices: DeviceRows, *, spread: float) -> Machine:

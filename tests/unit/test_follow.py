@@ -16,7 +16,7 @@ from hpc_parallel.launch.follow import RunFollower
 from hpc_parallel.record.checkpoint_index import MARKER
 from hpc_parallel.record.collectives_file import CollectiveRow
 from hpc_parallel.record.collectives_table import row_cells
-from hpc_parallel.record.metrics_file import SEPARATOR, Line, MetricsReader, described, figure, fitting
+from hpc_parallel.record.metrics_file import SEPARATOR, MetricsLine, MetricsReader, described, figure, fitting
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
@@ -71,7 +71,7 @@ def test_a_torn_line_is_passed_over(folder: RunFolder) -> None:
     ],
 )
 def test_a_line_of_metrics(extra: dict[str, Any], line: str) -> None:
-    assert described(Line.of({**LINE, **extra}), steps=600) == line.split(SEPARATOR)
+    assert described(MetricsLine.of({**LINE, **extra}), steps=600) == line.split(SEPARATOR)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_line_of_metrics(extra: dict[str, Any], line: str) -> None:
     ],
 )
 def test_a_line_of_a_task_that_trains_nothing(metrics: dict[str, Any], line: str) -> None:
-    assert described(Line.of(metrics), steps=3) == line.split(SEPARATOR)
+    assert described(MetricsLine.of(metrics), steps=3) == line.split(SEPARATOR)
 
 
 def test_plain_lines_of_a_completed_run(folder: RunFolder) -> None:
@@ -371,7 +371,7 @@ ROW = CollectiveRow(
 
 def test_measured_rows_are_shown_as_they_come(folder: RunFolder) -> None:
     measured = {"step": 7, "steps": 183, "measured": row_cells(ROW), "time_left_s": 42.0, **ROW.measured}
-    parts = described(Line.of(measured), steps=0)
+    parts = described(MetricsLine.of(measured), steps=0)
     assert "  ".join(parts) == (
         "  7/183  all_reduce        1.0 MiB     621.7 us  float32     1.000 GB/s  world"
     )
