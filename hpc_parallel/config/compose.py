@@ -1,4 +1,4 @@
-"""Compose a run, every combination of a sweep, or one selection of overrides after the other.
+"""Compose a run, every combination of a sweep, or many selections of overrides, one after another.
 
 A composition by Hydra takes a tenth of a second, almost all of it for the groups (`strategy=pipeline`), whose
 files it reads again each time. `Composer` composes each selection of groups once, and sets values (`nodes=2`)
@@ -98,7 +98,9 @@ class Composed:
 
 
 class Composer:
-    """Compositions of one configuration, for use inside `composing`. Each is made once.
+    """Compositions of one configuration. Each is made once.
+
+    Make it inside `composing`; afterwards it goes on with the same files.
 
     sweep: the configuration of a sweep, whose overrides of `hydra.` and whose `now` all its runs share.
     """
@@ -169,7 +171,7 @@ class Composer:
 def compose_run(
     words: Sequence[str], *, config_dir: str, config_name: str, extra_dir: str | None = None
 ) -> Cell:
-    """Compose a command line without `-m`, as Hydra's own `main` does: a sweep of one combination.
+    """Compose a command line without `-m`, as Hydra's own `main` does; nothing is swept in the cell.
 
     `words`, `extra_dir`: as for `compose_cells`. Raises what Hydra raises, and ConfigError for overrides that
     only a sweep or only Hydra's `main` uses.

@@ -36,7 +36,7 @@ _ALONE = threading.RLock()  # what Hydra keeps is one for the whole process
 
 @contextmanager
 def composing(config_dir: str, *, extra_dir: str | None = None) -> Iterator[None]:
-    """Let `hydra.compose` find the files of `config_dir`, and of the user's folder `extra_dir`."""
+    """Let Hydra find the files of `config_dir`, and of the user's folder `extra_dir`."""
     GlobalHydra.instance().clear()
     search_path = create_config_search_path(config_dir)
     if extra_dir:

@@ -135,7 +135,7 @@ def layout_of(strategy: Strategy, *, devices: int) -> Layout:
 
 
 def legal_layout(strategy: Strategy, *, devices: int) -> Layout | None:
-    """The same; None where the degrees are wrong, which `checks/layout_checks.py` reports."""
+    """The layout of a strategy; None where the degrees are wrong, which `checks/layout_checks.py` reports."""
     try:
         return layout_of(strategy, devices=devices)
     except (ValueError, ZeroDivisionError):

@@ -123,7 +123,7 @@ def _layouts_that_fit(config: RunConfig, hardware: Hardware) -> str:
     asked = replace(
         config,
         strategy=replace(config.strategy, execution=SPMD, microbatches=None, stages_per_rank=None, cuts=None),
-        training=replace(config.training, microbatch_size=None),
+        training=replace(config.training, microbatch_size=None, compile_whole=False),
     )
     choices = Choices()
     result = search(asked, hardware, choices=choices, most=NEAR)
@@ -131,7 +131,8 @@ def _layouts_that_fit(config: RunConfig, hardware: Hardware) -> str:
         line = without_room(result, asked, hardware, choices=choices)[0]
         return f" {line[0].upper()}{line[1:]}"
     ways = [f"{' '.join(one.overrides)} ({seconds(one.step.total_s)} a step)" for one in result.best]
-    return f" Try {alternatives(ways)}."
+    without = " with training.compile_whole=false" if config.training.compile_whole else ""
+    return f" Try {alternatives(ways)}{without}."
 
 
 def _time_limit(config: RunConfig, times: tuple[Work, StepTime], hardware: Hardware) -> Iterator[str]:

@@ -110,7 +110,7 @@ class LayeredModel(nn.Module):
         part, state = "stem", inputs
         try:
             if self.stem is not None:
-                state = self.embed(*inputs)
+                state = stem_outputs(self, *inputs)
             for name, block in self.blocks.items():
                 part = f"block {name}"
                 state = as_tuple(block(*state))
@@ -121,16 +121,6 @@ class LayeredModel(nn.Module):
         except Exception as error:
             mark(error, part)
             raise
-
-    def embed(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What the stem makes of the samples `x`: the inputs of the first block."""
-        assert self.stem is not None
-        return as_tuple(self.stem(x, **self._stem_options(x)))
-
-    def _stem_options(self, x: Tensor) -> dict[str, Tensor]:
-        if not self._stem_takes_positions:
-            return {}
-        return {"positions": self.sample_positions(x.shape[1], device=x.device)}
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Returns the SUM of the loss terms, in float32 or better; the caller divides by the global count."""
@@ -189,6 +179,14 @@ class LayeredModel(nn.Module):
             blocks=tuple(flops(block) for block in self.blocks.values()),
             head=flops(self.head),
         )
+
+
+def stem_outputs(model: LayeredModel, x: Tensor) -> tuple[Tensor, ...]:
+    """What the stem of `model` makes of the samples `x`: the inputs of the first block."""
+    assert model.stem is not None
+    if not model._stem_takes_positions:
+        return as_tuple(model.stem(x))
+    return as_tuple(model.stem(x, positions=model.sample_positions(x.shape[1], device=x.device)))
 
 
 def as_tuple(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -105,6 +105,8 @@ def _config(values: dict[str, Any], hardware: Hardware) -> RunConfig:
         raise ConfigError([NO_PLAN])
     if config.training.compile and hardware.traffic.compiled is None:
         raise ConfigError(["training.compile is not planned on this hardware, so it can't be fitted."])
+    if config.training.compile_whole:
+        raise ConfigError(["training.compile_whole is not planned, so it can't be fitted."])
     if config.training.activation_checkpointing == "selective":
         raise ConfigError(["selective checkpointing is not planned, so it can't be fitted."])
     return config

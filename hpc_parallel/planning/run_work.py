@@ -139,6 +139,8 @@ def assumptions(config: RunConfig, hardware: Hardware) -> Iterator[str]:
         yield "training.activation_checkpointing=selective is planned as none: expect a longer step."
     if config.training.compile:
         yield _compiled(config, hardware)
+    if config.training.compile_whole:
+        yield "training.compile_whole is planned as compiled blocks: expect a shorter step of a small model."
     if config.training.fp8 != OFF:
         yield "Two trainings in float8 were compared with plans (docs/plan.md). MFU: of the peak of bfloat16."
 

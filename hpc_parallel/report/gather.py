@@ -40,7 +40,7 @@ FIGURES = (  # of summary.json, with the keys and units of its contract
 )  # fmt: skip
 PARTS = ("compute", "communication", "bubble", "data", "other")  # of a step's time
 # Keys of `training` that change how a step is computed, but not its result.
-SAME_RESULT = ("microbatch_size", "compile", "activation_checkpointing")
+SAME_RESULT = ("microbatch_size", "compile", "compile_whole", "activation_checkpointing")
 MAX_STARTS = 1000
 MAX_OVERLAP = 4  # chunks of a rank at the same time: its compute and its transfers
 SWEEPS = ("", "*/", "*/*/")  # where sweep folders are in a folder of runs

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from hpc_parallel.models.layered import LayeredModel, Loss
+from hpc_parallel.models.layered import LayeredModel, Loss, stem_outputs
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.written_buffers import versions_of, written_since
@@ -73,8 +73,7 @@ def run_compiled(
     versions = versions_of(block)
     output = _run(compiled, forward, block, plain)
     if clause := written_since(block, versions):  # torch 2.13 computes again what depends on the buffer
-        rule = f"can't be used: {clause}, and compiled gradients would be of its later value"
-        raise ConfigError([Problem("training.compile", True, rule, (False,))])
+        raise _refused(block, f"can't be used: {clause}, and compiled gradients would be of its later value")
     looked_at.add(id(block))
     return output
 
@@ -88,13 +87,13 @@ def run_whole(
     our models that have this method have inputs of one shape.)
     """
     shape = [x.shape for x in inputs]
-    if last != shape:
+    methods = [getattr(block, "prepare_compiled", None) for block in model.distinct_blocks]
+    if last != shape and any(methods):
         with torch.no_grad():
-            state = inputs if model.stem is None else model.embed(*inputs)
-        for block in model.distinct_blocks:
-            if prepare := getattr(block, "prepare_compiled", None):
-                prepare(*state)
-        last[:] = shape
+            state = inputs if model.stem is None else stem_outputs(model, *inputs)
+        for prepare in filter(None, methods):
+            prepare(*state)
+    last[:] = shape
     return run(forward, model, *inputs)
 
 
@@ -105,5 +104,12 @@ def _run(compiled: Any, forward: Forward, block: Module, inputs: Sequence[Tensor
     except RuntimeError as error:
         if (clause := graph_break(error)) is None:
             raise
-        rule = f"can't be used: torch can't compile a block in one piece: {clause}"
-        raise ConfigError([Problem("training.compile", True, rule, (False,))]) from error
+        raise _refused(block, f"can't be used: torch can't compile a block in one piece: {clause}") from error
+
+
+def _refused(part: Module, rule: str) -> ConfigError:
+    if not isinstance(part, LayeredModel):
+        return ConfigError([Problem("training.compile", True, rule, (False,))])
+    return ConfigError(
+        [Problem("training.compile_whole", True, rule.replace(" a block ", " the model "), (False,))]
+    )

@@ -16,7 +16,7 @@ from hpc_parallel.config.layout import SPMD, Layout, layout_of
 from hpc_parallel.config.schedules import schedule_of, stages_of, stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
-from hpc_parallel.models.layered import LayeredModel, as_tuple
+from hpc_parallel.models.layered import LayeredModel, as_tuple, stem_outputs
 from hpc_parallel.planning.activations import casts_once
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.assemble import Assembled
@@ -173,9 +173,7 @@ class Stages:
 def states_between(model: LayeredModel, inputs: Tensor) -> dict[str, list[torch.Size]]:
     """The shapes of the inputs of each block of the whole `model`, which is on meta, for meta `inputs`."""
     shapes: dict[str, list[torch.Size]] = {}
-    state = (
-        as_tuple(model.stem(inputs, **model._stem_options(inputs))) if model.stem is not None else (inputs,)
-    )
+    state = (inputs,) if model.stem is None else stem_outputs(model, inputs)
     for name, block in model.blocks.items():
         shapes[name] = [tensor.shape for tensor in state]
         if inputs.dim() > 2:  # blocks of language models keep the shape

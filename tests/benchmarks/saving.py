@@ -135,12 +135,11 @@ def disk_rates(folder: str) -> list[str]:
 def checksum_shares(folder: str) -> list[str]:
     """Comparing replicas' weights, a third of the state, against a blocking save of all of it, in turns."""
     import torch
-    import torch.distributed as dist
 
     from hpc_parallel.training.replicas import ReplicaCheck
 
     weights = {f"blocks.{index}.w": torch.rand(STATE_BYTES // TENSORS // 4) for index in range(TENSORS // 3)}
-    replicas = ReplicaCheck(weights, tensor_rank=0, device=torch.device("cpu"), group=dist.group.WORLD)
+    replicas = ReplicaCheck(weights, tensor_rank=0, device=torch.device("cpu"))
     saver = new_saver(Path(folder, "replicas"), size=STATE_BYTES, asynchronous=False)
     shares, lines = [], []
     for number in range(ROUNDS):

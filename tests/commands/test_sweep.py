@@ -337,7 +337,7 @@ def test_an_array_task_is_identified_by_its_number(tmp_path: Path) -> None:
     assert (job_of(raw), job_of(task), job_of({})) == ("127", "123_4", None)
     from hpc_parallel.record.run_folder import RunFolder
 
-    assert history(RunFolder(tmp_path), environment=task)["job_ids"] == ["123_4"]
+    assert history(RunFolder(tmp_path), environment=task).job_ids == ("123_4",)
 
 
 def test_a_sweep_never_imports_torch(slurm: Path) -> None:

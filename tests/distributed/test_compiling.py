@@ -17,6 +17,7 @@ from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models import transformer
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.models.transformer import Transformer
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies import checkpointing, compiling, dropout, precision, shard, working_weights
 from hpc_parallel.strategies.dropout_shapes import whole_shapes
 from hpc_parallel.training.nonfinite_trace import trace
@@ -230,7 +231,7 @@ def dropped_output(*, compiled: bool) -> list[Any]:
     with torch.device("meta"):
         model = Tokens(layers=2, width=16, rate=0.3)
     shapes = whole_shapes(model, sample_shape=(16,))
-    dropout.apply(model, shapes=shapes, part=dropout.Part(), seed=0, device=torch.device("cpu"))
+    dropout.apply(model, shapes=shapes, part=dropout.SamplePart(), seed=0, device=torch.device("cpu"))
     if compiled:
         compiling.apply(model, whole=True)
     materialise(model, seed=0, device="cpu", dtype=torch.float64)
@@ -310,3 +311,17 @@ def test_a_layer_of_a_model_in_one_graph_is_named(monkeypatch: pytest.MonkeyPatc
     findings = trace([model], compiled=True, whole=True, replay=lambda: model(tokens))
     torch._dynamo.reset()
     assert findings["output"][0] == "blocks.1.feed_forward.up"
+
+
+def test_a_model_that_breaks_its_graph_names_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    model = Transformer(layers=1, dim=16, heads=2, kv_heads=2, ffn_dim=24, vocab_size=8)
+    materialise(model, seed=0, device="cpu", dtype=torch.float32)
+    monkeypatch.setattr(type(model.head), "forward", lambda self, x: print(end="") or x)
+    compiling.apply(model, whole=True)
+    with pytest.raises(
+        ConfigError, match=r"compile_whole = true .* the model in one piece.*compile_whole=false"
+    ):
+        model(torch.zeros(1, 4, dtype=torch.int64))
+    torch._dynamo.reset()

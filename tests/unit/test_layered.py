@@ -118,3 +118,12 @@ def test_an_absent_part_cannot_be_kept() -> None:
         keep(stage, blocks=[1, 3], stem=True, head=False)
     with pytest.raises(ValueError, match="cut away"):
         keep(stage, blocks=[1], stem=True, head=True)
+
+
+def test_other_names_are_free_for_models_of_users() -> None:
+    """A new public name could be a method or a part of somebody's model."""
+    public = {name for name in dir(LayeredModel) if not name.startswith("_")} - set(dir(nn.Module))
+    assert public == {
+        "channels_last", "distinct_blocks", "forward_flops", "ignore_index", "initialise", "loss",
+        "loss_terms", "metrics", "pixelwise", "small", "tensor_roles", "tied",
+    }  # fmt: skip

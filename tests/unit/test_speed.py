@@ -28,6 +28,7 @@ def test_auto_means_what_the_speed_says(words: tuple[str, ...], compiles: bool) 
 
 
 WHOLE = ("training.compile=true", "training.compile_whole=true")
+FOUR = ("nodes=2", "gpus_per_node=2")
 
 
 @pytest.mark.parametrize(
@@ -41,9 +42,9 @@ WHOLE = ("training.compile=true", "training.compile_whole=true")
         ),
         (("training.memory_budget=1.5", "training.compile=true"), "must lie between 0 and 1"),
         (("training.speed=fast",), "training.speed = fast is not one of safe, max"),
-        (("training.compile_whole=true",), "training.compile_whole = true needs training.compile=true"),
-        ((*WHOLE, "strategy=fsdp", "nodes=2"), "can't be used: strategy.shard=2 divides the model"),
-        ((*WHOLE, "strategy=hybrid", "nodes=2", "gpus_per_node=2"), "strategy.pipeline=2, strategy.tensor=2"),
+        (("training.compile_whole=true",), "compiles nothing, whole or not. Try training.compile=true"),
+        ((*WHOLE, "strategy=fsdp", "nodes=2"), "its samples are divided by strategy.shard=2"),
+        ((*WHOLE, "strategy=hybrid", *FOUR), "by strategy.pipeline=2 and strategy.tensor=2"),
         ((*WHOLE, "strategy=parameter_server", "nodes=2"), "strategy=parameter_server does more around"),
         ((*WHOLE, "training.activation_checkpointing=full"), "with training.activation_checkpointing=full"),
         ((*WHOLE, "training.precision=bfloat16", "training.fp8=rowwise"), "with training.fp8=rowwise"),

@@ -38,7 +38,8 @@ class Check:
     meets: Callable[[RunConfig], bool] | None = None
 
 
-# In the order of the problems whose keys are not on the command line. A script reads no key of our training.
+# Problems of keys that the command line does not name are shown in this order.
+# A script reads no key of our training.
 OF_TRAINING = (
     Check(optimizer_checks.find_problems),
     Check(execution_checks.find_problems, lambda run: run.strategy.execution in execution_checks.WHOLE),

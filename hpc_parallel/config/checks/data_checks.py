@@ -95,9 +95,11 @@ def digit_problems(config: RunConfig) -> Problems:
     """`data=digits` needs scikit-learn, and images of whole digits."""
     if find_spec("sklearn") is None:
         yield "data = digits needs scikit-learn, which is not installed here (pip install scikit-learn)."
+    if not sizes_are_legal(config):
+        return
     for side in ("height", "width"):
         size = config.data[side]
-        if sizes_are_legal(config) and size % 8:
+        if size % 8:
             rule = "is not a multiple of 8, the side of a digit"
             yield Problem(f"data.{side}", size, rule, multiples_near(size, 8))
 

@@ -40,14 +40,14 @@ def callback_problems(config: RunConfig) -> Problems:
         for name, table in class_tables(key, callback):
             yield from target_problems(f"{name}._target_", table["_target_"])
         if _needs_validation(callback) and config.training.validate_every is None:
-            rule = f"leaves {callback['_target_'].rpartition('.')[2]} without a validation"
+            rule = f"leaves {str(callback['_target_']).rpartition('.')[2]} without a validation"
             yield Problem("training.validate_every", None, rule, (100,))
 
 
 def _needs_validation(callback: dict[str, Any]) -> bool:
     key = callback.get("key", VALIDATION)
     watched = {f"{CALLBACKS}.KeepBest": VALIDATION, f"{CALLBACKS}.EarlyStopping": key}
-    return str(watched.get(callback["_target_"])).startswith("validation_")
+    return str(watched.get(str(callback["_target_"]))).startswith("validation_")
 
 
 def switch_problems(config: RunConfig) -> Problems:
@@ -132,9 +132,10 @@ def compile_whole_problems(config: RunConfig) -> Problems:
     ]
     keeps, recipe = training.activation_checkpointing, training.fp8
     is_ours = (class_path(config.model) or "").startswith("hpc_parallel.models.")
+    if not training.compile:
+        yield Problem("training.compile", training.compile, "compiles nothing, whole or not", (True,))
     rules = {
-        "needs training.compile=true": not training.compile,
-        f"can't be used: {', '.join(divided)} divides the model or its samples": bool(divided),
+        f"can't be used: the model or its samples are divided by {' and '.join(divided)}": bool(divided),
         f"can't be used: strategy={strategy.name} does more around the model": strategy.execution != SPMD,
         f"can't be used with training.activation_checkpointing={keeps}": keeps != "none",
         f"can't be used with training.fp8={recipe}: it was compared in blocks only": recipe != OFF,
