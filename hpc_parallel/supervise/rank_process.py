@@ -125,7 +125,10 @@ def _run_script(
     if stop is not None and not failure.records(folder):
         stop.write(folder)
         return  # with 0, so that srun lets the other ranks save
-    if returncode > 0:
+    has_reason = returncode == -signal.SIGABRT and script_failure.was_aborted_at_exit(
+        folder, rank=world.rank, log_start=log_start
+    )
+    if returncode > 0 or has_reason:
         script_failure.record(folder, world=world, returncode=returncode, log_start=log_start)
     elif returncode < 0:
         cgroup = oom.killing_cgroup(kills)

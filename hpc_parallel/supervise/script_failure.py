@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 from hpc_parallel.machine.world import World
@@ -21,17 +23,19 @@ _TRACEBACK = "Traceback (most recent call last):"
 _RANK = re.compile(r"^\[rank\d+\]: ?")  # torch puts this before each line of a traceback
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _EXCEPTION = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: (?P<text>.*))?$")
+_ABORT = re.compile(r"terminate called |\s+what\(\): |Aborted")  # by C++
+_STACKS = "Fatal Python error: "  # by faulthandler
 _MOST_LINES = 200
 
 
 def record(folder: RunFolder, *, world: World, returncode: int, log_start: int) -> None:
-    """Record the failure of a script that exited with a code above 0.
+    """Record the failure of a script that exited with a code above 0, or that was aborted after an exception.
 
     log_start: the size of the error log when the script started.
     """
     lines = _recorded_traceback(folder, rank=world.rank)
     tail = _tail(folder.log(world.rank, "err"), start=log_start)
-    if not lines and returncode == _UNCAUGHT:
+    if not lines and returncode in (_UNCAUGHT, -signal.SIGABRT):
         lines = last_traceback(tail)
     name, message = exception_of(lines)
     if name is None:
@@ -42,10 +46,24 @@ def record(folder: RunFolder, *, world: World, returncode: int, log_start: int) 
     place = users_line(lines)
     short = name.rpartition(".")[2]
     sentence = (f"{short}: {message}" if message else short) + (f" ({place})" if place else "")
+    sentence += ", then SIGABRT at its exit" if returncode == -signal.SIGABRT else ""
     failure.record_reason(
         folder, world=world, kind=failure.kind_of_text(short, message), message=sentence, lines=lines,
         details={"where": place} if place else {},
     )  # fmt: skip
+
+
+def was_aborted_at_exit(folder: RunFolder, *, rank: int, log_start: int) -> bool:
+    """Whether the error log ends with a traceback, but for the words of the abort.
+
+    Threads of gloo may abort a process that leaves because of an exception (torch 2.13).
+    """
+    lines = takewhile(
+        lambda line: not line.startswith(_STACKS), _tail(folder.log(rank, "err"), start=log_start)
+    )
+    written = [line for line in lines if line.strip() and not _ABORT.match(line)]
+    trace = last_traceback(written)
+    return bool(trace) and trace[-1] == written[-1]
 
 
 def last_traceback(lines: Sequence[str]) -> list[str]:

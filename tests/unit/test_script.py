@@ -320,6 +320,36 @@ def test_an_exit_code_of_the_scripts_own_is_not_blamed_on_a_traceback_that_it_ha
     assert failure.records(folder)[0].message == "the script ended with exit code 75: done"
 
 
+RAISED = 'Traceback (most recent call last):\n  File "x.py", line 7, in f\nValueError: bad\n'
+
+
+@pytest.mark.parametrize(
+    ("log", "aborted"),
+    [
+        (RAISED, True),
+        (f"{RAISED}terminate called without an active exception\n", True),
+        (
+            f"{RAISED}Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n",
+            True,
+        ),
+        (f"{RAISED}trying again\n", False),  # the script has handled it
+        ("terminate called without an active exception\n", False),
+        ("", False),
+    ],
+)
+def test_an_abort_at_the_exit_does_not_hide_the_exception(here: Path, log: str, aborted: bool) -> None:
+    folder = RunFolder(here / "run")
+    folder.create()
+    folder.log(1, "err").write_text(log)
+    assert script_failure.was_aborted_at_exit(folder, rank=1, log_start=0) is aborted
+    if aborted:
+        world, _ = slurm_world(1)
+        script_failure.record(folder, world=world, returncode=-signal.SIGABRT, log_start=0)
+        (record,) = failure.records(folder)
+        assert record.message.startswith("ValueError: bad")
+        assert record.message.endswith(", then SIGABRT at its exit")
+
+
 def test_without_a_command_the_words_after_the_dashes_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["--", "missing.py"]) == 2
     assert "script.file = missing.py does not exist" in capsys.readouterr().err
