@@ -41,6 +41,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(PROCESSES)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """A rank that a signal ended gave no number: torch's threads may crash a process (gloo, torch 2.13)."""
+    if call.excinfo is not None and call.excinfo.errisinstance(ChildProcessError):
+        item.add_marker(PROCESSES)
+
+
 class Outcomes:
     """The record of this session and of those before it."""
 

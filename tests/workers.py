@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
 import shutil
+import signal
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,6 +102,7 @@ class Workers:
             here, there = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(there,), daemon=True)
             process.start()
+            there.close()  # else nothing tells that the process has ended
             self._ranks.append((here, process))
         try:
             return self._answers(count, job, arguments)
@@ -112,13 +115,25 @@ class Workers:
         for rank, (pipe, _) in enumerate(self._ranks[:count]):
             pipe.send((job, arguments, rank, count, store))
         results = []
-        for rank, (pipe, _) in enumerate(self._ranks[:count]):
-            if not pipe.poll(PATIENCE_S):
+        for rank in range(count):
+            if not self._ranks[rank][0].poll(PATIENCE_S):
                 raise TimeoutError(f"rank {rank} did not answer within {PATIENCE_S} s")
-            results.append(pipe.recv())
+            results.append(self._answer(rank))
         if errors := [text for kind, text in results if kind == "error"]:
             raise AssertionError("\n".join(errors))
         return [value for _, value in results]
+
+    def _answer(self, rank: int) -> Any:
+        """Raises ChildProcessError if a signal ended the rank; faulthandler has written its stacks."""
+        pipe, process = self._ranks[rank]
+        try:
+            return pipe.recv()
+        except EOFError:
+            process.join()
+            code = process.exitcode
+        if code < 0:
+            raise ChildProcessError(f"rank {rank} was ended by {signal.Signals(-code).name}")
+        raise AssertionError(f"rank {rank} exited with {code} and gave no answer")
 
     def close(self) -> None:
         for pipe, process in self._ranks:
@@ -141,6 +156,7 @@ def _serve(pipe: Connection) -> None:
     from torch.distributed.tensor._redistribute import _gen_transform_infos
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    faulthandler.enable()
     torch.set_num_threads(1)
     while True:
         try:

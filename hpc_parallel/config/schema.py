@@ -261,7 +261,7 @@ class RunConfig:
 class ComposedTraining(TrainingConfig):
     """What Hydra composes for `training`."""
 
-    global_batch_size: int | None = None  # type: ignore[assignment]  # null: chosen by `default_batch.py`
+    global_batch_size: int | None = None  # type: ignore[assignment]  # null: chosen by `resolve.py`
     precision: str | None = None  # type: ignore[assignment]  # null: chosen by `gpu_defaults.py`
     compile: Any = "auto"
 

@@ -28,6 +28,8 @@ def test_flaky(mark):
     assert not first, "the port was busy"
 
 def test_proof():
+    if "CRASH" in os.environ:
+        raise ChildProcessError("rank 1 was ended by SIGSEGV")
     assert "FAIL" not in os.environ, "off by 0.1"
 """
 AGAIN = ("--last-failed", "--last-failed-no-failures=none", "--again=1", "--target=test")
@@ -70,6 +72,15 @@ def test_a_failure_of_numbers_is_not_repeated(folder: Path) -> None:
         in again.stdout
     )
     assert ": 0 passed, 2 failed, 0 unstable, 0 skipped, " in again.stdout.splitlines()[-1]
+
+
+def test_a_rank_that_a_signal_ended_gave_no_number(folder: Path) -> None:
+    (folder / "seen").touch()
+    assert run(folder, "--cache-clear", *BESIDE, CRASH="").returncode == 1
+    again = run(folder, *AGAIN)
+    assert again.returncode == 0, again.stdout
+    error = "unstable: test_all.py::test_proof: ChildProcessError: rank 1 was ended by SIGSEGV"
+    assert error in again.stdout.splitlines()
 
 
 def test_nothing_is_repeated_after_a_green_session(folder: Path) -> None:
