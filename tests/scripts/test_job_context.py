@@ -56,6 +56,7 @@ print({"torch", "hydra", "yaml"} & set(sys.modules))
 def test_figures_and_checkpoints_continue_after_a_resume_by_hand(home: Path) -> None:
     """Also in an allocation that Slurm has requeued, whose starts are not those of the run."""
     (home / "script.py").write_text("""
+import os
 import sys
 from hpc_parallel import job_context
 last = job_context.checkpoint_folder / "last.txt"
@@ -63,7 +64,9 @@ first = int(last.read_text()) if "--resume" in sys.argv else 1
 print("start", job_context.restarts, "at", first)
 for step in range(first, first + 4):
     job_context.log(step=step, loss=1 / step, bad=float("nan"))
-    last.write_text(str(3))
+    mine = last.with_suffix(f".{os.environ['RANK']}")
+    mine.write_text(str(3))
+    mine.rename(last)  # the other rank may read it now
 """)
     words = ("run_dir=run", "script.resume_arguments=--resume {run}/checkpoints/last.txt")
     first = run(home, *TWO_NODES, *words, "--", "script.py", SLURM_RESTART_COUNT="3")
