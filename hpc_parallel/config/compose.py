@@ -35,6 +35,7 @@ from hpc_parallel.config.hydra_internals import (
     composing,
     current_loader,
     has_basic_sweeper,
+    load,
     selects_group,
     set_values,
 )
@@ -133,7 +134,7 @@ class Composer:
         """The composition of what Hydra itself must compose: groups, and settings of its own."""
         words = tuple(text for text in overrides if not self.sets_a_value(text))
         if words not in self._bases:
-            whole = self._loader.load_configuration(self._config_name, [*self._of_hydra, *words], RunMode.RUN)
+            whole = load(self._loader, self._config_name, [*self._of_hydra, *words], RunMode.RUN)
             if self._sweep is not None:
                 OmegaConf.copy_cache(from_config=self._sweep, to_config=whole)
             self._bases[words] = Composed(whole)
@@ -178,7 +179,7 @@ def compose_run(
     """
     version.setbase("1.3")
     with composing(config_dir, extra_dir=extra_dir):
-        whole = current_loader().load_configuration(config_name, list(words), RunMode.RUN)
+        whole = load(current_loader(), config_name, words, RunMode.RUN)
         HydraConfig.instance().set_config(whole)
         overrides = _task_overrides(whole)
         problems = [*_only_of_sweeps(whole, overrides), *_without_effect(whole)]
@@ -208,13 +209,13 @@ def _only_of_sweeps(whole: DictConfig, overrides: Sequence[str]) -> Iterator[str
         yield "hydra.callbacks: only a sweep calls them. Try the same line with -m."
     study = whole.hydra.runtime.choices.get("jobs")
     keys = {override.partition("=")[0].lstrip("+") for override in overrides}
-    swept = [text for text in _params(whole) if text.partition("=")[0] not in keys]
+    swept = [text for text in params(whole) if text.partition("=")[0] not in keys]
     if study is not None and swept:
         first = " ".join(combinations(OverridesParser.create().parse_overrides(swept))[0])
         yield f"jobs={study}: a study has many runs. Try -m jobs={study}, or one run: jobs={study} {first}."
 
 
-def _params(whole: DictConfig) -> list[str]:
+def params(whole: DictConfig) -> list[str]:
     """The swept keys of a study, as overrides."""
     return [f"{key}={value}" for key, value in (whole.hydra.sweeper.get("params") or {}).items()]
 
@@ -239,7 +240,7 @@ def compose_cells(
     """
     version.setbase("1.3")
     with composing(config_dir, extra_dir=extra_dir):
-        sweep = current_loader().load_configuration(config_name, list(words), RunMode.MULTIRUN)
+        sweep = load(current_loader(), config_name, words, RunMode.MULTIRUN)
         settings = OmegaConf.to_container(sweep.sweep, resolve=True)
         assert isinstance(settings, dict)
         batch = _combinations(sweep, also=settings["also"])
@@ -261,7 +262,7 @@ def _combinations(sweep: DictConfig, *, also: Sequence[str]) -> list[list[str]] 
     _require_one_study(overrides)
     if not has_basic_sweeper(sweep):
         return None
-    swept = [*parser.parse_overrides(_params(sweep)), *overrides]  # the later one of a key takes precedence
+    swept = [*parser.parse_overrides(params(sweep)), *overrides]  # the later one of a key takes precedence
     batch = combinations(swept)
     for text in also:
         batch += combinations([*swept, *_read_also(text, parser)])

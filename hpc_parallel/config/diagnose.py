@@ -12,7 +12,6 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException, OverrideParseException
@@ -30,7 +29,7 @@ from hpc_parallel.config.file_problems import (
     unreadable_file,
     unusable_file,
 )
-from hpc_parallel.config.hydra_internals import composing
+from hpc_parallel.config.hydra_internals import composing, current_loader
 from hpc_parallel.config.key_suggestions import ACCUMULATION, choice_near, similar, suggest
 from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.node_devices import AUTO
@@ -130,13 +129,13 @@ def _choices(key: str) -> list[str]:
     group = key.lstrip("+~").partition("@")[0]
     if not re.fullmatch(r"\w+(/\w+)*", group):
         return []
-    options = GlobalHydra.instance().config_loader().get_group_options(group)
+    options = current_loader().get_group_options(group)
     return [option for option in options if not option.endswith("_schema")]
 
 
 def _expand(override: str) -> list[str]:
     """Split `nodes=1,2` of a sweep into one override per run; an interval becomes its two ends."""
-    loader = GlobalHydra.instance().config_loader()  # glob() needs it
+    loader = current_loader()  # glob() needs it
     try:
         (parsed,) = OverridesParser.create(config_loader=loader).parse_overrides([override])
         if not parsed.is_sweep_override():

@@ -8,9 +8,10 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 
 import yaml
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from hpc_parallel.config.hydra_internals import current_loader
 
 _REFUSED = re.compile(r"In '([^']+)': (\w+) raised while composing config:\n(.*)\n\s+full_key: ?(\S*)\n")
 
@@ -41,7 +42,7 @@ def unusable_file(error: Exception) -> str:
 
 def misplaced_file(group: str, name: str) -> str | None:
     """Where a file of the user is that Hydra does not find, with a suggestion; None if there is none."""
-    for source in GlobalHydra.instance().config_loader().get_sources():
+    for source in current_loader().get_sources():
         if source.scheme() != "file":
             continue
         folder = Path(source.path)
@@ -93,7 +94,7 @@ def _each_refused(path: Path, *, group: str, plain: DictConfig) -> dict[str, boo
 
 
 def _path(name: str) -> Path | None:
-    sources = GlobalHydra.instance().config_loader().get_sources()
+    sources = current_loader().get_sources()
     paths = [Path(source.path, f"{name}.yaml") for source in sources if source.scheme() == "file"]
     return next((path for path in paths if path.is_file()), None)
 

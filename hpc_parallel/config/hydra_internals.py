@@ -25,6 +25,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobRuntime
+from hydra.errors import HydraException
+from hydra.types import RunMode
 from hydra.version import VersionBase
 from omegaconf import DictConfig
 from omegaconf.basecontainer import BaseContainer
@@ -54,6 +56,14 @@ def current_loader() -> ConfigLoaderImpl:
     loader = GlobalHydra.instance().config_loader()
     assert isinstance(loader, ConfigLoaderImpl)
     return loader
+
+
+def load(loader: ConfigLoaderImpl, config_name: str, overrides: Sequence[str], mode: RunMode) -> DictConfig:
+    """Let Hydra compose. Raises what Hydra raises, and HydraException for `model=[1]`."""
+    try:
+        return loader.load_configuration(config_name, list(overrides), mode)
+    except TypeError as error:  # Hydra expects a group's list to have texts
+        raise HydraException(str(error)) from error
 
 
 def selects_group(override: Override, *, loader: ConfigLoaderImpl) -> bool:

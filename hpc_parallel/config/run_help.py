@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import textwrap
 
-from hydra.core.global_hydra import GlobalHydra
-
 from hpc_parallel.config.compose import Composer
-from hpc_parallel.config.hydra_internals import composing
+from hpc_parallel.config.hydra_internals import composing, current_loader
 from hpc_parallel.config.places import Places
 
 WIDTH = 100
@@ -45,7 +43,7 @@ All keys: docs/configuration.md. After a run: python -m hpc_parallel status | lo
 def run_help(places: Places) -> str:
     """The text, with the choices of `places`, the user's own folder included. Raises what Hydra does."""
     with composing(places["config_dir"], extra_dir=places["extra_dir"]):
-        loader = GlobalHydra.instance().config_loader()
+        loader = current_loader()
         defaults = Composer(places["config_name"]).defaults()
         groups = {
             group: [name for name in loader.get_group_options(group) if not name.endswith("_schema")]

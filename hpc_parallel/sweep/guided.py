@@ -16,9 +16,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
 from hpc_parallel.config.checks.all_checks import in_order
-from hpc_parallel.config.compose import Composer
+from hpc_parallel.config.compose import Composer, params
 from hpc_parallel.config.diagnose import diagnose, try_each
-from hpc_parallel.config.hydra_internals import composing
+from hpc_parallel.config.hydra_internals import composing, current_loader, load
 from hpc_parallel.config.resolve import UnresolvedError, resolve
 from hpc_parallel.config.schema import RunConfig, SweepConfig
 from hpc_parallel.config.tasks import objective_problems, objectives
@@ -102,14 +102,13 @@ def _check(
     words: Sequence[str], *, config_name: str, earlier: Path | None
 ) -> tuple[_Scope, list[Problem | str]]:
     """Compose the sweep and its first run; return its scope and the problems that all runs have."""
-    loader = GlobalHydra.instance().config_loader()
-    composed = loader.load_configuration(config_name, list(words), run_mode=RunMode.MULTIRUN)
+    composed = load(current_loader(), config_name, words, RunMode.MULTIRUN)
     names = objectives(composed.sweep.objective)
     folder = Path(os.path.expanduser(str(composed.hydra.sweep.dir))).absolute()
-    params = [f"{key}={value}" for key, value in (composed.hydra.sweeper.get("params") or {}).items()]
     composer = Composer(config_name)
-    problems, first = try_each([*params, *words], composer=composer, sweep=True)
-    scope = _Scope(folder, names, fixed=[override for override in [*params, *words] if override in first])
+    overrides = [*params(composed), *words]
+    problems, first = try_each(overrides, composer=composer, sweep=True)
+    scope = _Scope(folder, names, fixed=[override for override in overrides if override in first])
     with suppress(UnresolvedError):  # the sweeper may provide what is missing
         config = resolve(composer.compose(first)).config
         problems += _problems(config, words=words, scope=scope, earlier=earlier)

@@ -79,7 +79,7 @@ _CONTROL = re.compile(r"[^\n\t\x20-\x7e\x80-\U0010ffff]|[\x80-\x9f]")
 
 
 class HangError(BaseException):
-    """A command computed longer than LIMIT_S, or waits. It is a BaseException, so that no `except Exception` hides it."""
+    """A command computed longer than LIMIT_S, or waits. A BaseException: no `except Exception` hides it."""
 
 
 class Canary:

@@ -14,6 +14,13 @@ from hpc_parallel.config.batch_plan import plan_batch
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.class_paths import missing_part
 from hpc_parallel.config.layout import Layout
+from hpc_parallel.config.model_data_schema import (
+    ConvNetConfig,
+    DigitsDataConfig,
+    MoeTransformerConfig,
+    ParquetDataConfig,
+    TransformerConfig,
+)
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schedules import SCHEDULES, schedule_of, stages_per_rank, unfit
 from hpc_parallel.config.schema import RunConfig
@@ -59,6 +66,29 @@ def test_a_problem_offers_all_that_must_change() -> None:
 def test_nearest_words() -> None:
     assert nearest("pipelin", ["data", "pipeline"]) == ["pipeline"]
     assert nearest("zzz", ["data", "pipeline"]) == []
+
+
+@pytest.mark.parametrize(
+    ("group", "choice", "schema"),
+    [
+        ("model", "tiny", ConvNetConfig),
+        ("model", "tiny", MoeTransformerConfig),
+        ("model", "convnet", TransformerConfig),
+        ("data", "text", ParquetDataConfig),
+        ("data", "text", DigitsDataConfig),
+    ],
+)
+def test_a_class_in_the_table_of_another_is_refused_beside_other_errors(
+    group: str, choice: str, schema: type
+) -> None:
+    """A user changed `_target_` alone."""
+    config = resolve(composed(f"{group}={choice}", "strategy=single", "nodes=0"))[0]
+    getattr(config, group)["_target_"] = schema._target_  # type: ignore[attr-defined]
+    of_class, of_nodes = map(str, find_problems(config))
+    assert of_class.startswith(f"{group}._target_ = {schema._target_} does not fit")  # type: ignore[attr-defined]
+    assert of_nodes.startswith("nodes = 0 must be at least 1")
+    _, advice = of_class.rstrip(".").split(f"Try {group}=")
+    assert composed(f"{group}={advice}")[group]._target_ == schema._target_  # type: ignore[attr-defined]
 
 
 def test_a_class_below_a_folder_without_init_is_known(

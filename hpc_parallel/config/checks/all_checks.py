@@ -75,8 +75,9 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Prob
     huge = list(key_checks.huge_integers(config))
     if huge:  # the other checks loop up to these numbers: they might never end
         return in_order(huge, overrides)
-    problems: list[Problem | str] = [*key_checks.find_problems(config)]
-    for check in (*(() if config.task.name == TASK else OF_TRAINING), *OF_ALL_TASKS):
+    foreign = list(key_checks.foreign_tables(config))
+    problems: list[Problem | str] = [*foreign, *key_checks.find_problems(config)]
+    for check in (*(() if foreign or config.task.name == TASK else OF_TRAINING), *OF_ALL_TASKS):
         if check.meets is None or check.meets(config):
             problems += check.find(config)
     return in_order([*problems, *script_checks.find_problems(config, overrides)], overrides)

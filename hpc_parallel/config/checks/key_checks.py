@@ -7,14 +7,16 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
+from hpc_parallel.config.counts import class_path
 from hpc_parallel.config.key_suggestions import choice_near
-from hpc_parallel.config.model_data_schema import schema_of
+from hpc_parallel.config.model_data_schema import DATA, MODELS, schema_of
 from hpc_parallel.config.rules import Rule, default_of, rules_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem
 from hpc_parallel.record.safe_read import MAX_INTEGER
 
 COUNTED = ("model", "strategy", "training", "optimizer", "launcher", "task")  # tables of counts
+EXAMPLES = {"transformer": "tiny", "moe": "moe_tiny"}  # files of schemas that have another name
 MOST_COUNT, MOST_INTEGER = 2**31, MAX_INTEGER
 
 
@@ -23,6 +25,25 @@ def find_problems(config: RunConfig) -> Iterator[Problem]:
         if value is not None and not rule.allows(value):
             near = choice_near(key, str(value), rule.choices, most=1)
             yield Problem(key, value, rule.text, tuple(near) or rule.legal)
+
+
+def foreign_tables(config: RunConfig) -> Iterator[str]:
+    """A class of ours needs a table with its own keys: `model._target_=...` alone changes none of them."""
+    for group, choices in (("model", MODELS), ("data", DATA)):
+        table = getattr(config, group)
+        for choice, schema in choices.items():
+            if class_path(table) == schema._target_:
+                needed = {item.name for item in fields(schema)}
+                missing, unknown = _names(needed - table.keys()), _names(table.keys() - needed)
+                reasons = [f"it needs {missing}"] * bool(missing) + [f"it has no {unknown}"] * bool(unknown)
+                if reasons:
+                    place = f"{group}._target_ = {schema._target_} does not fit the other keys of {group}"
+                    yield f"{place}: {'; '.join(reasons)}. Try {group}={EXAMPLES.get(choice, choice)}."
+
+
+def _names(keys: set[str]) -> str:
+    """Sorted, without those that Hydra reads."""
+    return ", ".join(sorted(key for key in keys if not key.startswith("_")))
 
 
 def huge_integers(config: RunConfig) -> Iterator[Problem]:
