@@ -15,7 +15,7 @@ if sys.argv[:1] == ["-m"]:  # Python sets this while it looks for the module to 
     _print_traceback = sys.excepthook
 
     def _unless_interrupted(kind, error, trace):  # type: ignore[no-untyped-def]  # types is not imported yet
-        """Print no traceback for Ctrl-C while a command still imports."""
+        """Print no traceback for Ctrl-C while a command is still importing modules."""
         if kind is not KeyboardInterrupt:
             _print_traceback(kind, error, trace)
 

@@ -77,7 +77,7 @@ def usage() -> str:
 
 
 def _is_name(word: str) -> bool:
-    """Whether it is not an override (`nodes=2`, `~key`), a flag of `run`, or the `--` before a script."""
+    """Whether `word` may be a command: no override (`nodes=2`, `~key`), no flag, no `--` before a script."""
     return not word.startswith("-") and word.replace("-", "_").isidentifier()
 
 

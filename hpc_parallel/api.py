@@ -152,7 +152,7 @@ class Run:
         because it was never started or ended without one.
         """
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        if self._watcher is not None:  # it may write the summary after the state says `ended`
+        if self._watcher is not None:  # the watcher may write the summary after the state says `ended`
             self._watcher.join(timeout_s)
         while not (state := self.state).ended:
             left_s = deadline - time.monotonic()
@@ -191,7 +191,7 @@ class Run:
             deadline = time.monotonic() + summary_timeout_s(job.state)
             while (summary := self.summary) is None and time.monotonic() < deadline:
                 time.sleep(_LOCAL_POLL_S)
-            # A completed job has a summary, which this host can't see yet.
+            # A completed job has a summary, even if this host can't see the file yet.
             if summary is None and self._is_ours and job.ended and job.state != "COMPLETED":
                 conclude_job(self._recorded.folder, state.job, job)
                 summary = self.summary

@@ -63,7 +63,10 @@ def _cancel(options: argparse.Namespace) -> int:
 
 
 def _targets(names: Sequence[str]) -> list[Target]:
-    """The runs without duplicates. Raises ConfigError if a word names a folder of several runs."""
+    """The named runs, without duplicates.
+
+    Raises ConfigError for a folder of runs that is no sweep, for another user's sweep and for damaged runs.
+    """
     named = find_all(names)
     if trees := [target for target in named if not is_one(target)]:
         raise ConfigError(

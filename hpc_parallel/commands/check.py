@@ -28,7 +28,7 @@ _STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red"}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the results; returns the exit code. A wrong configuration does not hide what else is wrong."""
+    """Print the results; returns the exit code. Check the site even if the configuration is wrong."""
     if set(arguments) & {"-h", "--help"}:
         print(__doc__)
         return DONE
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _site_lines_if_wrong(line: CommandLine) -> list[Line]:
-    """Check the site although the configuration is wrong. Uses the overrides of the site that are legal."""
+    """Check the site if the configuration is wrong, with those overrides of the site that are legal."""
     flags = [word for word in line.words if word not in line.overrides]
     site_overrides = [word for word in line.overrides if key_of(word).partition(".")[0] in _SITE_KEYS]
     groups = [word for word in site_overrides if key_of(word) in ("cluster", "launcher")]

@@ -1,6 +1,6 @@
 """Tab completion of commands, flags, names of runs and overrides, by argcomplete in bash, zsh and fish.
 
-The shell runs the command for each key press, so this module imports only what parses arguments.
+The shell runs the command for each key press, so this module imports only what it needs to parse arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpc_parallel.record.find import newest_first
 from hpc_parallel.record.names import RUNS, label
 from hpc_parallel.record.recorded import find_runs
 
-WITH_PARSER = ("status", "logs", "cancel", "show")  # the modules of the others take too long to import
+WITH_PARSER = ("status", "logs", "cancel", "show")  # other commands take too long to import
 WITH_RUN = ("rerun", "export")
 
 
@@ -25,7 +25,7 @@ def complete(commands: Iterable[str]) -> None:
 
 
 def complete_run() -> None:
-    """The same for `python -m hpc_parallel.run`."""
+    """Answer the shell for `python -m hpc_parallel.run`, and exit."""
     _answer(run_parser())
 
 
@@ -38,7 +38,7 @@ def _answer(line: argparse.ArgumentParser) -> None:
 
 
 def _starts_a_run(environment: Mapping[str, str]) -> bool:
-    """Whether the line is `hpc-parallel run ...`, or `hpc-parallel KEY=VALUE ...` without this word."""
+    """Whether the line is `hpc-parallel run ...`, or `hpc-parallel KEY=VALUE ...` without `run`."""
     start = environment.get("_ARGCOMPLETE", "")  # the number of words that name the program
     arguments = environment.get("COMP_LINE", "").split(" ")[int(start) if start.isdigit() else 1 :]
     return (arguments[:1] == ["run"] and len(arguments) > 1) or "=" in "".join(arguments[:1])

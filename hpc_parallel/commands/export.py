@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         output: Path = options.output or folder.path / f"{checkpoint.path.name}{SUFFIX}"
         if problems := list(_output_problems(output)):
             raise ConfigError(problems)
-        from hpc_parallel.training.export_weights import write  # torch takes its time
+        from hpc_parallel.training.export_weights import write  # the import of torch is slow
 
         size = write(checkpoint, output, library_names=options.library_names)
     except (ConfigError, UntrustedError) as error:
@@ -47,9 +47,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def find(folder: RunFolder, *, step: int | None) -> Checkpoint:
-    """The checkpoint of `step`, or the newest that is sound; prints the damaged ones that it skips to stderr.
+    """The checkpoint of `step`, or the newest that is not damaged. Warn of the damaged ones that are skipped.
 
-    Nothing of a folder that others can write is read, since the index of a checkpoint is a pickle.
+    Refuse a folder that other users can write to, because the index of a checkpoint is a pickle.
 
     Raises ConfigError, UntrustedError.
     """

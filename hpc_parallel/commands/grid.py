@@ -26,10 +26,10 @@ from hpc_parallel.terminal import cell
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-HOSTS, DEVICES = 8, 64  # drawn at most, of a run and of a host; the others look the same
+HOSTS, DEVICES = 8, 64  # drawn at most for a run and for a host; the others look the same
 MOST_STAGES = 1024  # of a rank
 MOST_DEVICES = 2**16  # of a run that is described
-WORDS = {"replicate": "replica"}  # the name of a position on the axis, if it differs
+WORDS = {"replicate": "replica"}  # axis -> the name of a position on it, if this differs from the axis
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def layout(run: RecordedRun) -> Layout | None:
 
 
 def hosts(run: RecordedRun) -> list[GridHost]:
-    """The hosts by node; empty if the configuration does not say it or has too many devices."""
+    """The hosts in the order of the nodes; empty if the configuration has no layout or too many devices."""
     degrees, count, strategy = layout(run), world_size(run), _strategy(run)
     nodes, devices = run.nodes or 0, run.gpus_per_node or 0
     if degrees is None or count is None or min(nodes, devices) < 1 or nodes * devices > MOST_DEVICES:
@@ -91,7 +91,7 @@ def hosts(run: RecordedRun) -> list[GridHost]:
 
 
 def _strategy(run: RecordedRun) -> Any:
-    """`head["strategy"]` with values that a strategy can have; None if one of them is missing or another."""
+    """The values of `head["strategy"]`; None if one of them is missing or not legal."""
     values = with_all_axes(table(run.head.get("strategy")))
     degrees = [integer(values.get(axis)) for axis in AXES]
     stages = values.get("stages_per_rank")

@@ -24,7 +24,7 @@ from hpc_parallel.shell import command_parser, complain
 from hpc_parallel.site.profile import Login, plain_name, write_profile
 from hpc_parallel.slurm.records import SlurmRecords, accounts_of, ask_records, read_records
 
-_RECORDS_BYTES = 256 << 20  # 10,000 nodes print some 20 MB
+_RECORDS_BYTES = 256 << 20  # Slurm prints about 20 MB for 10,000 nodes
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _from_files(paths: Sequence[Path]) -> SlurmRecords:
-    """Raises ConfigError that names each file that can't be used."""
+    """Read the saved outputs. Raises ConfigError with each file that can't be used."""
     texts: list[str] = []
     problems: list[str] = []
     for path in paths:
@@ -88,7 +88,7 @@ def _from_files(paths: Sequence[Path]) -> SlurmRecords:
 
 
 def _free_path(name: str, *, folder: Path, shipped: Sequence[str]) -> Path:
-    """Where the profile goes. Raises ConfigError if something is there already."""
+    """The path of the new profile. Raises ConfigError if the name is not legal or the path exists."""
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         legal = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-") or "mysite"
         raise ConfigError([f"{name} can't name a profile: use letters, digits, _ and -. Try {legal}."])

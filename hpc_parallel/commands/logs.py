@@ -49,16 +49,16 @@ class LogFile:
 
 
 class LogReader:
-    """Reads the complete lines added to a file since the last read; of a huge file the last ones."""
+    """Reads the complete lines added to a file since the last read. It skips the start of a huge file."""
 
     def __init__(self, source: LogFile) -> None:
         self.source = source
         self._offset_bytes: int | None = None
 
     def read(self, *, to_the_end: bool) -> bytes:
-        """Returns the new lines; `to_the_end`: also a line without an end. Raises DamagedError."""
+        """Returns the new lines; `to_the_end`: also a last line without a newline. Raises DamagedError."""
         try:
-            with open_regular(self.source.path) as file:  # opened anew, since NFS keeps what an open file had
+            with open_regular(self.source.path) as file:  # opened again, because NFS caches an open file
                 end = file.seek(0, os.SEEK_END)
                 if self._offset_bytes is None:
                     self._offset_bytes = self._start(end)
@@ -138,7 +138,7 @@ def _logs(options: argparse.Namespace) -> int:
 
 
 def _first_rank(run: RecordedRun) -> str:
-    """The rank that failed first, else rank 0; prints which rank it is and why, unless it is rank 0."""
+    """The rank that failed first, or rank 0 if none failed. Print the rank and why, unless it is rank 0."""
     rank = None if run.root_cause is None else run.root_cause.rank
     if not rank or rank < 0:
         return "0"
@@ -164,7 +164,7 @@ def _world_size(run: RecordedRun) -> int:
 
 
 def _sources(run: RecordedRun, rank: str) -> list[LogFile]:
-    """The requested logs; while no rank has one, those of the process that starts the ranks."""
+    """The requested logs; while no rank has a log, the logs of the process that starts the ranks."""
     logged = _logged(run)
     if not logged:
         return _before(run)
@@ -211,7 +211,7 @@ def _print_prefixed(source: LogFile, content: bytes) -> None:
 
 
 def _headed() -> Callable[[LogFile, bytes], None]:
-    """Print a heading before lines of another file, as `tail` does; none before the output of the rank."""
+    """Print a heading before lines of another file, as `tail` does. A rank's first output has none."""
     printed_path: Path | None = None
 
     def show(source: LogFile, content: bytes) -> None:

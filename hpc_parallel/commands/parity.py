@@ -32,7 +32,7 @@ from hpc_parallel.supervise.failure import CONFIGURATION
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prove what the arguments say; returns the exit code."""
+    """Compare the strategies that the arguments name with one device; returns the exit code."""
     parser = command_parser("parity", __doc__)
     parser.add_argument("overrides", nargs="*", help="as of `run`; precision=float64 for the sharpest proof")
     parser.add_argument("--config-dir", help="a folder with configurations of your own")
@@ -82,9 +82,9 @@ def prove(cases: Sequence[Case], notes: Sequence[str], *, precision: str) -> int
             lines.append(
                 {"strategy": case.row.strategy, "net": case.net, "layout": case.layout, **asdict(verdict)}
             )
-            if folder.is_dir():  # not before the first run
+            if folder.is_dir():  # the first run makes it
                 write_json(folder / "parity.json", {"precision": precision, "bounds": bounds, "rows": lines})
-    except KeyboardInterrupt:  # the launcher has ended what it had started
+    except KeyboardInterrupt:  # the launcher has ended the run that it had started
         is_interrupted = True
     counts = Counter(line["word"] for line in lines)
     if is_interrupted:
@@ -94,7 +94,7 @@ def prove(cases: Sequence[Case], notes: Sequence[str], *, precision: str) -> int
 
 
 def judge(case: Case, tolerance: Tolerance, alone: dict[str, str | None], *, pace: Pace) -> Verdict:
-    """Run what is still to be run, and compare."""
+    """Run the case, and one device unless it has run already; returns the result of their comparison."""
     if case.run is None or case.alone is None:
         return Verdict("left out", [str(problem) for problem in case.problems])
     key = str(case.alone.folder.path)

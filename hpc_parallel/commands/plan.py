@@ -9,13 +9,13 @@
     python -m hpc_parallel plan --table iterations.csv --output planned.csv hardware=a100_80gb_node8_800gbit
     python -m hpc_parallel plan --calibrate runs/*/* hardware=cpu --output site/hardware/mycluster.yaml
 
-The overrides are those of a run. Several numbers of nodes show how it scales. `--best` ranks all layouts of
-the devices. `--exact` traces ranks with torch, but without the devices. A table is CSV with the columns gpus,
-global_batch, micro_batch, hidden, heads, layers, sequence, tensor, data and pipeline; the output has the same
-rows with `planned_ms`. The output of one configuration is a folder with a page. `--calibrate` fits a hardware
-file to finished runs. `--explain` prints all numbers with their formulas, `--json` the figures of a run as an
-object. Exit codes: 0 done, 1 the output can't be written, 2 the configuration, the table or the command is
-wrong, or no layout fits.
+The overrides are those of a run. Several numbers of nodes show how the run scales. `--best` ranks all layouts
+of the devices. `--exact` traces ranks with torch, but without the devices. A table is CSV with the columns
+gpus, global_batch, micro_batch, hidden, heads, layers, sequence, tensor, data and pipeline; the output has
+the same rows with `planned_ms`. The output of one configuration is a folder with a page. `--calibrate` fits a
+hardware file to finished runs. `--explain` prints all numbers with their formulas; `--json` prints the
+figures of a run as an object. Exit codes: 0 done, 1 the output can't be written, 2 the configuration, the
+table or the command is wrong, or no layout fits.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from hpc_parallel.terminal import print_json, say
 
 HARDWARE = "hardware="
 TOKENS = 1e12
-FIRST = True  # what `--explain` without a row is; a number would be a row
-# Kinds of plans by their option, with the other options that each reads beside `--config-dir`.
+FIRST = True  # the value of `--explain` without a row; a number would be a row
+# The option of each kind of plan -> the other options that this kind reads, besides `--config-dir`.
 KINDS = {
     "calibrate": ("output",),
     "table": ("output", "explain"),
@@ -77,7 +77,7 @@ def _is_given(options: argparse.Namespace, name: str) -> bool:
 
 def _kind_of(options: argparse.Namespace) -> str:
     if options.devices is not None and options.hours is None:
-        return "hours"  # which says that it is missing
+        return "hours"  # it reports that --hours is missing
     return next((kind for kind in KINDS if kind and _is_given(options, kind)), "")
 
 
@@ -266,7 +266,7 @@ def _option_problems(options: argparse.Namespace, overrides: Sequence[str]) -> I
 
 
 def _read(read: Callable[[], _T], problems: list[Problem | str]) -> _T | None:
-    """What `read` returns; its problems are appended and it is None."""
+    """Returns what `read` returns. If it raises ConfigError, append the problems and return None."""
     try:
         return read()
     except ConfigError as error:

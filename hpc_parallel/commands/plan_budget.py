@@ -1,4 +1,4 @@
-"""What can be trained on so many devices in so many hours, as `plan --hours 24 --devices 256` prints it."""
+"""What can be trained on given devices in given hours, as `plan --hours 24 --devices 256` prints it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _spent(budget: Budget, config: RunConfig, hardware: Hardware) -> str:
 
 
 def nodes_of(devices: int, hardware: Hardware) -> tuple[int, int]:
-    """Nodes, and devices of each. Raises ConfigError if the nodes would not be full."""
+    """The number of nodes, and of devices on each node. Raises ConfigError if the nodes would not be full."""
     whole = hardware.node.devices
     if devices <= whole:
         return 1, devices
@@ -101,7 +101,7 @@ def table(rows: dict[str, Candidate | None], budget: Budget, hardware: Hardware)
 
 
 def verdict(in_time: Sequence[str], most: tuple[float, str], budget: Budget) -> str:
-    """in_time: models that see all tokens, the largest last. most: the most tokens seen, and by which."""
+    """in_time: models that see all tokens, the largest last. most: the most tokens, and their model."""
     what = f"{budget.tokens:.3g} tokens in {budget.hours:g} h"
     if in_time:
         return f"The largest of these that sees {what}: {in_time[-1]}."

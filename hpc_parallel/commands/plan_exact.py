@@ -1,4 +1,4 @@
-"""What ranks of a run really hold and send, traced without its devices, beside what the formulas plan.
+"""Compare the bytes that ranks hold and send, traced without the devices, with those that formulas plan.
 
 The trace needs torch, so it runs in a process of its own (`hpc_parallel/worker/exact_plan.py`).
 """
@@ -34,8 +34,8 @@ from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.terminal import say
 
-ROLES = 8  # that are traced unless --rows says otherwise
-REAL_BYTES = 8 * 2**30  # of a rank that is traced with real memory
+ROLES = 8  # traced roles, unless --rows is set
+REAL_BYTES = 8 * 2**30  # the most that a rank traced in real memory may need
 STATE = ("parameters", "gradients", "optimizer")
 NOT_TRACED = {
     PARAMETER_SERVER: "messages to and from the server", DATAPARALLEL: "copies between devices of a process"
@@ -60,7 +60,7 @@ class TracedFigure:
 def exact(overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | None, most: int) -> int:
     """Print the figures of each role; returns the exit code. Raises ConfigError with all problems."""
     config, values = checked_config(overrides, hardware=hardware, user_folder=user_folder)
-    # The formulas of CPUs are for the kernels that are traced.
+    # The trace runs torch's kernels for CPUs, so the plan uses the formulas for CPUs.
     config, values = replace(config, device="cpu"), {**values, "device": "cpu"}
     roles = memory.roles(config)
     if problems := list(untraceable(config, roles)):
@@ -104,7 +104,7 @@ def _needs_numbers(config: RunConfig) -> str | None:
 
 
 def trace(values: Mapping[str, Any], ranks: Sequence[int]) -> tuple[int, dict[str, Any] | None]:
-    """The exit code, and what each rank holds and sends by its number; None if it failed and said why."""
+    """The exit code, and rank -> what it holds and sends. None if the trace failed; it has printed why."""
     with tempfile.TemporaryDirectory(prefix="hpc_parallel-") as folder:
         path = Path(folder) / "config.yaml"
         write_text(path, yaml.safe_dump(values, sort_keys=False))
@@ -156,7 +156,7 @@ def _planned_sent(role: Role, config: RunConfig, step: StepTerms | None) -> dict
 
 
 def _sent_rows(collectives: Sequence[Mapping[str, Any]], planned: Mapping[str, float]) -> Iterator[str]:
-    """For each group of axes the sum beside the plan, then the kinds."""
+    """Yields for each group of axes the sum beside the plan, then each kind of collective."""
     by_axes: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for collective in collectives:
         by_axes[collective["over"]].append(collective)

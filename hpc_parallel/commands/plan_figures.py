@@ -37,7 +37,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Training:
-    """The devices of a training of `tokens` tokens for `seconds`."""
+    """A training of `tokens` tokens, which takes `devices` devices for `seconds`."""
 
     tokens: float
     seconds: float
@@ -125,7 +125,7 @@ def memory_figure(planned: MemoryPlan, hardware: Hardware) -> Figure:
 
 
 def notes(config: RunConfig, hardware: Hardware) -> Iterator[str]:
-    """What the figures take for granted."""
+    """The assumptions of the figures."""
     yield from assumptions(config, hardware)
     if hardware.device.power_w is not None:
         yield "Energy: all devices at their board power all the time. Hosts, network and cooling come on top."

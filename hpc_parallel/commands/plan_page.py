@@ -33,13 +33,13 @@ from hpc_parallel.terminal import say
 
 FIGURES = "plan.json"
 BATCH = "training.global_batch_size"
-AROUND = 4  # numbers of nodes up to so many times that of the plan
+AROUND = 4  # the page has plans for up to this many times as many, or as few, nodes
 NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionKind.WEIGHTS: "weights"}
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and the words and the hardware that it is of."""
+    """A plan, with the overrides and the hardware that it was made for."""
 
     overrides: Sequence[str]
     config: RunConfig
@@ -109,7 +109,7 @@ def _page(plan: Planned) -> PlanPage:
 
 
 def _command(plan: Planned) -> str:
-    """The command that plans the same, for a shell."""
+    """The shell command that makes the same plan."""
     folder = [] if plan.user_folder is None else ["--config-dir", str(plan.user_folder)]
     tokens = ["--tokens", f"{plan.tokens:g}"]
     arguments = [*folder, *tokens, *without_secret_values(plan.overrides)]
@@ -117,7 +117,7 @@ def _command(plan: Planned) -> str:
 
 
 def _roles(held: MemoryPlan) -> list[RoleBytes]:
-    """Devices that hold the same are one role, named after the first of them."""
+    """Group devices that hold the same into one role, which has the name of the first device's role."""
     groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
     roles: dict[tuple[tuple[str, int], ...], str] = {}
     for device in held.devices:
@@ -158,7 +158,7 @@ def _ranks(plan: Planned) -> list[RankTimeline]:
 
 
 def _sizes(plan: Planned) -> tuple[list[Size], list[str]]:
-    """The plans on 1, 2, 4, ... nodes around this one with the same batch, and why others are left out."""
+    """Plans of the same batch on about as many nodes, and why some numbers of nodes are left out."""
     overrides = [word for word in plan.overrides if not word.startswith(f"{BATCH}=")]
     overrides.append(f"{BATCH}={plan.config.training.global_batch_size}")
     sizes, left_out = [], []
@@ -175,7 +175,7 @@ def _sizes(plan: Planned) -> tuple[list[Size], list[str]]:
 
 
 def _numbers_of_nodes(nodes: int) -> Iterator[int]:
-    """Powers of two up to AROUND times the nodes, at most as much below them as above, and the nodes."""
+    """`nodes`, and the powers of two from nodes / AROUND to nodes * AROUND."""
     powers = [2**power for power in range((AROUND * nodes).bit_length())]
     yield from sorted({nodes, *(power for power in powers if nodes <= AROUND * power)})
 

@@ -1,4 +1,4 @@
-"""The plan of one configuration: its step time, and what follows from it."""
+"""The plan of one configuration: its step time, and the figures that follow from the step time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def command_line(overrides: Sequence[str], *, user_folder: Path | None) -> Comma
 
 
 def site_hardware(overrides: Sequence[str], *, user_folder: Path | None) -> str | None:
-    """The hardware of the site's profile, or of a study; None without one."""
+    """The hardware that the site's profile or a study names; None if neither names one."""
     line = command_line(overrides, user_folder=user_folder)
     with reporting_all_problems(line):
         hardware: str | None = compose_run(line.overrides, **line.places).config.plan.hardware
@@ -46,7 +46,7 @@ def site_hardware(overrides: Sequence[str], *, user_folder: Path | None) -> str 
 def checked_config(
     overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | None
 ) -> tuple[RunConfig, dict[str, Any]]:
-    """Compose and check a configuration, also as plain values. Raises ConfigError with all problems."""
+    """A composed and checked configuration, and its plain values. Raises ConfigError with all problems."""
     is_set = any(word.startswith("device=") for word in overrides)
     device = [] if is_set else [f"device={hardware.device.kind}"]
     line = command_line([*overrides, *device], user_folder=user_folder)

@@ -34,13 +34,13 @@ class Size:
 
 
 def sizes_of(overrides: Sequence[str]) -> list[str]:
-    """The values of the last `nodes=` if it has several; else empty."""
+    """The values of the last `nodes=` if it has several; otherwise empty."""
     values = [word.removeprefix(NODES) for word in overrides if word.startswith(NODES)]
     return values[-1].split(",") if values and "," in values[-1] else []
 
 
 def of_first_size(overrides: Sequence[str]) -> list[str]:
-    """The overrides, with the first value of `nodes=` alone if it has several."""
+    """The overrides, with only the first value of `nodes=` if it has several."""
     return with_nodes(overrides, sizes[0]) if (sizes := sizes_of(overrides)) else list(overrides)
 
 
@@ -70,7 +70,7 @@ def scaled(overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | 
 
 
 def planned_size(overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | None) -> Size:
-    """The plan of the words on their nodes. Raises ConfigError with all problems."""
+    """The plan for these overrides. Raises ConfigError with all problems."""
     config, work, step = planned_run(overrides, hardware=hardware, user_folder=user_folder)
     held = memory.plan_fullest(config)
     return Size(
@@ -108,7 +108,7 @@ def efficiency(each: Size, first: Size) -> float:
 
 
 def verdict(sizes: Sequence[Size]) -> str:
-    """The line about the first size at which an added device gains less than PAYS; or that all sizes pay."""
+    """The line about the first size at which an added device gains less than PAYS, or that all pay."""
     first = sizes[0]
     of_a_device = first.tokens_per_s / first.devices
     for before, after in pairwise(sizes):

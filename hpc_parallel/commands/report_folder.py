@@ -1,4 +1,4 @@
-"""A folder with a page: written in one move, and only in the place of an earlier one."""
+"""Write a folder with a page in one move. It replaces only an earlier folder of its kind or an empty one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE, PLOTS = "index.html", "plots"
 def output_problems(output: Path, *, beside: str, near: str) -> Iterator[Problem | str]:
     """Yields the reasons why a page can't be written to `output`, an absolute path.
 
-    beside: a file that an earlier one has next to PAGE. near: a legal value.
+    beside: a file that an earlier folder of this kind has next to PAGE. near: a legal value.
     """
     if os.path.lexists(output) and not is_replaceable(output, beside=beside):
         rule = f"is there and is no {near}, which alone would be replaced"
@@ -27,7 +27,7 @@ def output_problems(output: Path, *, beside: str, near: str) -> Iterator[Problem
 
 
 def is_replaceable(path: Path, *, beside: str) -> bool:
-    """Whether it is an earlier folder of this kind, or an empty one."""
+    """Whether `path` is an earlier folder of this kind, or an empty folder."""
     return (
         os.access(path, os.R_OK | os.X_OK)
         and path.is_dir()
@@ -36,14 +36,14 @@ def is_replaceable(path: Path, *, beside: str) -> bool:
 
 
 def _parent(path: Path) -> Path:
-    """The folder in which `path` will be made: the nearest above it that is there, or what is in the way."""
+    """The nearest path above `path` that exists: the folder to make it in, or a file that is in the way."""
     return next(above for above in path.parents if os.path.lexists(above) or above == above.parent)
 
 
 def write_folder(files: Mapping[str, str | bytes], output: Path) -> None:
-    """Put all files, by their paths inside it, at `output` in one move, in place of an earlier folder.
+    """Write all files to a new folder, then move it to `output`, in place of an earlier folder.
 
-    A path is a name, or one in PLOTS.
+    files: path in the folder -> content. A path is a name, or a name in PLOTS.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))

@@ -23,7 +23,7 @@ from hpc_parallel.record.values import table, text
 from hpc_parallel.shell import command_parser, complain, refuse
 
 ONCE = ("run_dir", "resume")  # keys that belong to one run
-_SHOWN = 5  # differing packages that are listed
+_SHOWN = 5  # packages that differ and are listed
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -128,7 +128,7 @@ def differences(start: RecordedStart) -> list[str]:
 
 
 def _as_kept(folder: RunFolder, kept: Mapping[str, Any], place: Path) -> Path:
-    """The copy of `place` if the run kept its checkout, else `place`."""
+    """The copy of `place` if the run kept its checkout, otherwise `place`."""
     if place.is_relative_to(folder.code):
         return place
     for root, checkout in kept.get("checkouts", {}).items():

@@ -1,4 +1,4 @@
-"""Who holds what and who sends what to whom in a recorded run, as text and as plain values."""
+"""What each rank of a recorded run holds and sends, and to which ranks, as text and as plain values."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from hpc_parallel.config.exchanges import Exchange
     from hpc_parallel.config.setup import Setup
 
-MOST_ROWS = 12  # of who holds what
-MOST_GROUPS = 4  # of ranks, in a line
-MOST_LISTED = 64  # in --json
+MOST_ROWS = 12  # of the table of holdings
+MOST_GROUPS = 4  # groups of ranks in one line
+MOST_LISTED = 64  # groups of ranks in --json
 COVERED = "train"  # the task whose exchanges are known
 
 
 def setup_of(run: RecordedRun) -> tuple[Setup | None, str | None]:
-    """The setup of a training run, or why who sends what to whom is not known; neither for other tasks."""
+    """The setup of a training run, or why its exchanges are not known; for other tasks, both are None."""
     if run.task != COVERED or grid.layout(run) is None or not grid.hosts(run):
         return None, None
-    from hpc_parallel.config.setup import recorded_setup  # imports Hydra, as the changed settings do
+    from hpc_parallel.config.setup import recorded_setup  # imports Hydra
 
     devices = (run.nodes or 0) * (run.gpus_per_node or 0)
-    config = {**(run.config or {}), "strategy": run.head.get("strategy")}  # the one that `grid` has checked
+    config = {**(run.config or {}), "strategy": run.head.get("strategy")}  # the strategy that `grid` checked
     setup = recorded_setup(config, devices=devices, device=_device(run))
     if setup is None:
         return None, "the configuration is damaged"
@@ -74,7 +74,7 @@ def holding_rows(setup: Setup) -> list[tuple[str, ...]]:
 
 
 def exchange_rows(setup: Setup) -> list[tuple[str, ...]]:
-    """What is sent, how, how often and among whom. Exchanges that differ in their phase only are one row."""
+    """What is sent, how, how often and among whom. Exchanges that differ only in their phase share a row."""
     from hpc_parallel.config.exchanges import exchanges
 
     rows: dict[tuple[str, ...], list[str]] = {}
@@ -86,7 +86,7 @@ def exchange_rows(setup: Setup) -> list[tuple[str, ...]]:
 
 
 def groups_text(exchange: Exchange) -> str:
-    """The ranks of each group, or who sends to whom: `ranks 0-3; 4-7`, `0 -> 1; 1 -> 2`."""
+    """The ranks of each group, or each sender and its receiver: `ranks 0-3; 4-7`, `0 -> 1; 1 -> 2`."""
     from hpc_parallel.config.exchanges import DIRECTED
     from hpc_parallel.config.holdings import ranges
 

@@ -104,7 +104,7 @@ def launch(run: PreparedRun) -> int:
         print(launcher.preview(run), flush=True)
         from hpc_parallel.launch.rank_variables import describe
 
-        complain([*describe(run), *run.notes])  # beside the batch script, which stdout has
+        complain([*describe(run), *run.notes])  # to stderr, because stdout has the batch script
         return DONE
     print("\n".join([str(run), choice, *run.notes]))
     try:

@@ -22,7 +22,7 @@ class RunRow:
     """One run. None: unknown, or the task has no such value.
 
     time_left_s follows the newest step time; job_left_s is the time until Slurm's limit. last_line: the
-    newest line that rank 0 has printed, escaped; only for a run that goes on.
+    newest line that rank 0 has printed, escaped; only while the run is going on.
     """
 
     run: str
@@ -43,7 +43,7 @@ class RunRow:
     job_id: str | None
     failure: str | None  # the line that names the root cause
     last_line: str | None
-    damaged: Mapping[str, str]  # unreadable files with the reason, among the files that were read
+    damaged: Mapping[str, str]  # the damaged ones of the files read so far, each with the reason
 
 
 HEADINGS = (
@@ -146,7 +146,7 @@ def cells(row: RunRow) -> tuple[str, ...]:
 
 
 def _left(row: RunRow) -> str:
-    """The time that the steps take, else at most until the time limit of the job."""
+    """The time that the remaining steps take. If it is not known, the time until the limit of the job."""
     if row.time_left_s is not None:
         return duration(row.time_left_s)
     return "" if row.job_left_s is None else f"< {duration(row.job_left_s)}"

@@ -44,7 +44,7 @@ def changed(config: Mapping[str, Any]) -> dict[str, Change]:
     """The changes by dotted key."""
     values = flatten(config)
     default_values = defaults() | {key: values.get(source) for key, source in FOLLOWING.items()}
-    if values.get(LAUNCHER) == AUTO:  # recorded by a version that kept it
+    if values.get(LAUNCHER) == AUTO:  # recorded by a version that kept `auto`
         default_values[LAUNCHER] = AUTO
     if values.get("task.name") == TASK:
         script = {key: values.get(f"script.{key}") for key in KINDS}

@@ -188,7 +188,7 @@ def _parts(run: RecordedRun, row: RunRow, changed: Mapping[str, Change]) -> Iter
 
 
 def _roles(run: RecordedRun) -> Iterable[RenderableType]:
-    """Who holds what, and who sends what to whom."""
+    """What each rank holds, and what it sends to which ranks."""
     setup, reason = roles.setup_of(run)
     if reason is not None:
         yield f"\nwho sends what to whom: not known, because {reason}"
@@ -255,7 +255,7 @@ def _default_text(change: Change) -> str:
 
 
 def _table(lines: Iterable[tuple[str, ...]]) -> RenderableType:
-    """Columns that have a text in some line; the last one folds."""
+    """A table of the columns that are not empty; the last column folds."""
     from rich.table import Table
 
     columns = [column for column in zip(*lines, strict=True) if any(column)]

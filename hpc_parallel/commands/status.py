@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LESS_NEEDED = ("restarts", "job", "strategy", "nodes x devices", "samples/s", "left", "loss")
 LEAST_RUN = 16  # characters of a name on a narrow screen
 NEWEST = 10  # runs that are shown if none is named
-MOST_LINES = 10  # of what runs have printed last
+MOST_LINES = 10  # runs whose newest printed line is shown
 PERIOD_S = 2.0  # between two updates of --watch: Slurm's controller serves many users
 COLOURS = {"completed": "green", "running": "cyan", "starting": "cyan", "failed": "red", "timeout": "red",
            "broken off": "red", "gone": "red", "out_of_memory": "red", "node_fail": "red"}  # fmt: skip
@@ -99,7 +99,7 @@ def _watch(runs: Sequence[RecordedRun]) -> list[RunRow]:
 
 
 def _page(rows: Sequence[RunRow], *, columns: int) -> RenderableType:
-    """The table, and below it what the runs that go on have printed last, each cut to one line."""
+    """The table, then the newest line that each run going on has printed, cut to the width of the screen."""
     from rich.console import Group
     from rich.text import Text
 
@@ -113,8 +113,8 @@ def _page(rows: Sequence[RunRow], *, columns: int) -> RenderableType:
 def _table(rows: Sequence[RunRow], *, columns: int) -> RenderableType:
     """The table for a screen of `columns` characters.
 
-    On a narrow screen, words are wrapped, and columns are omitted: those without values, then those of
-    LESS_NEEDED until the rest fits.
+    On a narrow screen, words are wrapped, and columns are omitted: first the columns without values, then the
+    columns of LESS_NEEDED until the rest fits.
     """
     from rich import box
     from rich.cells import cell_len
@@ -138,7 +138,7 @@ def _table(rows: Sequence[RunRow], *, columns: int) -> RenderableType:
             texts = [text.replace("/", "/\n") for text in texts]
         colours = [COLOURS.get(row.state, "") if heading == "state" else "" for row in rows]
         cells_by_column.append([Text(text, colour) for text, colour in zip(texts, colours, strict=True)])
-    if not narrow:  # each run has one line: one row for all is faster to draw than one for each
+    if not narrow:  # each run has one line: one row with all lines is faster to draw than a row for each
         cells_by_column = [[Text("\n").join(column)] for column in cells_by_column]
     for row in zip(*cells_by_column, strict=True):
         table.add_row(*row)
@@ -168,7 +168,7 @@ def _narrow_widths(lines: Sequence[Sequence[str]], *, columns: int) -> dict[int,
 
 
 def _total(widths: Mapping[int, int]) -> int:
-    """The columns of the table, with a space on each side of each."""
+    """The width of the table, with a space before, between and after the columns."""
     return sum(widths.values()) + len(widths) + 1
 
 

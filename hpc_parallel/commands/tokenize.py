@@ -33,8 +33,8 @@ TOKENIZER_BYTES = 256 << 20  # ten times the largest vocabularies of today
 def main(arguments: Sequence[str]) -> int:
     """Write tokens and description.
 
-    Returns 0, 1 if they can't be written, or 2 after all problems are printed. Nothing is written unless it
-    returns 0.
+    Returns 0 if they are written, 1 if they can't be written, or 2 after it has printed all problems. Nothing
+    is written unless it returns 0.
     """
     options = _parser().parse_args(arguments)
     output: Path = options.output
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         count = _write(output, files, encoder=encoder)
     except ConfigError as error:
         return _refuse(error.problems)
-    except OSError as error:  # a full disk, a file of another user's in a sticky folder
+    except OSError as error:  # a full disk, another user's file in a sticky folder
         complain([f"{output} can't be written: {error.strerror or error}."])
         return FAILED
     print(f"{output}: {count:,} tokens of {encoder.vocab_size:,} ({encoder.name}), from {len(files)} files.")
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Converts a file to ids: the bytes if `tokenizer` is None, else the tokens of UTF-8 text."""
+    """Converts a file to ids: its bytes if `tokenizer` is None, otherwise the tokens of its UTF-8 text."""
 
     name: str
     vocab_size: int
@@ -127,7 +127,7 @@ def _write(output: Path, files: Sequence[Path], *, encoder: Encoder) -> int:
     description = description_file(output)
     problems: list[str] = []
     try:
-        with replacing(output, mode=0o666) as stream:  # moved last: tokens that exist have a description
+        with replacing(output, mode=0o666) as stream:  # moved last, so tokens never exist without description
             count = _append(files, encoder=encoder, stream=stream, problems=problems)
             if not count and not problems:
                 problems.append("the sources hold no text.")
@@ -223,7 +223,7 @@ def _find_encoder(options: argparse.Namespace, problems: list[str]) -> Encoder |
     except (ValueError, FileNotFoundError) as error:
         problems.append(f"--tokenizer {file} can't be used: {error}.")
         return None
-    tokenizer.no_truncation()  # a tokenizer.json may request either, which would lose or invent text
+    tokenizer.no_truncation()  # tokenizer.json may request truncation or padding, which change the text
     tokenizer.no_padding()
     end_of_text = None if options.end_of_text is None else tokenizer.token_to_id(options.end_of_text)
     if options.end_of_text is not None and end_of_text is None:

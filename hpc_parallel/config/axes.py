@@ -1,4 +1,4 @@
-"""What every axis of the device mesh declares about itself. The rest of the program asks here.
+"""What every axis of the device mesh declares about itself. The other modules read these declarations.
 
 An axis splits the model, the batch, or single samples over its ranks. To add an axis, add its key here, its
 degree in `Layout`, what its ranks hold and send in `holdings.py` and `exchanges.py`, and, if numbers must
@@ -46,7 +46,7 @@ class Axis:
     reads: `text` or `images` if it can split only these.
     apart: axes that can't be combined with it, each with the reason.
     conflicts: other settings that can't be combined with it.
-    name: that of its key.
+    name: the name of the axis's key.
     """
 
     splits: Splits
@@ -57,7 +57,7 @@ class Axis:
     name: str = ""
 
 
-MISSING = "???"  # omegaconf's mark of a key that must be set; supervise/ needs the axes without omegaconf
+MISSING = "???"  # omegaconf's value for a key that must be set; supervise/ imports no omegaconf
 _IMAGES_ONLY = "it splits sequences, and tiles split images"
 _NOT_PROVEN = "this product is not proven"
 

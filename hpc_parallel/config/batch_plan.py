@@ -1,4 +1,4 @@
-"""The plan of a run: its layout, its global batch, and the split of that over replicas and microbatches."""
+"""The plan of a run: its layout, and the split of its global batch over replicas and microbatches."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hpc_parallel.config.shares import apportion, batch_shares
 
 SHOWN = 8  # replicas
 USUAL_BATCH = 16
-# Digits are small images. Of images of any size, few fit a device.
+# Digits are small images. Images of any size may be large, so few of them fit on a device.
 USUAL_BATCH_OF = {ConvNetConfig._target_: 64, SegmenterConfig._target_: 8, UNetConfig._target_: 8}
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The split of the global batch: each of `data` replicas has a part of each of `microbatches`.
+    """The split of the global batch: each of `data` replicas has a part of each of the `microbatches`.
 
-    A part has `microbatch_size` samples, or with `shares` as many on average.
+    A part has `microbatch_size` samples; with `shares`, it has this number on average.
     """
 
     data: int
@@ -53,7 +53,10 @@ class BatchPlan:
         return f"{self.microbatches} x ({sizes}) (microbatches x samples of each replica)"
 
     def weight(self, replica: int | None) -> float:
-        """The factor of a replica's mean loss, so that the mean over replicas is that over all samples."""
+        """The factor of a replica's mean loss.
+
+        With these factors, the mean over replicas equals the mean over all samples.
+        """
         return 1.0 if replica is None else self.sizes[replica] / self.microbatch_size
 
 
@@ -75,7 +78,7 @@ class Plan:
 
 
 def batch_of(config: RunConfig, layout: Layout) -> BatchPlan:
-    """The plan of a run. Raises ValueError as `plan_batch` does."""
+    """The batch plan of a run. Raises ValueError as `plan_batch` does."""
     undecided = config.training.microbatch_size is None and config.strategy.microbatches is None
     return plan_batch(
         config.training.global_batch_size,
@@ -100,10 +103,11 @@ def plan_batch(
 ) -> BatchPlan:
     """Split the global batch without remainder.
 
-    If neither number is given, there is one microbatch, or as few as have at most `fitting` samples, which
-    fit in a device's memory. A pipeline has up to four for each stage, or a multiple of that if it must,
-    because the idle share of a pipeline of P stages and M microbatches is (P-1)/(M+P-1) (Huang et al. 2019,
-    GPipe). If the microbatches run one after the other (`in_turn`), the idle share is (P-1)/P for any number.
+    If neither number is given, there are as few microbatches as possible, each of at most `fitting` samples,
+    the number that fits in a device's memory. A pipeline has up to four microbatches for each stage, because
+    the idle share of a pipeline of P stages and M microbatches is (P-1)/(M+P-1) (Huang et al. 2019, GPipe).
+    It has a multiple of that number of microbatches if they would not fit otherwise. If the microbatches run
+    one after the other (`in_turn`), the idle share is (P-1)/P for any number.
 
     Raises ValueError if the split leaves a remainder or the two numbers contradict each other.
     """
@@ -126,21 +130,21 @@ def plan_batch(
 
 
 def _fewest(samples: int, *, fitting: int | None, multiple_of: int = 1) -> int:
-    """The fewest equal microbatches of at most `fitting` samples each; the most if none are so small."""
+    """The least number of equal microbatches of at most `fitting` samples; the largest if none fits."""
     counts = [count for count in divisors(samples) if count % multiple_of == 0] or [1]
     return next((count for count in counts if fitting is None or samples // count <= fitting), counts[-1])
 
 
 def usual_batch_size(model: Any) -> int:
-    """The global batch size that fits `model`, a table with its class, on one device."""
+    """The usual global batch size of a model on one device. `model`: its table, with its class."""
     target = model.get("_target_") if isinstance(model, Mapping) else None
     return USUAL_BATCH_OF.get(str(target), USUAL_BATCH)
 
 
 def default_batch_size(values: Mapping[str, Any]) -> int:
-    """Returns the smallest number from the model's usual one on that the layout can split.
+    """Returns the smallest number that the layout can split, but at least the model's usual number.
 
-    `values`: a resolved configuration. Returns the usual number if the layout is wrong, which checks report.
+    `values`: a resolved configuration. Returns the usual number if the layout is wrong; checks report it.
     """
     least = usual_batch_size(values.get("model"))
     strategy = SimpleNamespace(**values["strategy"])
@@ -154,7 +158,7 @@ def default_batch_size(values: Mapping[str, Any]) -> int:
 
 
 def _least_microbatches(strategy: StrategyConfig, *, stages: int) -> int:
-    """The number of microbatches that a replica needs at least."""
+    """The least number of microbatches that a replica needs."""
     if strategy.microbatches is not None:
         return strategy.microbatches
     return stages * stages_per_rank(strategy) if stages > 1 and schedule_of(strategy).full else 1

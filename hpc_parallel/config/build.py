@@ -1,4 +1,4 @@
-"""Build the object that a table with `_target_` describes; an error of its class is shown as it is."""
+"""Build the object that a table with `_target_` describes; an error of its class is shown unchanged."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def build(table: Mapping[str, Any], *, key: str) -> Any:
     """Returns the object of `table`; `key` is the table's name in the configuration, for messages.
 
     Raises UserCodeError if a class can't be imported or built; its text begins with the error of the class. A
-    ConfigError or MemoryError of the class is raised as it is.
+    ConfigError or MemoryError of the class is raised unchanged.
     """
     try:
         return instantiate(table)
     except InstantiationException as error:
         cause = _without_hydra(error)
         if isinstance(cause, ConfigError | MemoryError):
-            raise cause from cause.__cause__  # without Hydra's, which has this one for its cause
+            raise cause from cause.__cause__  # drop Hydra's error, which wraps it
         target = _target_of(error) or table["_target_"]
         raise UserCodeError([f"{described(cause)}, raised by {target} ({key})"]) from cause
 
 
 def _target_of(error: InstantiationException) -> str | None:
-    """The class path that Hydra's message names; it may be one inside the table."""
+    """The class path that Hydra's message names. It may belong to a table inside the table."""
     match = re.search(r"target '([^']+)'", str(error))
     return match and match[1]
 

@@ -36,7 +36,7 @@ def target_problems(key: str, target: Any, *, kind: str = "class") -> Problems:
 def missing_part(target: str, *, kind: str = "class") -> tuple[str, tuple[str, ...]] | None:
     """Returns the rule that `package.module.Class` breaks and similar class paths; None if it exists.
 
-    kind: what the path is of, `class` or `function`.
+    kind: what the path must name, `class` or `function`.
 
     A module that can't be read as source (compiled, or it creates the class at import) counts as correct.
     """
@@ -51,7 +51,7 @@ def missing_part(target: str, *, kind: str = "class") -> tuple[str, tuple[str, .
         if spec.submodule_search_locations is None:
             return None  # a class in a class
         dotted = f"{dotted}.{part}"
-        # By its last name: for a folder without __init__.py the full name needs an imported parent.
+        # Search by the last name: in a folder without __init__.py, the full name needs an imported parent.
         spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
     if spec is None:
         return _without_module(target, dotted, kind=kind)
@@ -77,7 +77,7 @@ def _without_module(target: str, module: str, *, kind: str) -> tuple[str, tuple[
 
 
 def _folder_of(module: str) -> Path | None:
-    """Where a module of this user is that is not on Python's path: above, beside or below this folder."""
+    """The folder of a user's module that is not on Python's path: above, beside or below this folder."""
     current = Path.cwd()
     near = [*_folders_in(current), *_folders_in(current.parent)]
     for folder in (*current.parents, *near):

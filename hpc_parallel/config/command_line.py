@@ -32,7 +32,7 @@ class CommandLine:
     def parse(cls, words: Sequence[str]) -> CommandLine:
         """Parse the words; flags may stand anywhere. `--version` ends the process.
 
-        What follows `--` becomes overrides. Raises ConfigError for an unknown flag, a `--config-dir` that
+        The words after `--` become overrides. Raises ConfigError for an unknown flag, a `--config-dir` that
         does not exist and `--experimental-rerun`.
         """
         words = with_script(words)
@@ -40,7 +40,7 @@ class CommandLine:
         plain = tuple(word.removeprefix("+") if word.startswith("+jobs=") else word for word in words)
         plain = tuple(as_typed(with_quotes(_with_key_of_hardware(word))) for word in plain)
         if "--version" in plain:
-            print(f"hpc_parallel {sys.modules['hpc_parallel'].__version__}")  # an import would be upwards
+            print(f"hpc_parallel {sys.modules['hpc_parallel'].__version__}")  # no import from a higher layer
             sys.exit(DONE)
         flags, unknown = flags_parser().parse_known_intermixed_args(plain)
         if unknown:
@@ -54,7 +54,7 @@ class CommandLine:
         return line
 
     def with_words(self, words: Sequence[str]) -> CommandLine:
-        """The line of other words, for example those of a run to resume before the user's."""
+        """This line with other words, for example the words of a run to resume and then the user's."""
         return self if tuple(words) == self.words else self.parse(words)
 
     @property
@@ -68,7 +68,7 @@ class CommandLine:
 
     @property
     def sweeps(self) -> bool:
-        """Whether it starts a sweep: `-m`, or `hydra.mode=MULTIRUN`, which means the same."""
+        """Whether the line starts a sweep: `-m`, or `hydra.mode=MULTIRUN`, which means the same."""
         mode = any(word.lower() == "hydra.mode=multirun" for word in self.overrides)
         return (self.flags.multirun or mode) and not self.flags.run and not self.explains
 
@@ -90,7 +90,7 @@ class CommandLine:
 
 
 def _with_key_of_hardware(word: str) -> str:
-    """`hardware=NAME` sets a key: Hydra would take the name for that of the folder `conf/hardware`."""
+    """Turn `hardware=NAME` into its key. Hydra would take `hardware` for the group `conf/hardware`."""
     return f"plan.{word}" if word.startswith("hardware=") else word
 
 

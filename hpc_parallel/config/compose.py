@@ -48,7 +48,7 @@ COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, YAMLError)
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination: its overrides, those of them that differ between cells, and the composed config."""
+    """One combination: its overrides, the overrides that differ between cells, and the composed config."""
 
     overrides: list[str]
     swept: list[str]
@@ -70,8 +70,8 @@ class SweepCells:
 
     folder: `hydra.sweep.dir`; settings: the keys of the sweep as a whole.
 
-    Resolve each combination before you take the next one: they may share nodes, and `${hydra:...}` refers to
-    the newest.
+    Resolve each combination before you take the next one: combinations may share nodes, and `${hydra:...}`
+    refers to the newest combination.
     """
 
     cells: Iterator[Cell]
@@ -81,7 +81,7 @@ class SweepCells:
 
 @dataclass(frozen=True)
 class Composed:
-    """What Hydra composed."""
+    """A configuration that Hydra composed."""
 
     whole: DictConfig  # with Hydra's own part
 
@@ -99,11 +99,11 @@ class Composed:
 
 
 class Composer:
-    """Compositions of one configuration. Each is made once.
+    """Composes one configuration with several lists of overrides, each list once.
 
-    Make it inside `composing`; afterwards it goes on with the same files.
+    Create it inside `composing`. It uses the same files also after `composing` has ended.
 
-    sweep: the configuration of a sweep, whose overrides of `hydra.` and whose `now` all its runs share.
+    sweep: the configuration of a sweep. All its runs share its overrides of `hydra.` and its `now`.
     """
 
     def __init__(self, config_name: str, *, sweep: DictConfig | None = None) -> None:
@@ -131,7 +131,7 @@ class Composer:
         return result
 
     def base(self, overrides: Sequence[str]) -> Composed:
-        """The composition of what Hydra itself must compose: groups, and settings of its own."""
+        """The composition of what Hydra itself must compose: groups, and Hydra's own settings."""
         words = tuple(text for text in overrides if not self.sets_a_value(text))
         if words not in self._bases:
             whole = load(self._loader, self._config_name, [*self._of_hydra, *words], RunMode.RUN)
@@ -157,9 +157,9 @@ class Composer:
         return self._parsed[text]
 
     def sets_a_value(self, text: str) -> bool:
-        """Whether a copy can take the override: no group, nothing of Hydra's own, one value.
+        """Whether the override sets one value in a copy: no group, no setting of Hydra, no sweep.
 
-        Runs of a sweep have the sweep's settings of Hydra: a copy refuses others.
+        In a sweep, a setting of Hydra counts as a value, and a copy refuses it: all runs share the settings.
         """
         if text not in self._values:
             override = self.parsed(text)
@@ -262,7 +262,7 @@ def _combinations(sweep: DictConfig, *, also: Sequence[str]) -> list[list[str]] 
     _require_one_study(overrides)
     if not has_basic_sweeper(sweep):
         return None
-    swept = [*parser.parse_overrides(params(sweep)), *overrides]  # the later one of a key takes precedence
+    swept = [*parser.parse_overrides(params(sweep)), *overrides]  # a later override of a key replaces it
     batch = combinations(swept)
     for text in also:
         batch += combinations([*swept, *_read_also(text, parser)])
@@ -279,7 +279,7 @@ def _read_also(text: str, parser: OverridesParser) -> list[Override]:
 
 
 def _require_one_study(overrides: Sequence[Override]) -> None:
-    """Hydra reads the swept keys of a study before it chooses the runs' files: several would lose theirs."""
+    """Hydra reads a study's swept keys before it chooses the runs' files: several studies would lose them."""
     for override in overrides:
         if override.key_or_group == "jobs" and override.is_sweep_override():
             studies = list(override.sweep_string_iterator())

@@ -37,7 +37,7 @@ def find_environment(text: str, *, variables: Mapping[str, str] = os.environ) ->
 
 
 def named(variables: Mapping[str, str] = os.environ) -> dict[str, Path]:
-    """The environments that have names, in the order in which conda looks: the first of a name counts."""
+    """The environments that have names, in the order in which conda looks: the first one of a name counts."""
     base, home = _base(variables), Path(variables.get("HOME", os.path.expanduser("~")))
     listed = [variables.get(name, "") for name in ("CONDA_ENVS_DIRS", "CONDA_ENVS_PATH")]
     folders = [Path(folder).expanduser() for text in listed for folder in text.split(os.pathsep) if folder]
@@ -53,7 +53,7 @@ def named(variables: Mapping[str, str] = os.environ) -> dict[str, Path]:
 
 
 def _base(variables: Mapping[str, str]) -> Path | None:
-    """The folder of this shell's conda: that of CONDA_EXE, else that of the first program on PATH."""
+    """The folder of this shell's conda: from CONDA_EXE, otherwise from the first program on PATH."""
     path = variables.get("PATH", os.defpath)
     programs = [variables.get("CONDA_EXE"), *(shutil.which(name, path=path) for name in ("conda", "mamba"))]
     bases = [Path(program).resolve().parent.parent for program in programs if program]

@@ -19,7 +19,7 @@ _CONTAINED = ("-c", "--contain", "-C", "--containall", "--no-mount")
 
 
 def container_warnings(config: RunConfig, *, run_folder: Path, source: Iterable[Path] = ()) -> Iterator[str]:
-    """One line that names the paths of the user's outside of all mounts; none without a container.
+    """One line that names the user's paths outside of all mounts; no line without a container.
 
     run_folder: it is always mounted; source: folders from which the job imports.
     """
@@ -49,7 +49,7 @@ def _mounted(config: RunConfig) -> Iterator[Path]:
 
 
 def _paths(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    """What the ranks read outside of the run folder, by the key that names it."""
+    """Yields (key, path) for each path outside of the run folder that the ranks read."""
     launcher = config.launcher
     environment = find_environment(launcher.conda) if launcher.conda is not None else None
     texts: dict[str, Any] = {"weights": config.weights, "launcher.venv": launcher.venv}
@@ -64,6 +64,6 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, Path]]:
 
 
 def _hidden(path: Path, mounted: Iterable[Path]) -> Path | None:
-    """The path, or where its links lead, if no mount has it."""
+    """The path, or the target of its links, if no mount contains it; None if mounts contain both."""
     places = (path, path.resolve())
     return next((place for place in places if not any(place.is_relative_to(root) for root in mounted)), None)

@@ -32,14 +32,14 @@ KEYS = {
         "vocabulary": "config.vocab_size",
     },
 }
-# (key, blocks for each number of channels, fewer): a U-Net comes down through the levels and up again.
+# (key, blocks for each number of channels, minus this): a U-Net goes down its levels and up again.
 BLOCKS_OF_CHANNELS = {
     ConvNetConfig._target_: ("the length of model.channels", 1, 0),
     SegmenterConfig._target_: ("the length of model.channels", 1, 0),
     UNetConfig._target_: ("2 x the length of model.channels - 1", 2, 1),
 }
-# For a user's class. Only the model itself, once it is built, says how many blocks, heads and experts it has:
-# its `layers` may be something else.
+# For a user's class. Only the built model says how many blocks, heads and experts it has, because
+# `layers` may mean something else.
 DEFAULT_KEYS = {"vocabulary": "vocab_size"}
 
 

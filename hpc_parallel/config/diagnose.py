@@ -66,7 +66,7 @@ def try_each(
 ) -> tuple[list[Problem | str], list[str]]:
     """Try each override alone. Call it inside `composing`.
 
-    Returns the problems of the refused overrides, and the accepted overrides (of a sweep, its first value).
+    Returns the problems of the refused overrides, and the accepted overrides (for a sweep, the first values).
     """
     refused: dict[str, list[Problem | str]] = {}
     accepted: list[str] = []
@@ -104,14 +104,14 @@ def _refusal(overrides: list[str], composer: Composer) -> Exception | None:
             return HydraException("Could not override")
         devices = None if OmegaConf.is_interpolation(config, "gpus_per_node") else config.gpus_per_node
         if isinstance(devices, str) and devices != AUTO and not re.fullmatch(r"[+-]?\d+", devices):
-            raise HydraException("no count") from ValidationError("no count")  # the type lets texts through
+            raise HydraException("no count") from ValidationError("no count")  # the type accepts any text
     except COMPOSE_ERRORS as error:
         return error
     return None
 
 
 def _remaining_problems(composer: Composer, accepted: list[str]) -> list[Problem | str]:
-    """The problems that the other checks find. A missing value is replaced by an example meanwhile."""
+    """The problems that the other checks find. They use an example for a missing value."""
     try:
         return find_problems(resolve(composer.compose(accepted)).config)
     except ConfigError as error:
@@ -194,7 +194,7 @@ def _no_such_file(key: str, value: str, *, choices: Sequence[str], default: str 
 
 
 def _no_such_site(value: str, *, choices: Sequence[str]) -> Problem | str | None:
-    """What to do about the user's own site; None if a profile of ours has nearly this name."""
+    """How to use or write a profile of the user's site; None if one of our profiles has a similar name."""
     if Path(OWN_SITES, "cluster", f"{value}.yaml").is_file():
         return Problem(
             "cluster", value, f"is in {OWN_SITES}/", (value,), along=(f"--config-dir {OWN_SITES}",)
@@ -250,7 +250,7 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
     if _is_table(plain, name):
         return f"{text} Keys of {name}: {', '.join(flat(plain[name])) or 'any'}."
     if equals:
-        with_unit = name.endswith(("time_minutes", "_gb"))  # `time=2h`, but three epochs are no three steps
+        with_unit = name.endswith(("time_minutes", "_gb"))  # `time=2h` is converted; 3 epochs are not 3 steps
         near = _near(plain, key=name, value=value) if with_unit else (OmegaConf.select(plain, name),)
         return f"{text} Try {name}={replacement or spell(near[0])}."
     return f"{text} Try {_legal_override(f'{name}={value}', plain=plain)}."
@@ -271,7 +271,7 @@ def _is_table(plain: DictConfig, key: str) -> bool:
 
 
 def _legal_override(override: str, *, plain: DictConfig) -> str:
-    """The override itself if its value is legal, else with a similar value or the key's current one."""
+    """The override if its value is legal, otherwise with a similar value or the key's current value."""
     key, _, value = override.partition("=")
     choices = choices_of(key)
     if choices and value not in choices:
@@ -307,7 +307,7 @@ def _kind(plain: DictConfig, key: str) -> str:
 
 
 def _near(plain: DictConfig, *, key: str, value: str) -> tuple[Any, ...]:
-    """A legal value for a refused one: the same time, size or number as we write it, a list of it.
+    """A legal value for a refused one: the same time, size or number in our notation, or a list of it.
 
     Otherwise the default.
     """

@@ -1,8 +1,8 @@
 """All messages between the ranks of a training step, in the order of the step, listed without torch.
 
-`strategies/assemble.py` applies the techniques. Each function here lists the collectives of one of them.
-`tests/distributed/test_exchanges.py` compares them with those of real runs. Checkpoints, metrics and the
-agreement on whether to stop are left out.
+`strategies/assemble.py` applies the techniques. Each function here lists the collectives of one technique.
+`tests/distributed/test_exchanges.py` compares the lists with the collectives of real runs. The messages of
+checkpoints, of metrics and of the agreement on whether to stop are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Group = tuple[int, ...]
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND, COPY = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "copy",
 )  # fmt: skip
-DIRECTED = (SEND, COPY)  # their groups are pairs: who sends, who receives
+DIRECTED = (SEND, COPY)  # their groups are pairs (sender, receiver)
 
 
 class Phase(Enum):
@@ -91,7 +91,7 @@ def _used(layout: Layout, axes: Sequence[str]) -> list[str]:
 
 
 class _On:
-    """Makes exchanges whose groups differ on the given axes, taken together."""
+    """Makes exchanges between ranks that differ only on the given axes, taken together."""
 
     def __init__(self, setup: Setup, *axes: str) -> None:
         self._setup = setup
@@ -197,7 +197,7 @@ def _expert(setup: Setup) -> Iterator[Exchange]:
 
 
 def _tile(setup: Setup) -> Iterator[Exchange]:
-    """halo.py, tile.py: what a layer needs beyond the tile; the whole map for a head that needs it."""
+    """halo.py, tile.py: the borders that a layer needs around its tile; the whole map for some heads."""
     on = _On(setup, "tile")
     yield on(FORWARD, "borders of tiles", ALL_TO_ALL, BLOCK)
     yield on(BACKWARD, "borders' gradients", ALL_TO_ALL, BLOCK)
@@ -218,7 +218,7 @@ def _batch_norm(setup: Setup) -> Iterator[Exchange]:
 
 
 def _pipeline(setup: Setup) -> Iterator[Exchange]:
-    """pipeline.py: between neighbouring stages on different ranks, and a weight at both ends."""
+    """pipeline.py: messages between neighbouring stages on different ranks, and a weight of both ends."""
     on, schedule = _On(setup, "pipeline"), schedule_of(setup.strategy)
     forth = [pair for group in on.groups for pair in pairwise(group)]
     if schedule.v_shaped:

@@ -18,7 +18,7 @@ _REFUSED = re.compile(r"In '([^']+)': (\w+) raised while composing config:\n(.*)
 
 @dataclass(frozen=True)
 class RefusedKey:
-    """A key of a file. place: `site/cluster/mysite.yaml, line 3`; unknown: it does not exist."""
+    """A key of a file. place: `site/cluster/mysite.yaml, line 3`; unknown: there is no such key."""
 
     place: str
     key: str
@@ -33,7 +33,7 @@ def unreadable_file(error: yaml.YAMLError) -> str:
 
 
 def unusable_file(error: Exception) -> str:
-    """Why the file of a group can't be used, if no single key of it is to blame."""
+    """Why the file of a group can't be used, if the reason is not a single key."""
     match = _REFUSED.match(str(error))
     if match is not None and (path := _path(match[1])) is not None:
         return f"{path} must be a table of keys ({match[3]})."
@@ -41,7 +41,7 @@ def unusable_file(error: Exception) -> str:
 
 
 def misplaced_file(group: str, name: str) -> str | None:
-    """Where a file of the user is that Hydra does not find, with a suggestion; None if there is none."""
+    """The place of a user's file that Hydra does not find, with a suggestion; None if none is found."""
     for source in current_loader().get_sources():
         if source.scheme() != "file":
             continue
@@ -73,7 +73,7 @@ def refused_keys(error: Exception, plain: DictConfig) -> list[RefusedKey]:
 
 
 def _each_refused(path: Path, *, group: str, plain: DictConfig) -> dict[str, bool]:
-    """Key -> whether it is unknown, of all keys that the group's schema refuses: Hydra stops at the first.
+    """All keys that the group's schema refuses -> whether they are unknown. Hydra stops at the first key.
 
     Empty if the file chooses its schema itself, by `defaults`.
     """
@@ -81,7 +81,7 @@ def _each_refused(path: Path, *, group: str, plain: DictConfig) -> dict[str, boo
     refused: dict[str, bool] = {}
     if not isinstance(values, dict) or "defaults" in values or not is_dataclass(kind):
         return refused
-    schema = OmegaConf.structured(kind)  # in `plain`, tables of any keys take no new ones either
+    schema = OmegaConf.structured(kind)  # in `plain`, even tables for any key refuse new keys
     for key, value in values.items():
         try:
             OmegaConf.merge(schema, {key: value})

@@ -1,9 +1,9 @@
-"""Search the module of `python -m` without an import of its packages, which could run anything.
+"""Search the module of `python -m`, but import none of its packages: an import could run any code.
 
     python -P find_module.py MODULE
 
-searches it in another Python and writes {"problem": TEXT or null} as JSON, so this file imports nothing of
-this package.
+searches the module in another Python and writes {"problem": TEXT or null} as JSON. For this use, this file
+imports nothing of this package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is chosen for GPUs if nobody sets it: bfloat16, and a device's share of a node's cores and memory."""
+"""Defaults for GPUs: bfloat16, and a device's share of the cores and the memory of a node."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def default_precision(values: Mapping[str, Any], *, environment: Mapping[str, st
 def default_share(values: Mapping[str, Any], *, environment: Mapping[str, str] = os.environ) -> NodeShare:
     """`cluster.cpus_per_device` and `cluster.memory_gb_per_device` if they are null.
 
-    values: those of `default_precision`, and `launcher.partition`, `cluster.gpu_type`, and `flags`, the names
-    of more flags. Returns one CPU and the memory of the partition if the run starts here or has no GPUs, or
+    values: as in `default_precision`, with `launcher.partition`, `cluster.gpu_type` and `flags`, the names of
+    more flags. Returns one CPU and the memory of the partition if the run starts here or has no GPUs, or
     if sinfo does not say more.
     """
     launcher, cluster = values["launcher"], values["cluster"]
@@ -37,4 +37,4 @@ def default_share(values: Mapping[str, Any], *, environment: Mapping[str, str] =
         return NodeShare()
     share = share_of_a_gpu(partition=launcher["partition"], gpu_type=cluster["gpu_type"])
     asks_for_memory = any(str(flag).startswith("mem") for flag in values["flags"])
-    return replace(share, memory_gb=None) if asks_for_memory else share  # Slurm takes one of these flags only
+    return replace(share, memory_gb=None) if asks_for_memory else share  # Slurm takes only one such flag

@@ -1,4 +1,4 @@
-"""Who holds what: the part of the model, of its optimizer state and of each batch on every device."""
+"""What each device holds: its part of the model, of the optimizer state and of each batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHTS, COPY, GRADIENTS, MEAN, STATE, SHARED = (
     "weights", "a copy of the weights", "gradients", "the mean gradient", "optimizer state",
     "shared with the first device",
 )  # fmt: skip
-MOST_RUNS = 8  # of numbers without a gap, in a text
+MOST_RUNS = 8  # ranges of numbers in one text
 ALL = (WEIGHTS, GRADIENTS, STATE)
 SERVER, WORKER, BOTH = "server", "worker", "server and worker"
 FIRST, OTHER = "first device", "replica"
@@ -24,7 +24,7 @@ BATCH, SEQUENCE, ROW, COLUMN = "batch", "sequence", "row", "column"  # of the sa
 
 @dataclass(frozen=True)
 class Part:
-    """The parts `indices` of `of` parts, which are equal unless `strategy.shares` says otherwise."""
+    """The parts `indices` out of `of` parts. All parts are equal unless `strategy.shares` is set."""
 
     indices: tuple[int, ...] = (0,)
     of: int = 1
@@ -78,7 +78,7 @@ class Holding:
 def holdings(setup: Setup, *, most: int | None = None) -> list[Holding]:
     """What the devices hold, in order of their number.
 
-    most: the largest number of entries; neighbours on the innermost axes are put together, until they fit.
+    most: the largest number of entries; neighbours on the innermost axes are merged until the entries fit.
     """
     layout, block, served = setup.layout, 1, servers(setup.strategy)
     for degree in reversed(layout.degrees.values()):
@@ -93,7 +93,7 @@ def holdings(setup: Setup, *, most: int | None = None) -> list[Holding]:
 
 
 def first_holdings(setup: Setup) -> list[Holding]:
-    """What the first device of each pipeline rank holds: uneven parts are largest there. Without servers."""
+    """What the first device of each pipeline rank holds: uneven parts are largest there. No servers."""
     layout = setup.layout
     return [_holding(setup, at) for at in range(0, layout.devices, layout.devices // layout.pipeline)]
 
@@ -107,7 +107,7 @@ def sliced_over(layout: Layout) -> tuple[str, ...]:
 
 
 def _holding(setup: Setup, position: int) -> Holding:
-    """Of the device at a position of the layout."""
+    """What the device at a position of the layout holds."""
     device = position + servers(setup.strategy)
     role, keeps = _role(setup, position)
     places = setup.layout.coordinates(position)
@@ -156,7 +156,7 @@ def _samples(setup: Setup, places: Mapping[str, int]) -> dict[str, Part]:
 
 
 def _place(axes: Sequence[str], *, layout: Layout, places: Mapping[str, int]) -> Part:
-    """The position on several axes as one."""
+    """The position on several axes, taken as one axis."""
     index, degree, degrees = 0, 1, layout.degrees
     for axis in axes:
         index, degree = index * degrees[axis] + places[axis], degree * degrees[axis]

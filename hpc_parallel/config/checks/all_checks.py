@@ -32,14 +32,14 @@ from hpc_parallel.problems import Problem, Problems
 
 @dataclass(frozen=True)
 class Check:
-    """A check, and which runs meet it (None: all of them)."""
+    """A check, and the runs that it applies to (None: all runs)."""
 
     find: Callable[[RunConfig], Problems]
     meets: Callable[[RunConfig], bool] | None = None
 
 
-# Problems of keys that the command line does not name are shown in this order.
-# A script reads no key of our training.
+# Problems of keys that the command line does not name are shown in the order of these checks.
+# A script skips the checks of OF_TRAINING, because it reads no key of our training.
 OF_TRAINING = (
     Check(optimizer_checks.find_problems),
     Check(execution_checks.find_problems, lambda run: run.strategy.execution in execution_checks.WHOLE),
@@ -73,7 +73,7 @@ OF_ALL_TASKS = (
 def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Problem | str]:
     """Returns all problems of `config`, in the order of the command line's `overrides`."""
     huge = list(key_checks.huge_integers(config))
-    if huge:  # the other checks loop up to these numbers: they might never end
+    if huge:  # the other checks loop up to these numbers and might never end
         return in_order(huge, overrides)
     foreign = list(key_checks.foreign_tables(config))
     problems: list[Problem | str] = [*foreign, *key_checks.find_problems(config)]
@@ -84,7 +84,7 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Prob
 
 
 def in_order(problems: Sequence[Problem | str], overrides: Sequence[str]) -> list[Problem | str]:
-    """Sort the problems as the command line orders their keys; problems of other keys come last."""
+    """Sort the problems by the order of their keys in the command line; problems of other keys come last."""
     keys = [override.partition("=")[0].lstrip("+~") for override in overrides]
 
     def position(problem: Problem | str) -> int:

@@ -1,6 +1,6 @@
 """Check each axis of a layout: what it declares in `config/axes.py`, and whether sizes fit its degree.
 
-A pipeline, which has more rules, has a file of its own.
+The rules of a pipeline are in `pipeline_checks.py`.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def _mixture(config: RunConfig, layout: Layout) -> Problems:
 
 
 def sequence_problems(config: RunConfig, layout: Layout) -> Problems:
-    """The axes must divide a sequence, and with `all_to_all` the heads that see all of it.
+    """The axes must divide a sequence. With `all_to_all`, `context` must also divide the heads.
 
-    `context` takes two slices of a sequence for each device, then `tensor` takes one.
+    `context` gives each device two slices of a sequence. `tensor` then divides the positions of a device.
     """
     length, tensor = sequence_length(config), layout.tensor if config.strategy.sequence_parallel else 1
     unit = layout.context * math.lcm(2 if layout.context > 1 else 1, tensor)
@@ -104,10 +104,14 @@ def sequence_problems(config: RunConfig, layout: Layout) -> Problems:
 
 
 def _heads_of_all_to_all(config: RunConfig, layout: Layout) -> Problems:
-    """`context` divides the heads that `tensor` leaves; key-value heads divide it, or it divides them."""
+    """`context` must divide the heads that `tensor` leaves on a device.
+
+    The number of key-value heads that `tensor` leaves must divide `context`, or the reverse.
+    """
     degree, tensor = layout.context, layout.tensor
     (key, heads), (kv_key, kv_heads) = count(config, "heads"), count(config, "kv_heads")
-    if not heads or not kv_heads or heads % tensor or kv_heads % tensor:  # tensor_problems reports the last
+    # tensor_problems reports heads that `tensor` does not divide.
+    if not heads or not kv_heads or heads % tensor or kv_heads % tensor:
         return
     left, kv_left = heads // tensor, kv_heads // tensor
     if left % degree or (kv_left % degree and degree % kv_left):

@@ -1,4 +1,4 @@
-"""Check what the profiles of a cluster and of a machine say of their site."""
+"""Check the profiles of a cluster and of a machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpc_parallel.problems import Problem, Problems, nearest
 from hpc_parallel.record.values import integer, number
 
 PARTITION_LIMITS = ("nodes", "time_minutes", "memory_gb", "gpus_per_node")
-FITTED = ("latency_s", "bandwidth_bytes_per_s", "fit_error")  # of a machine profile
+FITTED = ("latency_s", "bandwidth_bytes_per_s", "fit_error")  # keys of a collective in a machine profile
 
 
 def find_problems(config: RunConfig) -> Problems:
@@ -54,7 +54,7 @@ def _srun_flag(flag: str, value: Any) -> Problems:
 
 
 def _partition(name: str, limits: Any) -> Problems:
-    """Limits of a partition: positive numbers, or no GPU at all."""
+    """Limits of a partition are positive numbers; only the number of GPUs may be 0."""
     key = f"cluster.partitions.{name}"
     if not isinstance(limits, dict):
         yield Problem(key, limits, f"must be a table with any of {', '.join(PARTITION_LIMITS)}")
@@ -99,11 +99,12 @@ def _start(config: RunConfig) -> Problems:
 
 
 def _hang_timeout(config: RunConfig) -> Problems:
-    """Ranks that wait must find a hang, and tell of it, before their collective gives up."""
+    """Waiting ranks must find and report a hang before their collective times out."""
     limit_s, collective_s = config.cluster.hang_timeout_s, config.cluster.collective_timeout_s
-    # A tenth for all to look, a fifth and 5 s for all to write (supervise/hang_report.py), some room.
+    # All ranks notice a hang within a tenth of the limit, and write reports within a fifth of it and 5 s
+    # (supervise/hang_report.py:grace_s). The other 5 s are room.
     most_s = (collective_s - 10) / 1.3
-    if config.task.name == TASK:  # its time-outs are its own
+    if config.task.name == TASK:  # a script sets its own time-outs
         return
     if limit_s is not None and math.isfinite(collective_s) and limit_s > most_s:
         rule = (
@@ -115,7 +116,7 @@ def _hang_timeout(config: RunConfig) -> Problems:
 
 
 def machine_problems(config: RunConfig) -> Problems:
-    """What a machine profile says of collectives, which a user copied or typed."""
+    """Check the collectives of a machine profile, which a user copied or typed."""
     for name, group in config.machine.collectives.items():
         key = f"machine.collectives.{name}"
         if not isinstance(group, dict):

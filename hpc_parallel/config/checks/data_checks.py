@@ -1,6 +1,6 @@
-"""Check the data: its class and its files, that the model can train on it, and that its tokens fit.
+"""Check the data: its class, its files, whether the model can train on it, and whether its tokens fit.
 
-Parquet files are read by their schemas and statistics, without torch.
+The checks read only the schemas and statistics of Parquet files, and import no torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FITTING = {
     SegmenterConfig._target_: {"cells": CellsDataConfig._target_},
     UNetConfig._target_: {"cells": CellsDataConfig._target_},
 }
-MOST_FILES = 256  # of parquet, whose schemas are read; the job reads all
+MOST_FILES = 256  # Parquet files whose schemas are read; the job reads all files
 
 
 def find_problems(config: RunConfig) -> Problems:
@@ -82,7 +82,7 @@ def _stored_vocab_size(data: dict[str, Any]) -> int | None:
 
 
 def fit_problems(config: RunConfig) -> Problems:
-    """A model of ours trains on some of our data sets."""
+    """Each of our models can train only on some of our data sets."""
     our_data = {path: name for fitting in FITTING.values() for name, path in fitting.items()}
     model, data = class_path(config.model), class_path(config.data)
     fitting = FITTING.get(model or "")
@@ -112,7 +112,7 @@ def parquet_problems(config: RunConfig) -> Problems:
         return
     if data["target"] is None:
         yield from _sizes_of_tokens(data)
-    if not os.path.exists(os.path.expanduser(data["path"] or "")):  # find_problems reports it
+    if not os.path.exists(os.path.expanduser(data["path"] or "")):  # find_problems reports a missing path
         return
     names = {"data.input": data["input"]} | ({"data.target": data["target"]} if data["target"] else {})
     try:
@@ -148,7 +148,7 @@ def _column(key: str, name: str, columns: list[FileColumn], *, are_tokens: bool)
 
 
 def _largest_token(config: RunConfig, columns: list[FileColumn]) -> Problems:
-    """The vocabulary must hold the largest token that the statistics of the files name."""
+    """The vocabulary must hold the largest token that the statistics of the files contain."""
     size = config.data["vocab_size"]
     largest = max((column.largest for column in columns if column.largest is not None), default=None)
     if not isinstance(size, int) or size < 1 or largest is None or not columns[0].is_integer:

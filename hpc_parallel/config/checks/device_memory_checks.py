@@ -1,6 +1,6 @@
 """Refuse a reference decoder whose weights, gradients and optimizer state alone exceed a device's memory.
 
-What a job asks of its nodes (`launcher.memory_gb`) is compared with the partition in `config/site_limits.py`.
+`config/site_limits.py` compares the memory that a job requests (`launcher.memory_gb`) with the partition.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, SPMD
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, Problems
 
-WHOLE = (DATAPARALLEL, PARAMETER_SERVER)  # whose devices hold whole models
+WHOLE = (DATAPARALLEL, PARAMETER_SERVER)  # the executions whose devices hold whole models
 
 
 def find_problems(config: RunConfig) -> Problems:
@@ -32,7 +32,7 @@ def _one_process(config: RunConfig) -> Problems:
     if config.nodes > 1:
         rule = f"is more than one node, and {DATAPARALLEL} drives the devices of one node from one process"
         yield Problem("nodes", config.nodes, rule, (1,), _all_replicas(config))
-    # Both would run a part of one replica's forward pass in a place without the other replicas.
+    # Both switches would run a part of one replica's forward pass without the other replicas.
     for switch, off in (("activation_checkpointing", "none"), ("compile", False)):
         if (value := getattr(config.training, switch)) != off:
             rule = f"can't be combined with strategy.execution = {DATAPARALLEL}"

@@ -15,7 +15,7 @@ from hpc_parallel.config.task_schema import GenerateConfig
 from hpc_parallel.config.tasks import prompt_lengths
 from hpc_parallel.problems import Problem, Problems, nearest, spell
 
-# Sizes without a default, each with a legal value. A type has defaults for the other sizes.
+# Sizes without a default, each with a legal value. A model type has defaults for the other sizes.
 REQUIRED = {
     "vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 1,
     "max_position_embeddings": 1024,
@@ -94,7 +94,7 @@ def _positions(config: RunConfig, *, most: int) -> Problems:
     if isinstance(config.task, GenerateConfig):
         try:
             room = most + 1 - max(prompt_lengths(config))  # the model doesn't read the last token
-        except (ValueError, OSError, KeyError, TypeError):  # task_checks reports it
+        except (ValueError, OSError, KeyError, TypeError):  # task_checks reports the error
             return
         if config.task.new_tokens > room:
             legal = (room,) if room > 0 else ()

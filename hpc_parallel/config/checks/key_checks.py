@@ -101,7 +101,7 @@ def sizes_are_legal(config: RunConfig) -> bool:
 
 @cache
 def choices_of(key: str) -> tuple[str, ...]:
-    """The legal words of a dotted key; empty if it takes others too."""
+    """The legal words of a dotted key; empty if the key takes other values too."""
     schema: Any = RunConfig
     *groups, name = key.split(".")
     for group in groups:

@@ -37,7 +37,7 @@ def decoder_problems(config: RunConfig) -> Problems:
 
 
 def convnet_problems(config: RunConfig) -> Problems:
-    """Odd kernels, grey images and enough labels."""
+    """A convnet needs odd kernels. For our images, it needs one input channel and enough classes."""
     if not sizes_are_legal(config):
         return
     model, kernel_size = config.model, config.model["kernel_size"]

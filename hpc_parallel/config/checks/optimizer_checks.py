@@ -12,7 +12,7 @@ from hpc_parallel.config.schema import OptimizerConfig, RunConfig
 from hpc_parallel.problems import Problem, Problems, nearest
 
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
-CLASSES = {  # the files of conf/optimizer, whose options belong to one class
+CLASSES = {  # files of conf/optimizer -> the class that their options belong to
     "adamw": "torch.optim.AdamW",
     "sgd": "torch.optim.SGD",
     "adafactor": "torch.optim.Adafactor",

@@ -46,7 +46,7 @@ def find_problems(config: RunConfig, layout: Layout) -> Problems:
 
 
 def cuts_problem(cuts: Sequence[int], *, stages: int, blocks: int | None) -> Problem | None:
-    """The problem of `strategy.cuts` for these stages; blocks: of the model, None if unknown."""
+    """The problem of `strategy.cuts` for these stages; blocks: the model's number, None if unknown."""
     end = blocks if blocks is not None else max([stages, *(cut + 1 for cut in cuts)])
     rising = all(before < after for before, after in pairwise((0, *cuts, end)))
     if rising and len(cuts) == stages - 1:
@@ -58,7 +58,7 @@ def cuts_problem(cuts: Sequence[int], *, stages: int, blocks: int | None) -> Pro
 
 
 def _runnable(config: RunConfig, layout: Layout) -> Problems:
-    """Yields what torch can't do with the schedule."""
+    """Yields the settings that torch can't combine with the schedule."""
     strategy = config.strategy
     if problem := version_problem(strategy.schedule):
         yield problem
@@ -104,7 +104,7 @@ def batch_problems(config: RunConfig, layout: Layout, plan: BatchPlan) -> Proble
 
 
 def _microbatches_problem(config: RunConfig, plan: BatchPlan, rule: str, legal: tuple[int, ...]) -> Problem:
-    """Name the key that decides the count: the size of a microbatch if the user set that."""
+    """Name the key that decides the count: `training.microbatch_size` if the user set it."""
     size = config.training.microbatch_size
     if size is None:
         return Problem("strategy.microbatches", plan.microbatches, rule, legal)

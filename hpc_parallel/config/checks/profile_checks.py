@@ -1,4 +1,4 @@
-"""Check which steps and ranks a profiler can record, and whether it is there."""
+"""Check which steps and ranks a profiler can record, and whether it is installed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hpc_parallel.config.node_devices import launcher_kind, runs_on_cpus
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, Problems
 
-UNMEASURED = 3  # steps before those of `training.measure_steps`: two of warm-up, one that counts bytes
+UNMEASURED = 3  # steps before those of `training.measure_steps`: two for warm-up, one that counts bytes
 OF_NVIDIA = ("nsys", "ncu")
 
 
 def measured_steps(config: RunConfig) -> int:
-    """`training.measure_steps`; 0 with Nsight, because CUPTI serves one profiler of a process only."""
+    """`training.measure_steps`; 0 with Nsight, because CUPTI serves only one profiler in a process."""
     return 0 if config.profile.kind in OF_NVIDIA else config.training.measure_steps
 
 

@@ -19,7 +19,7 @@ def python_problems(config: RunConfig) -> Problems:
     if not python.strip() or not python.isprintable():
         yield Problem("launcher.python", python, "must be a path or a name", (sys.executable,))
     elif launcher.container is not None:
-        return  # a program of the image
+        return  # the program is in the image
     elif os.sep in python:
         path, inside = absolute(python), f"{absolute(python)}/bin/python"
         if not (os.path.isfile(path) and os.access(path, os.X_OK)):

@@ -1,4 +1,4 @@
-"""Check a script of the user's own: what would fail on every device is refused before the job queues."""
+"""Check the user's script: refuse before the job queues what would fail on every device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpc_parallel.problems import Problem, Problems, nearest
 UNREAD = ("strategy", "model", "data", "optimizer", "training", "weights")
 NOT_YET = ("profile", "preflight", "fabric")
 LAUNCHERS = ("torchrun", "srun", "mpirun", "mpiexec", "accelerate", "deepspeed")
-# Words of a program that knows that it is one of several.
+# Words in a program that knows that it is one of several processes.
 _DISTRIBUTED = re.compile(
     rb"RANK|WORLD_SIZE|SLURM_|init_process_group|torch\.distributed|torchrun|accelerate|lightning|deepspeed"
     rb"|transformers|mpi4py|horovod|jax|tensorflow|composer|colossalai|\bray\b|hydra|job_context"
@@ -30,7 +30,7 @@ _DISTRIBUTED = re.compile(
 
 
 def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
-    """overrides: those of the command line, of which a script must read each."""
+    """overrides: those of the command line; a key that no script reads is a problem."""
     script = config.script
     if config.task.name != TASK:
         if typed := [key for key, value in vars(script).items() if value != getattr(ScriptConfig(), key)]:
@@ -60,7 +60,7 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
 
 
 def script_warnings(config: RunConfig) -> Iterator[str]:
-    """What may be meant, and is more often a mistake."""
+    """Warn about a script that may be intended, but is more often a mistake."""
     file = config.script.file
     processes = config.nodes * processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
     if config.task.name != TASK or file is None or processes == 1:
@@ -118,7 +118,7 @@ def _file(config: RunConfig, file: str) -> Problems:
 
 
 def _module(config: RunConfig, module: str) -> Problems:
-    """Another Python searches its modules itself, after these checks (launch/import_check.py)."""
+    """If the job runs another Python, that Python searches the module later (launch/import_check.py)."""
     if not _has_other_python(config) and (rule := module_problem(module)):
         is_file = Path(module).is_file() or module.endswith(".py")
         yield Problem("script.module", module, rule + "; a file needs no -m" * is_file)
@@ -170,7 +170,7 @@ def _near(text: str, path: Path) -> tuple[str, ...]:
 
 
 def _changes_environment(config: RunConfig) -> bool:
-    """Whether commands of the job or an image decide what the job finds; a local run ignores them."""
+    """Whether the job's commands or its image decide what the job finds; a local run ignores both."""
     launcher, cluster = config.launcher, config.cluster
     lines = (launcher.container, launcher.setup, launcher.modules, cluster.setup, cluster.modules)
     return launcher_kind(launcher.kind) != "local" and any(lines)

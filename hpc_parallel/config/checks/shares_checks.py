@@ -1,4 +1,4 @@
-"""Check `strategy.shares`: one speed for each part, and a batch that can be split by them."""
+"""Check `strategy.shares`: one speed for each part, and a batch that can be split by these speeds."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.shares import MEASURED, apportion, divided, slowdown
 from hpc_parallel.problems import Problem, Problems, spell
 
-MOST_SLOWDOWN = 1.25  # of a batch that is split by whole samples
+MOST_SLOWDOWN = 1.25  # of a batch split into whole samples, against an exact split
 MOST_SUGGESTED = 8  # numbers in one suggestion
-MOST_RATIO = 100  # of the fastest to the slowest: a slower device only delays the others
+MOST_RATIO = 100  # of the fastest to the slowest device: a slower one only delays the others
 KEY = "strategy.shares"
 TRAINING_TASKS = ("train", "proof")  # `proof` is the task of the command parity
 
@@ -47,7 +47,7 @@ def _broken_rule(shares: Any, *, parts: int, what: str) -> str | None:
 
 
 def _near(shares: Any, *, parts: int) -> list[Any]:
-    """Legal shares that keep what is legal in `shares`."""
+    """Legal shares that keep the legal numbers of `shares`."""
     given = [share if _is_speed(share) else 1 for share in shares] if isinstance(shares, list) else []
     least = math.ceil(max(given, default=1) / MOST_RATIO)
     kept = [*given, *[1] * parts][:parts]
@@ -111,5 +111,5 @@ def _fits(replicas: int, size: int, shares: Sequence[float]) -> bool:
 
 
 def without_shares(config: RunConfig) -> RunConfig:
-    """The same with equal parts, for the checks that follow."""
+    """The configuration with equal parts, for the checks that follow."""
     return replace(config, strategy=replace(config.strategy, shares=None))

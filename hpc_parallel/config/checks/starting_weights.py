@@ -1,4 +1,4 @@
-"""Check `weights=FILE.safetensors|RUN`, from which a run may start, without torch."""
+"""Check `weights=FILE.safetensors|RUN`, the weights that a run starts from, without torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpc_parallel.record.trust import UntrustedError, require_private
 from hpc_parallel.record.values import table, text
 
 IMAGE_SHAPE = ("channels", "classes", "in_channels", "kernel_size")
-SHAPE = {  # the keys of a model that its weights fit
+SHAPE = {  # the keys of a model that decide the shapes of its weights
     TransformerConfig._target_: ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size", "tied_head"),
     ConvNetConfig._target_: IMAGE_SHAPE,
     SegmenterConfig._target_: IMAGE_SHAPE,
@@ -52,7 +52,7 @@ def find_problems(config: RunConfig) -> Problems:
     except DamagedError as error:
         yield f"weights = {path} can't be used: {error.reason}"
         return
-    except (OSError, ValueError, UntrustedError) as error:  # also several runs of this name
+    except (OSError, ValueError, UntrustedError) as error:  # also if several runs match the name
         yield f"weights = {path} can't be used: {getattr(error, 'strerror', None) or error}"
         return
     yield from _shape(config.model, model)
@@ -71,12 +71,12 @@ def model_of_run(path: Path, *, trusted: bool) -> Mapping[str, Any]:
 
 
 def _shape(model: Any, trained: Mapping[str, Any]) -> Problems:
-    """For our models: keys that give the weights another shape than in the trained model."""
+    """For our models: the keys that give the weights other shapes than those of the trained model."""
     target = text(trained.get("_target_"))
     if not isinstance(model, dict) or not target:
         return
     if model.get("_target_") != target:
-        return  # it may have the same weights: the job compares them by name
+        return  # another class may have the same weights: the job compares names
     for key in SHAPE.get(target, ()):
         if key in trained and model[key] != trained[key]:
             rule = "differs from the model that the weights were trained with"

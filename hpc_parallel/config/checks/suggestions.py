@@ -1,4 +1,4 @@
-"""What problems of several checks suggest: near numbers, and a layout without an axis."""
+"""Suggestions of several checks: the nearest legal numbers, and a layout without an axis."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def without_axis(axis: str, rule: str, *, config: RunConfig, layout: Layout) -> 
 
 
 def with_degree_near(axis: str, rule: str, *counts: int, config: RunConfig, layout: Layout) -> Problem:
-    """The problem of a degree that must divide the `counts`, with the nearest two that fit the devices."""
+    """The problem of a degree that must divide the `counts`, and the two nearest that fit the devices."""
     others = {other: getattr(config.strategy, other) for other in AXES if other != axis}
     along, degree = along_with_less_of(axis, config.strategy), layout.degrees[axis]
     fixed = [degree for other, degree in others.items() if degree > 1 and (not along or other != "replicate")]

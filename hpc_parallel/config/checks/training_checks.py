@@ -51,7 +51,7 @@ def _needs_validation(callback: dict[str, Any]) -> bool:
 
 
 def switch_problems(config: RunConfig) -> Problems:
-    """Switches that most strategies allow, against the few that don't, and against this machine."""
+    """Check switches against the few strategies that don't allow them, and against this machine."""
     training = config.training
     yield from _selective(config)
     if training.on_nonfinite == "rollback" and training.checkpoint_every is None:
@@ -96,7 +96,7 @@ def selective_problem() -> Problem | None:
 
 
 def too_old(needed: tuple[int, int]) -> str | None:
-    """Returns the rule that is broken if the installed torch is older than `needed`; the job uses the same.
+    """Returns the broken rule if the installed torch, which the job uses too, is older than `needed`.
 
     Returns None also if no torch is installed.
     """
@@ -111,7 +111,7 @@ def too_old(needed: tuple[int, int]) -> str | None:
 
 
 def _memory_budget(config: RunConfig) -> Problems:
-    """The compiler spends the budget, on what no other switch has decided already."""
+    """The budget needs the compiler, and no other switch that decides what is computed again."""
     training = config.training
     if not training.compile:
         rule = "needs training.compile=true: the compiler chooses what is computed again"
@@ -122,7 +122,7 @@ def _memory_budget(config: RunConfig) -> Problems:
 
 
 def compile_whole_problems(config: RunConfig) -> Problems:
-    """One graph of the whole model leaves no place for what a strategy or switch puts around its blocks."""
+    """A single graph of the model has no place for code that a strategy or a switch puts around blocks."""
     training, strategy = config.training, config.strategy
     layout = legal_layout(strategy, devices=config.devices) or Layout()
     divided = [
@@ -147,7 +147,7 @@ def compile_whole_problems(config: RunConfig) -> Problems:
 
 
 def _can_use_wandb(site_variables: Mapping[str, object]) -> bool:
-    """Whether wandb finds a login here, as its own client looks for it, or needs none."""
+    """Whether wandb needs no login, or finds one here in the places where its client looks."""
     variables = {**{name: str(value) for name, value in site_variables.items()}, **os.environ}
     if variables.get("WANDB_API_KEY") or variables.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         return True
@@ -159,7 +159,7 @@ def _can_use_wandb(site_variables: Mapping[str, object]) -> bool:
 
 
 def fp8_problems(config: RunConfig) -> Problems:
-    """What products in float8 can't be combined with."""
+    """The settings that products in float8 can't be combined with."""
     recipe, strategy = config.training.fp8, config.strategy
     if config.training.precision != "bfloat16":
         rule = f"can't be combined with training.fp8 = {recipe}, whose other products are in bfloat16"
@@ -179,7 +179,7 @@ def fp8_problems(config: RunConfig) -> Problems:
 
 
 def _rules_of_fp8(config: RunConfig) -> list[str]:
-    """What the model, the execution or the task does not allow."""
+    """The reasons why the model, the execution or the task does not allow float8."""
     rules = []
     if is_convnet(config.model):
         rules.append("multiplies in linear layers inside blocks, and this model has convolutions")
