@@ -36,7 +36,7 @@ class MachinePart:
 
 
 def topology(*, nvml: Any = None, sysfs: Path = SYSFS) -> dict[str, Any]:
-    """The parts of this host, and the connection of each with each, for `environment.json`.
+    """The parts of this host, and the connection between each two parts, for `environment.json`.
 
     nvml: the module pynvml; None: no GPUs are listed.
     """
@@ -141,7 +141,7 @@ def _path(device: Path) -> tuple[str, ...]:
 
 
 def _numa(device: Path) -> int | None:
-    """The NUMA node; None if the machine has one (-1)."""
+    """The NUMA node; None if the machine has only one node (-1)."""
     try:
         node = int((device / "numa_node").read_text())
     except (OSError, ValueError):
