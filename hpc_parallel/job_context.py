@@ -154,7 +154,7 @@ _agreement: Agreement | None = None
 
 
 def _publish(file: Path, number: float) -> None:
-    """Publish a number, unless `file` exists. A link gets its text when it is made, and is never replaced."""
+    """Publish a number, unless `file` exists. A symlink has its text from the start and is never replaced."""
     with suppress(FileExistsError):
         os.symlink(str(number), file)
 

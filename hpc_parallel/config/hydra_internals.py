@@ -105,7 +105,7 @@ def borrowed_hydra() -> Iterator[None]:
         kept = [(singleton.instance(), dict(vars(singleton.instance()))) for singleton in singletons]
         job = copy.deepcopy(JobRuntime.instance().conf)
         store = _copied(ConfigStore.instance().repo)
-        resolvers = dict(BaseContainer._resolvers)  # no public function lists them; Hydra copies it too
+        resolvers = dict(BaseContainer._resolvers)  # no public function lists them; Hydra does the same
         try:
             register()
             yield

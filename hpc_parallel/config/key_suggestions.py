@@ -1,8 +1,8 @@
 """Suggest the key that an unknown key was meant to be.
 
-A wrong suggestion costs more than none, because it is accepted and trains something else. So a suggestion is
-the name that another program gives to a key, the same key in another group, or a key of the same group with
-a typing error.
+A wrong suggestion costs more than none, because it is accepted and trains something else. Therefore only
+these keys are suggested: a key for which other programs use the typed name, the same key in another group,
+and a key of the same group from which the typed name differs by a typing error.
 """
 
 from __future__ import annotations

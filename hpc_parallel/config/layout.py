@@ -37,7 +37,7 @@ def recorded_strategy(config: Mapping[str, Any]) -> Strategy:
 
 
 def processes_per_node(strategy: Execution, *, gpus_per_node: int) -> int:
-    """Ranks that a node starts: one for each device, or one that drives all of them."""
+    """The number of ranks of a node: one for each device, or one that drives all devices."""
     return 1 if strategy.execution == DATAPARALLEL else gpus_per_node
 
 

@@ -189,7 +189,7 @@ def _language(
     split: bool,
     unused: int = 0,
 ) -> ModelWeights:
-    """The weights of a decoder. unused: the weights in a block's experts that one token does not use."""
+    """The weights of a decoder. unused: the number of expert weights of a block that a token skips."""
     ends_dim = 0 if split else None
     blocks = [list(block(index)) for index in range(layers)]
     matrices = sum(weight.numel for weight in blocks[0] if len(weight.shape) > 1)

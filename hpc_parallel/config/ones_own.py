@@ -24,7 +24,7 @@ def of_ones_own(key: str, value: str) -> str | None:
 
 
 def _configuration(key: str, value: str) -> str | None:
-    """The overrides for a file FOLDER/KEY/VALUE.yaml near the current folder, or for the path of one."""
+    """The overrides for FOLDER/KEY/VALUE.yaml near the current folder, or for the path of such a file."""
     path = Path(value).expanduser()
     if path.suffix in (".yaml", ".yml") and is_file(path) and path.absolute().parent.name == key:
         return f"--config-dir {spell(path.parent.parent)} {key}={path.stem}"

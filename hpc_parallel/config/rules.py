@@ -72,7 +72,7 @@ def inside(least: float, most: float) -> Rule:
 
 
 def _number(allows: Callable[[float], bool], text: str, *, finite: bool = True) -> Rule:
-    """A rule for numbers. The type of the key, where it has one, refuses other values."""
+    """A rule for numbers. If the key has a type, the type refuses other values."""
 
     def is_legal(value: Any) -> bool:
         if not isinstance(value, int | float):

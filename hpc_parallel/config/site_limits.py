@@ -1,8 +1,8 @@
 """Warn before a run starts if it asks for more than the partition or this machine has.
 
-The warnings are about nodes, GPUs, memory and time. Slurm decides: by the site's settings, `sbatch` refuses
-such a job, or queues it and it never starts. sinfo may not show this user all nodes, and a profile may be
-old, so this module warns and does not refuse.
+The warnings are about nodes, GPUs, memory and time. Slurm decides: depending on the site's settings,
+`sbatch` refuses such a job, or queues it and it never starts. sinfo may not show this user all nodes, and a
+profile may be old, so this module warns and does not refuse.
 """
 
 from __future__ import annotations

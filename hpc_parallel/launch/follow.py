@@ -204,7 +204,7 @@ class RunFollower:
         return parts
 
     def _show_bar(self, parts: list[str]) -> None:
-        timed = self._steps > 0  # other tasks say how much time is left
+        timed = self._steps > 0  # tasks without steps report the time left themselves
         if self._bar is None:
             self._bar = progress_bars(self._console, timed=timed)
             self._task = self._bar.add_task("", total=None)

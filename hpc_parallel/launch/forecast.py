@@ -33,7 +33,7 @@ from hpc_parallel.record.metrics_file import size
 
 STOP, OFF = "stop", "off"
 OF_THE_PROCESS = ("device context", "allocator slack")  # torch's peak memory leaves them out
-NEAR = 2  # number of layouts that fit to suggest
+NEAR = 2  # the number of fitting layouts to suggest
 MINUTE_S = 60
 
 
@@ -137,7 +137,7 @@ def _layouts_that_fit(config: RunConfig, hardware: Hardware) -> str:
 
 
 def _time_limit(config: RunConfig, times: tuple[Work, StepTime], hardware: Hardware) -> Iterator[str]:
-    """Warn if a job can't take its steps within its time limit. A resumed run may have few steps left."""
+    """Warn if a job can't take its steps in its time limit. Skips resumed runs, which may have few left."""
     if config.launcher.kind == "local" or config.resume:
         return
     work, step = times

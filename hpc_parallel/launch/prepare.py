@@ -66,7 +66,7 @@ class PreparedRun:
     plan: Plan
     folder: RunFolder
     snapshot: Snapshot | None
-    overrides: Sequence[str]  # of the command line; in a sweep, those of this run
+    overrides: Sequence[str]  # from the command line; in a sweep, the overrides of this run
     config_dir: Path | None  # the user's configuration files (--config-dir)
     launcher_reason: str = ""  # why `launcher.kind=auto` chose this launcher
     import_note: str | None = None  # why the user's classes were not imported

@@ -82,7 +82,7 @@ def _plain(value: Any) -> Any:
         return str(value)
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, Integral):  # NumPy's too
+    if isinstance(value, Integral):  # also NumPy's integers
         return int(value)
     return float(value) if isinstance(value, Real) else value
 

@@ -26,7 +26,7 @@ def cpu_facts(*, cpus: Path = CPUS, memory: Path = MEMORY) -> dict[str, Any]:
 
 
 def _model(values: dict[str, str]) -> str:
-    """The model name. ARM CPUs have none, so the machine and the numbers of implementer and part are used."""
+    """The model name. ARM CPUs have none and get their architecture, implementer number and part number."""
     if name := values.get("model name"):
         return name
     numbers = [values[key] for key in ("CPU implementer", "CPU part") if key in values]

@@ -34,8 +34,8 @@ def host_facts(
 ) -> dict[str, Any]:
     """Facts as JSON: `versions` (with the driver, and a digest of all packages), `cpu`, `disks`, ...
 
-    folders: purpose -> folder that must be writable. caches: what `cache_folders` returned. versions: those
-    of torch and other packages. nvml: pynvml or None.
+    folders: purpose -> folder that must be writable. caches: the result of `cache_folders`. versions: the
+    versions of torch and other packages. nvml: pynvml or None.
     """
     no_log = {"kernel_log": "not read: no NVIDIA GPU is used, or pynvml is missing", "seen": []}
     xids: dict[str, Any] = logged_xids() if nvml is not None else no_log

@@ -84,7 +84,7 @@ def connection(one: MachinePart, other: MachinePart) -> str:
     # A path is (host bridge, root port, switch, ..., device): two parts of one switch share the root port.
     if shared == 1:
         return HOST
-    between = len(one.path) + len(other.path) - 2 * shared - 2  # bridges below those that both share
+    between = len(one.path) + len(other.path) - 2 * shared - 2  # bridges below the shared bridges
     return SWITCH if between <= 2 else SWITCHES
 
 

@@ -107,7 +107,7 @@ def _read(path: Path) -> bytes:
             except BlockingIOError:  # no more records
                 break
             except OSError as error:
-                if error.errno != errno.EPIPE:  # a record was overwritten meanwhile
+                if error.errno != errno.EPIPE:  # EPIPE: a record was overwritten
                     raise
                 continue
             if not records[-1]:
