@@ -149,7 +149,7 @@ class PreparedRun:
         return max((checkpoint.step for checkpoint in complete(self.folder.checkpoints)), default=0)
 
     def write(self, *, copied: Snapshot | None = None, git_state: GitState | None = None) -> None:
-        """Write the run folder: configuration, source, and facts of the environment only this machine knows.
+        """Write the run folder: configuration, source, and environment facts that only this machine knows.
 
         copied: in a sweep, the snapshot of the same files in a run that is already written.
         git_state: in a sweep, a cached `source_state`.
