@@ -2,7 +2,7 @@
 
 A job may start days after it was submitted, with a newer version of hpc_parallel. Batch scripts, submitit's
 payloads and the local launcher therefore name only this module, and its parts keep their names. The modules
-that they import may move.
+that these parts import may move.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def worker_main() -> Callable[[str], int]:
 
     The local agent calls this once, before it forks the ranks. No rank may inherit a CUDA context or a pool
     of OpenMP threads, so this function computes nothing. The garbage collector pauses, as in worker/main.py,
-    and never looks at the imported modules again, so that the ranks share their memory.
+    and never looks at the imported modules again, so that the ranks share the modules' memory.
     """
     gc.disable()
     from hpc_parallel.worker.main import main

@@ -1,4 +1,4 @@
-"""What a script of the user's can tell its job and ask of it, without torch (docs/own-script.md).
+"""Lets a user's script log figures and ask whether its job must stop, without torch (docs/own-script.md).
 
     from hpc_parallel import job_context
 
@@ -26,11 +26,11 @@ from typing import SupportsFloat
 
 from hpc_parallel.record.safe_write import append_line, write_text
 
-# The variables in which a rank finds its job: the run folder, the number of earlier starts, and the prefix of
-# the files with which the ranks agree on a stop.
+# Environment variables that describe the job to a rank: the run folder, the number of earlier starts, and the
+# prefix of the files with which the ranks agree on a stop.
 RUN, RESTARTS, STOP = "HPC_PARALLEL_RUN", "HPC_PARALLEL_RESTARTS", "HPC_PARALLEL_STOP"
-LOGGED = Path("logs", "rank-0.metrics.jsonl")  # what `log` writes, in the run folder
-_ANSWER_S = 60.0  # within this time all ranks must have asked once
+LOGGED = Path("logs", "rank-0.metrics.jsonl")  # the file that `log` writes in the run folder
+_ANSWER_S = 60.0  # within this time, all ranks must have called `stop_requested` once
 _PER_S = 100  # listings of the folder per second, by all ranks together: it may be on a file server
 
 _run = os.environ.get(RUN)
@@ -66,12 +66,12 @@ def log(*, step: int, **figures: SupportsFloat) -> None:
 
 
 def stop_requested(step: int) -> bool:
-    """Whether the script is to save its state and end with code 0, because its job has to stop.
+    """Whether the script must save its state and end with code 0, because its job has to stop.
 
-    A job has to stop before its time limit, at a preemption, and when it is cancelled. Call this on every
-    rank with the same growing numbers `step`, for example after each step. All ranks get the same answer
-    for the same step, also if some of them are steps ahead of others. From the first call on, SIGTERM does
-    not end the script, unless it has set a handler itself.
+    A job has to stop before its time limit, at a preemption, and when it is cancelled. Call this function on
+    every rank with the same increasing numbers `step`, for example after each step. All ranks get the same
+    answer for the same step, even if some ranks are ahead of others. From the first call on, SIGTERM does
+    not end the script, unless the script has set its own handler.
     """
     global _agreement
     if _run is None or STOP not in os.environ:
@@ -86,10 +86,10 @@ def stop_requested(step: int) -> bool:
 class Agreement:
     """The step from which all ranks answer yes.
 
-    After the request each rank holds its answers back and publishes the last step for which it has answered
-    no. When all have done so, rank 0 publishes the step after the highest of these. A rank that has waited
-    too long publishes that there is none. The first decision holds for all ranks. A thread does this, so a
-    rank may wait for another one in a collective meanwhile.
+    After the request, each rank delays its answers and publishes the last step for which it has answered no.
+    When all ranks have published, rank 0 decides: it publishes the step after the highest of these steps. A
+    rank that has waited too long publishes the decision that there is no step. The first decision holds for
+    all ranks. A thread does this work, so a rank may meanwhile wait for another rank in a collective.
     """
 
     def __init__(self, prefix: str, *, rank: int, ranks: int, answer_s: float = _ANSWER_S) -> None:
@@ -154,13 +154,13 @@ _agreement: Agreement | None = None
 
 
 def _publish(file: Path, number: float) -> None:
-    """Publish a number, unless `file` has one: a link is made at once with its text, and never replaced."""
+    """Publish a number, unless `file` exists. A symlink has its text from the start and is never replaced."""
     with suppress(FileExistsError):
         os.symlink(str(number), file)
 
 
 def request_stop(prefix: str) -> None:
-    """Ask all ranks to stop: what `stop_requested` waits for."""
+    """Ask all ranks to stop, by the file that `stop_requested` waits for."""
     with suppress(OSError):
         write_text(Path(prefix), "")
 

@@ -1,6 +1,6 @@
-"""What transformers says of a model type, without importing it, which takes seconds and loads torch.
+"""The keys, aliases and tensor plan of a model type of transformers, read from its source code.
 
-The keys, aliases and tensor plan of a model type are read from the source of its configuration class.
+The library is not imported, because an import takes seconds and loads torch.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ class Family:
     """The names of a model type's parts in its base model and its layers."""
 
     embedding: str = "embed_tokens"
-    positions: str | None = None  # learned ones, added to the embedding
+    positions: str | None = None  # learned positions, added to the embedding
     layers: str = "layers"
     attention: str = "self_attn"
     norm: str = "norm"
-    residual: str | None = None  # weights that write to the residual stream, if they start smaller
+    residual: str | None = None  # weights into the residual stream, if their initial values are smaller
     columns: str = "intermediate_size"  # the key of the feed-forward width
 
 
-# tests/unit/test_huggingface.py compares each of them with the library's model.
+# tests/unit/test_huggingface.py compares each family with the library's model.
 FAMILIES = {
     "gpt2": Family("wte", "wpe", "h", "attn", "ln_f", residual="c_proj.weight", columns="n_inner"),
     **{kind: Family() for kind in ("llama", "mistral", "olmo2", "qwen2", "qwen3", "starcoder2")},
 }
-# Keys that the adapter fixes, if a type has them: the value, and why it can't be another.
+# Keys that may have only one value, if a model type has them: the value, and the reason.
 DROPOUT = 0.0, "must be 0: the dropped values would depend on the layout"
 WINDOW = "can't set a window: each position attends to all positions before it"
 FIXED: dict[str, tuple[Any, str]] = {
@@ -54,7 +54,7 @@ class Source:
     """The content of a type's configuration class."""
 
     keys: frozenset[str]
-    aliases: Mapping[str, str]  # common name -> the type's name; only the common one may be given
+    aliases: Mapping[str, str]  # common name -> the type's name; users may give only the common name
     plan: Mapping[str, str]  # module of the base model -> how the library splits it
 
     @property

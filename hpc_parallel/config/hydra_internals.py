@@ -1,7 +1,8 @@
 """Every private part of Hydra that this package uses, and the state that Hydra keeps for the whole process.
 
-No other file imports `hydra._internal`: a new version of Hydra is tried here. Hydra's public functions read
-all files of `conf/` again for each run of a sweep, and print errors instead of raising them.
+No other file imports `hydra._internal`, so check this file with each new version of Hydra. Hydra's public
+functions are not enough: they read all files of `conf/` again for each run of a sweep, and print errors
+instead of raising them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from omegaconf.basecontainer import BaseContainer
 
 from hpc_parallel.config.schema import register
 
-_ALONE = threading.RLock()  # what Hydra keeps is one for the whole process
+_ALONE = threading.RLock()  # Hydra has one state for the whole process
 
 
 @contextmanager
@@ -52,7 +53,7 @@ def composing(config_dir: str, *, extra_dir: str | None = None) -> Iterator[None
 
 
 def current_loader() -> ConfigLoaderImpl:
-    """What composes inside `composing`, and with the same files after it."""
+    """Hydra's loader inside `composing`. After the block, it still composes from the same files."""
     loader = GlobalHydra.instance().config_loader()
     assert isinstance(loader, ConfigLoaderImpl)
     return loader
@@ -98,28 +99,28 @@ def flags_parser() -> ArgumentParser:
 
 
 def print_by_flag(flags: Namespace, main: Callable[..., Any], *, config_dir: str, config_name: str) -> None:
-    """Let Hydra print what its flag asks for: the configuration, a completion. Raises what Hydra raises."""
+    """Let Hydra print what `flags` ask for, such as the configuration. Raises what Hydra raises."""
     _run_hydra(flags, get_args_parser(), main, config_dir, config_name)
 
 
 @contextmanager
 def borrowed_hydra() -> Iterator[None]:
-    """Register our schemas and let Hydra compose in the block; then leave Hydra's state as it was.
+    """Register our schemas and let Hydra compose in the block, then restore Hydra's earlier state.
 
-    For callers that are not our own commands: a notebook may use Hydra itself. Other threads wait until the
-    block ends.
+    Callers other than our own commands need this, because a notebook may use Hydra itself. Other threads wait
+    until the block ends.
     """
     with _ALONE:
         singletons = (GlobalHydra, HydraConfig, VersionBase, ConfigStore)
         kept = [(singleton.instance(), dict(vars(singleton.instance()))) for singleton in singletons]
         job = copy.deepcopy(JobRuntime.instance().conf)
         store = _copied(ConfigStore.instance().repo)
-        resolvers = dict(BaseContainer._resolvers)  # no public function lists them; Hydra copies them so, too
+        resolvers = dict(BaseContainer._resolvers)  # no public function lists them; Hydra does the same
         try:
             register()
             yield
         finally:
-            for singleton, attributes in kept:  # attributes are replaced, except the tables of the store
+            for singleton, attributes in kept:  # Hydra replaces attributes, but changes the store's tables
                 vars(singleton).clear()
                 vars(singleton).update(attributes)
             JobRuntime.instance().conf = job
@@ -129,5 +130,5 @@ def borrowed_hydra() -> Iterator[None]:
 
 
 def _copied(groups: dict[str, Any]) -> dict[str, Any]:
-    """The same nodes in tables of their own."""
+    """A copy of the tables with the same nodes."""
     return {name: _copied(node) if isinstance(node, dict) else node for name, node in groups.items()}

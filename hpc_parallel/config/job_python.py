@@ -1,4 +1,4 @@
-"""Which Python a job runs: `launcher.python`, that of its conda or virtual environment, or the current one.
+"""The Python of a job: `launcher.python`, the Python of a conda or virtual environment, or the current one.
 
 A batch script names its Python by a path, so `conda activate` in `launcher.setup` alone changes nothing.
 """
@@ -26,7 +26,7 @@ _VENV = re.compile(r"(?:^|[;&|]\s*)(?:source|\.)\s+([^\s;&|]*)/bin/activate\b")
 def job_python(launcher: LauncherConfig) -> str:
     """The interpreter on the hosts of a job: a path, or a name that the job looks up on its PATH.
 
-    Raises ConfigError if an environment that was there has gone.
+    Raises ConfigError if the conda environment no longer exists.
     """
     if launcher.python is not None:
         return absolute(launcher.python) if os.sep in launcher.python else launcher.python
@@ -38,7 +38,7 @@ def job_python(launcher: LauncherConfig) -> str:
 
 
 def host_python(launcher: LauncherConfig) -> str:
-    """The interpreter that concludes a job: outside of its container, and also before its setup has run."""
+    """The interpreter of `job conclude`. It runs outside the container, and can run before the setup."""
     is_inside = launcher.container is not None and launcher.python is not None
     python = sys.executable if is_inside else job_python(launcher)
     return python if os.sep in python else sys.executable
@@ -55,7 +55,7 @@ def is_chosen(launcher: LauncherConfig) -> bool:
 
 
 def warnings(config: RunConfig) -> Iterator[str]:
-    """Settings that do not change the Python of the run, although they look so."""
+    """Warn about settings that seem to change the Python of the run, but do not."""
     launcher = config.launcher
     if launcher_kind(launcher.kind) == "local":
         for_jobs = (*CHOICES, "modules", "setup", "container")
@@ -76,7 +76,7 @@ def warnings(config: RunConfig) -> Iterator[str]:
 
 
 def _unused_modules(config: RunConfig) -> Iterator[str]:
-    """Modules of Python that this shell has not loaded: the current Python can't need them."""
+    """Warn about Python modules that this shell has not loaded: the current Python can't need them."""
     if config.launcher.container is not None:
         return
     here = os.environ.get("LOADEDMODULES", "").split(":")

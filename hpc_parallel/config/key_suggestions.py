@@ -1,8 +1,8 @@
 """Suggest the key that an unknown key was meant to be.
 
-A wrong suggestion costs more than none, because it is accepted and trains something else. So a suggestion is
-the name that another program gives to a key, the same key in another group, or a key of the same group with
-a typing error.
+A wrong suggestion costs more than none, because it is accepted and trains something else. Therefore only
+these keys are suggested: a key for which other programs use the typed name, the same key in another group,
+and a key of the same group from which the typed name differs by a typing error.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from hpc_parallel.problems import nearest
 
 _MOST_EDITS = 2
 
-# The name in other programs: the key here. A value after `=` replaces the typed one, which has another
-# meaning; `=` alone stands for the key's current value.
+# The name in other programs: our key. A value after `=` replaces the typed value, which has another meaning.
+# `=` alone stands for the current value of our key.
 SYNONYMS = {
     "lr": "optimizer.learning_rate",
     "learning_rate_schedule": "optimizer.schedule",
@@ -144,7 +144,7 @@ SYNONYMS = {
     "preflight.action": "preflight.act",
     "profile.window": "profile.steps",
 }
-# A value's name in other programs: the value here.
+# For each key: the names of its values in other programs, with our values.
 VALUES = {
     "strategy": {
         "ddp": "data",
@@ -186,7 +186,7 @@ VALUES = {
     "profile": {"nsight": "nsys", "nsight-systems": "nsys", "nsight-compute": "ncu", "pytorch": "torch"},
     "cluster.container": {"enroot": "pyxis", "singularity": "apptainer"},
 }
-# Names of the number of microbatches whose gradients are added up.
+# Other programs' names for the number of microbatches whose gradients are accumulated.
 ACCUMULATION = (
     "accumulate_grad_batches",
     "grad_accum",
@@ -208,7 +208,7 @@ def _plain(name: str) -> str:
 
 
 def suggest(key: str, keys: Iterable[str]) -> str | None:
-    """The key that `key` was meant to be, of the legal `keys` (dotted names).
+    """Suggest which of the legal `keys` (dotted names) `key` was meant to be.
 
     Returns `key`, `key=value` if the typed value has another meaning, `key=` for the current value, or None.
     """

@@ -15,7 +15,7 @@ SPMD, DATAPARALLEL, PARAMETER_SERVER = EXECUTIONS = ("spmd", "dataparallel", "pa
 
 
 class Degrees(Protocol):
-    """The degree of each axis, as `DegreesConfig` has it; -1 stands for what the others leave."""
+    """The degree of each axis, as in `DegreesConfig`; -1 stands for the devices that the other axes leave."""
 
 
 class Execution(Protocol):
@@ -37,12 +37,12 @@ def recorded_strategy(config: Mapping[str, Any]) -> Strategy:
 
 
 def processes_per_node(strategy: Execution, *, gpus_per_node: int) -> int:
-    """Ranks that a node starts: one for each device, or one that drives all of them."""
+    """The number of ranks of a node: one for each device, or one that drives all devices."""
     return 1 if strategy.execution == DATAPARALLEL else gpus_per_node
 
 
 def servers(strategy: Execution) -> int:
-    """The number of ranks outside of the layout: they come first and only serve."""
+    """The number of ranks that only serve parameters. They are the first ranks and not part of the layout."""
     return int(strategy.execution == PARAMETER_SERVER and strategy.dedicated_server)
 
 
@@ -60,9 +60,9 @@ class Layout:
 
     @staticmethod
     def resolve(strategy: Degrees, *, devices: int) -> Layout:
-        """Give the axis of degree -1 what the others leave of `devices`.
+        """The layout of `devices`. A degree of -1 becomes `devices` divided by the other degrees.
 
-        Raises ValueError if more than one is -1 or the product is not `devices`.
+        Raises ValueError if more than one degree is -1 or the product is not `devices`.
         """
         return _resolve(tuple(int(getattr(strategy, axis)) for axis in AXES), devices)
 
@@ -151,7 +151,7 @@ def share_of(rank: int, *, layout: Layout, strategy: Execution) -> tuple[int | N
 
 
 def tile_grid(tiles: int, chosen: Sequence[int] | None = None) -> tuple[int, int]:
-    """Rows and columns of the tiles: those chosen, or the most square grid without more rows than columns."""
+    """Rows and columns of the tiles: `chosen`, or the grid nearest to a square that has rows <= columns."""
     if chosen is not None:
         rows, columns = chosen
         return rows, columns

@@ -1,4 +1,4 @@
-"""The bytes that a reference decoder needs on one device, for its state and for a sample, from its sizes."""
+"""Estimates the bytes of a reference decoder on one device: its state, and the activations of a sample."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def least_bytes(config: RunConfig, layout: Layout) -> int | None:
 
 
 def bytes_of_a_weight(config: RunConfig) -> tuple[int, int]:
-    """Lower bounds for a weight with the optimizer's state, and for its gradient."""
+    """Lower bounds in bytes for one weight with its optimizer state, and for its gradient."""
     number = 8 if config.training.precision == "float64" else 4
     if not trains(config):
         return number, 0
@@ -55,7 +55,7 @@ def parameters(config: RunConfig) -> int | None:
     blocks, heads, kv_heads, columns, vocabulary = (size or 0 for size in sizes)
     attention = 2 * dim * dim + 2 * dim * kv_heads * (dim // heads)
     experts = count(config, "experts")[1]
-    feed_forward = 3 * dim * columns * (experts or 1) + dim * (experts or 0)  # the router has a row for each
+    feed_forward = 3 * dim * columns * (experts or 1) + dim * (experts or 0)  # router: a row per expert
     ends = vocabulary * dim * (1 if config.model.get("tied_head") else 2) + dim
     return blocks * (attention + feed_forward + 2 * dim) + ends
 
@@ -63,7 +63,7 @@ def parameters(config: RunConfig) -> int | None:
 def fitting_samples(config: RunConfig, layout: Layout) -> int | None:
     """Returns the samples of one forward and backward pass that fit, at least 1.
 
-    Returns None if that is unknown: for a model of another class, or without `cluster.device_memory_gb`.
+    Returns None for a model of another class, or if `cluster.device_memory_gb` is not set.
     """
     memory_gb, sample = config.cluster.device_memory_gb, sample_bytes(config, layout)
     held = least_bytes(config, layout)
@@ -77,9 +77,9 @@ def fitting_samples(config: RunConfig, layout: Layout) -> int | None:
 def sample_bytes(config: RunConfig, layout: Layout) -> int | None:
     """The bytes that a forward pass of one sample keeps for its backward pass, on one device.
 
-    A block of our decoders keeps 9 numbers a position for each of its `dim`, 2 for each of its key-value
-    heads' width, and 4 for each of `ffn_dim`; in half precision the last two are of that type. A pipeline's
-    rank keeps fewer blocks of more microbatches, which is about the same. A test compares this with torch.
+    For each position, a block of our decoders keeps 9 * dim + 2 * kv_heads * head_dim + 4 * ffn_dim numbers.
+    The first term is float32 or float64, and the others have the compute dtype. A pipeline rank keeps fewer
+    blocks of more microbatches, which needs about the same memory. A test compares this with torch.
     """
     length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
     if parameters(config) is None or not isinstance(length, int):

@@ -29,8 +29,9 @@ STEM, HEAD = "stem", "head"
 class Weight:
     """A parameter of the whole model.
 
-    tensor_dim: the dim that the tensor axis splits, if it does. casts: a step in bfloat16 without fully_shard
-    computes with a copy of it (`strategies/working_weights.py`). of_experts: its first dim is the experts.
+    tensor_dim: the dim that the tensor axis splits, or None. casts: whether a bfloat16 step without
+    fully_shard computes with a copy of the weight (`strategies/working_weights.py`). of_experts: whether the
+    first dim is the experts.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """The weights in the order of the model; without the copy of a tied weight, whose name `tied` has."""
+    """The weights in the order of the model. The copy of a tied weight is only in `tied`."""
 
     weights: tuple[Weight, ...]
     tied: Mapping[str, str]  # the name of the copy -> the name of the weight
@@ -63,7 +64,7 @@ class ModelWeights:
         return len(self.flops.blocks)
 
     def stage(self, blocks: range) -> list[Weight]:
-        """Those of a stage with these `blocks`, in order; its copy of a tied weight has the copy's name."""
+        """The weights of a stage with these `blocks`, in order. A copy of a tied weight has its own name."""
         parts = {str(index) for index in blocks}
         parts |= {STEM} if blocks.start == 0 else set()
         parts |= {HEAD} if blocks.stop == self.blocks else set()
@@ -111,7 +112,7 @@ def sample_shape_of(model: Any, data: Any) -> tuple[int, ...] | None:
 
 
 def _decoder(model: Mapping[str, Any], sample_shape: tuple[int, ...]) -> ModelWeights:
-    """transformer.py, moe.py."""
+    """The weights of a model of transformer.py or moe.py."""
     (seq,), dim, width = sample_shape, model["dim"], model["ffn_dim"]
     kv = model["kv_heads"] * (dim // model["heads"])
     experts, split = model.get("experts"), "experts" not in model  # a mixture of experts has no tensor roles
@@ -145,7 +146,7 @@ def _decoder(model: Mapping[str, Any], sample_shape: tuple[int, ...]) -> ModelWe
 
 
 def _llama(model: Mapping[str, Any], sample_shape: tuple[int, ...]) -> ModelWeights | None:
-    """huggingface.py with a type whose layers are those of Llama; None for another one."""
+    """The weights of a model of huggingface.py with Llama's layers; None for another model type."""
     config = {key: value for key, value in model["config"].items() if value is not None}
     known = {
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -188,7 +189,7 @@ def _language(
     split: bool,
     unused: int = 0,
 ) -> ModelWeights:
-    """What all decoders share. unused: weights of the experts of a block that a token does not use."""
+    """The weights of a decoder. unused: the number of expert weights of a block that a token skips."""
     ends_dim = 0 if split else None
     blocks = [list(block(index)) for index in range(layers)]
     matrices = sum(weight.numel for weight in blocks[0] if len(weight.shape) > 1)
@@ -214,7 +215,7 @@ def _norm(name: str, channels: int) -> list[Weight]:
 
 
 def _convnet(model: Mapping[str, Any], sample_shape: tuple[int, ...]) -> ModelWeights:
-    """convnet.py."""
+    """The weights of a model of convnet.py."""
     _, height, width = sample_shape
     channels, kernel, classes = model["channels"], model["kernel_size"], model["classes"]
     weights, flops = [], []
@@ -237,7 +238,7 @@ def _convnet(model: Mapping[str, Any], sample_shape: tuple[int, ...]) -> ModelWe
 
 
 def _unet(model: Mapping[str, Any], sample_shape: tuple[int, ...]) -> ModelWeights:
-    """unet.py."""
+    """The weights of the model of unet.py."""
     _, height, width = sample_shape
     channels, kernel = list(model["channels"]), model["kernel_size"]
     positions = height * width

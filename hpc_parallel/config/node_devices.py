@@ -1,4 +1,4 @@
-"""What `auto` means for `launcher.kind`, and for `gpus_per_node` where the run will be."""
+"""What `auto` means for `launcher.kind`, and for `gpus_per_node` on the nodes of the run."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from hpc_parallel.slurm import client
 from hpc_parallel.slurm.limits import gpu_counts
 
 AUTO = "auto"
-_PATIENCE_S = 10.0  # with nvidia-smi
+_PATIENCE_S = 10.0  # for nvidia-smi to answer
 
 
 def devices_of_a_node(values: Mapping[str, Any], *, environment: Mapping[str, str] = os.environ) -> int:
-    """What `auto` stands for.
+    """The number of devices for `gpus_per_node=auto`.
 
-    A run of this machine uses the GPUs that are visible here, or one CPU process if there are none. A run on
-    Slurm uses what the cluster profile says (`cluster.partitions`, `cluster.gpus_per_node`), else what sinfo
-    says of the partition.
+    A run on this machine uses the GPUs that are visible here, or one CPU process if there are none. A run on
+    Slurm uses the number in the cluster profile (`cluster.partitions`, `cluster.gpus_per_node`). If the
+    profile has none, the run uses the number that sinfo reports for the partition.
 
     values: the keys `device`, `launcher` (`kind`, `partition`) and `cluster` (`name`, `partitions`, `gpus`,
     `gpu_type`, `gpus_per_node`) of the configuration.
 
-    Raises ConfigError if nobody knows.
+    Raises ConfigError if the number is unknown.
     """
     launcher, cluster = values["launcher"], values["cluster"]
     if launcher_kind(launcher["kind"], environment=environment) == "local":
@@ -65,7 +65,7 @@ def choose_launcher(kind: str, *, environment: Mapping[str, str] = os.environ) -
 
 
 def _choose_automatically(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Slurm where it answers and we are not inside an allocation, else this machine; with the reason."""
+    """Slurm if it answers and we are not inside an allocation, else this machine; and the reason."""
     if job := environment.get("SLURM_JOB_ID"):
         return "local", f"already inside the allocation of job {job}"
     if not client.is_installed():
@@ -93,7 +93,7 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
 
 
 def sees_gpus(environment: Mapping[str, str]) -> bool:
-    """Whether this machine shows NVIDIA GPUs, without asking another program."""
+    """Whether this machine shows NVIDIA GPUs, without running another program."""
     if environment.get("CUDA_VISIBLE_DEVICES") is not None:
         return visible_gpus(environment) > 0
     return any(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia*"))

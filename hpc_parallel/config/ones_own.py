@@ -1,4 +1,4 @@
-"""Advice for a choice that names something of the user's: a file, a folder of data, a class."""
+"""Advice for `KEY=VALUE` if the value names a file, a data folder or a class of the user."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _READERS = {
 
 
 def of_ones_own(key: str, value: str) -> str | None:
-    """A sentence with the words that `key=value` was meant to be; None if `value` names nothing here."""
+    """A sentence with the overrides to use in place of `key=value`; None if `value` names nothing here."""
     if suggestion := _configuration(key, value) or (_data(value) if key == "data" else None):
         return f"Try {suggestion}."
     if key in ("model", "data") and (target := _class_path(value)):
@@ -24,7 +24,7 @@ def of_ones_own(key: str, value: str) -> str | None:
 
 
 def _configuration(key: str, value: str) -> str | None:
-    """The words for a file FOLDER/KEY/VALUE.yaml near the current folder, or for the path of such a file."""
+    """The overrides for FOLDER/KEY/VALUE.yaml near the current folder, or for the path of such a file."""
     path = Path(value).expanduser()
     if path.suffix in (".yaml", ".yml") and is_file(path) and path.absolute().parent.name == key:
         return f"--config-dir {spell(path.parent.parent)} {key}={path.stem}"
@@ -34,7 +34,7 @@ def _configuration(key: str, value: str) -> str | None:
 
 
 def _data(value: str) -> str | None:
-    """The words for a file or a folder of data."""
+    """The overrides for a file or a folder of data."""
     path = Path(value).expanduser()
     where = f"data.path={spell(value)}"
     if not is_folder(path):

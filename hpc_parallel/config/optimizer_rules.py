@@ -1,4 +1,4 @@
-"""Which class with which settings updates a weight, by its name and the rules of the configuration."""
+"""Chooses the optimizer class and settings of a weight by its name and the rules of the configuration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def settings_for(name: str, dims: int, config: OptimizerConfig) -> Settings:
 
 
 def _apply(settings: Settings, rule: Mapping[str, Any]) -> Settings:
-    if "_target_" in rule:  # the options are of another class
+    if "_target_" in rule:  # the earlier options belong to another class
         settings = replace(settings, target=rule["_target_"], options={})
     changed = {key: rule[key] for key in ("weight_decay", "learning_rate_scale") if key in rule}
     return replace(settings, options={**settings.options, **rule.get("options", {})}, **changed)

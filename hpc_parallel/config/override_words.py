@@ -1,7 +1,7 @@
-"""The overrides that may stand on a command line, by their beginnings: groups, keys, and values of both.
+"""Completes an override on a command line: the names of groups and keys, and their values.
 
-A shell asks at each press of the tab key, so nothing is composed: the groups are the folders of `conf/`, the
-keys are those of the schemas.
+A shell asks at each press of the tab key, so nothing is composed. The groups are the folders of `conf/`, and
+the keys come from the schemas.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpc_parallel.config.typed_config import schema_keys
 
 
 def override_words(prefix: str, *, extra_dir: str | None = None) -> list[str]:
-    """The overrides that begin with `prefix`: up to the next dot of a key, or with a value.
+    """The overrides that begin with `prefix`. Each ends at the next dot or `=` of a key, or has a value.
 
     extra_dir: the user's folder of configuration files.
     """
@@ -39,7 +39,7 @@ def _up_to_next_dot(name: str, start: int) -> str:
 
 
 def _values(key: str, folders: Sequence[Path]) -> list[str]:
-    """What the key can be set to; empty if that is a number or any text."""
+    """The possible values of the key; empty if it takes a number or any text."""
     if files := _groups(folders).get(key):
         return files
     if choices := choices_of(key):

@@ -1,4 +1,4 @@
-"""The cost of each part of a model, by which stages are balanced."""
+"""The cost of each part of a model. Pipeline stages are balanced by these costs."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ class PartCosts:
 
 
 class PartFlops(PartCosts):
-    """FLOPs of one sample's forward pass by part; a multiplication and an addition are two."""
+    """FLOPs of one sample's forward pass by part; a multiplication and an addition count as two."""

@@ -1,4 +1,4 @@
-"""Where the files are that Hydra composes: the package's, and the user's."""
+"""The folders with the files that Hydra composes: the package's and the user's."""
 
 from __future__ import annotations
 

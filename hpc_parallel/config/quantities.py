@@ -6,7 +6,7 @@ import re
 
 from hpc_parallel.slurm.short_forms import minutes_of
 
-_SPELLINGS = {  # of a unit of time, in seconds
+_SPELLINGS = {  # seconds in a unit of time: spellings of the unit
     0.001: ("ms", "msec"),
     1.0: ("s", "sec", "secs", "second", "seconds"),
     60.0: ("m", "min", "mins", "minute", "minutes"),
@@ -20,7 +20,7 @@ _UNIT_OF_KEY = {"_minutes": 60.0, "_s": 1.0, "_mb": 2.0**20, "_gb": 2.0**30, "by
 
 
 def same_quantity(key: str, value: str) -> float | None:
-    """The number that `value` stands for, in the unit of `key`: `2h` for minutes, `64G`, `1e3`, `10k`."""
+    """Convert `value` (`2h`, `64G`, `1e3`, `10k`) to a number in the unit of `key`, or to None."""
     if key.endswith("time_minutes") and (minutes := minutes_of(value)):
         return minutes
     match = re.fullmatch(r"([\d_]*\.?\d+(?:e\d+)?)\s*([a-z]*)", value.strip().lower())

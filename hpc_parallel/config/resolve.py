@@ -1,4 +1,4 @@
-"""Give a composed configuration its answers and its types, or find its missing and unknown keys."""
+"""Replace each `auto` in a composed configuration and give it types, or find missing and unknown keys."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class UnresolvedError(ConfigError):
 
 
 class Resolved(NamedTuple):
-    """A configuration in which each `auto` that the login node can answer has its answer."""
+    """A configuration without `auto`, except where only the job can know the value."""
 
     config: RunConfig
-    values: dict[str, Any]  # the same as plain values, for `config.yaml`
+    values: dict[str, Any]  # the same configuration as plain values, for `config.yaml`
     launcher_reason: str  # why `launcher.kind=auto` chose this launcher; empty if the user chose it
 
 
 def resolve(config: DictConfig, *, preset: Mapping[str, Any] = MappingProxyType({})) -> Resolved:
-    """Answer what is `auto` and give the configuration its types.
+    """Replace each `auto` and give the configuration its types.
 
-    preset: answers that are known already, by dotted key.
+    preset: values that are already known, by dotted key.
 
     Raises UnresolvedError with every key that is missing or unknown to the schemas.
     """
-    config = with_values(config, preset)  # the only copy: it takes as long as all that is set here
-    launcher_reason = _set_launcher(config)  # first: the others depend on it
+    config = with_values(config, preset)  # the only copy, as it takes as long as all defaults below
+    launcher_reason = _set_launcher(config)  # first: the other defaults depend on it
     for set_default in (_set_devices, _set_gpu_defaults, _set_script, _set_batch, _set_time_budget):
         set_default(config)
     if (run := _resolve_valid(config)) is not None:
@@ -84,7 +84,8 @@ def _set_devices(config: DictConfig) -> None:
     if OmegaConf.is_interpolation(config, "gpus_per_node") or config.get("gpus_per_node") != AUTO:
         return
     try:
-        launcher = {key: config.launcher[key] for key in ("kind", "partition")}  # others may need the devices
+        # Only these two keys: another key may refer to `gpus_per_node`.
+        launcher = {key: config.launcher[key] for key in ("kind", "partition")}
         cluster = OmegaConf.to_container(config.cluster, resolve=True)
         devices = devices_of_a_node({"device": config.device, "launcher": launcher, "cluster": cluster})
     except OmegaConfBaseException:  # `resolve` reports it with all other keys
@@ -117,7 +118,7 @@ def _set_gpu_defaults(config: DictConfig) -> None:
 
 
 def _set_script(config: DictConfig) -> None:
-    """For `task=script`, set a name after the script, and what starts it in place of a strategy."""
+    """For `task=script`, set a name after the script, and the processes to start in place of a strategy."""
     if OmegaConf.select(config, "task.name", default=None) != TASK:
         return
     try:
@@ -128,7 +129,7 @@ def _set_script(config: DictConfig) -> None:
         return
     if OmegaConf.is_interpolation(config, "name"):
         config.name = name_of(script)
-    execution = DATAPARALLEL if start == NODE else SPMD  # one process that drives all devices of a node
+    execution = DATAPARALLEL if start == NODE else SPMD  # NODE: one process drives all devices of a node
     config.strategy = OmegaConf.structured(StrategyConfig(name=TASK, replicate=-1, execution=execution))
     if start != RANKS and of_site != "mpirun":
         config.cluster.start = TORCHRUN if start == TORCHRUN else "srun"
@@ -168,7 +169,7 @@ def with_values(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
 
 
 def _resolve_valid(config: DictConfig) -> RunConfig | None:
-    """The fast path for a sweep of hundreds: None if a value is missing, unknown or of another type."""
+    """A fast path for large sweeps: None if a value is missing, unknown or of another type."""
     if any(unknown_keys(config[key]) for key in ("model", "data") if OmegaConf.is_dict(config.get(key))):
         return None
     try:
@@ -187,7 +188,7 @@ def _has_missing(value: Any) -> bool:
 def missing_keys(config: DictConfig, prefix: str = "") -> list[str]:
     """Dotted names of keys without a value.
 
-    OmegaConf's function resolves interpolations, which may fail.
+    OmegaConf's own function is not used, because it resolves interpolations, which may fail.
     """
     names = [f"{prefix}{key!s}" for key in config if OmegaConf.is_missing(config, key)]
     for key, child in children(config):

@@ -1,9 +1,9 @@
-"""What the value of one key must be. The rule stands at the key, in the metadata of its field.
+"""Rules for the value of one key. A rule is in the metadata of the key's field.
 
     steps: int = key(100, count())  # The number of optimizer steps.
 
-`checks/key_checks.py` applies the rules, and docs/configuration.md shows them. What several keys must be
-together is a function in `checks/`, which `checks/all_checks.py` lists.
+`checks/key_checks.py` applies the rules, and docs/configuration.md shows them. A rule for several keys is a
+function in `checks/`, and `checks/all_checks.py` lists these functions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Rule:
 
     allows: whether a value is legal.
     text: what a problem says after the key and its value.
-    legal: values to suggest; none: the default of the key.
+    legal: values to suggest; if empty, the default of the key.
     choices: the legal words, if there are few of them; the nearest one is suggested.
     most: the largest integer. Larger ones are reported alone, because other checks loop up to the value.
     """
@@ -39,7 +39,7 @@ class Rule:
 def key(default: Any, rule: Rule, *, legal: Any = ()) -> Any:
     """A key of a configuration class: its default and its rule.
 
-    legal: what is suggested in place of the rule's value; a tuple has several suggestions.
+    legal: the value to suggest in place of the rule's `legal`, or a tuple of several values.
     """
     suggestions = legal if isinstance(legal, tuple) else (legal,)
     metadata = {RULE: replace(rule, legal=suggestions or rule.legal)}
@@ -72,7 +72,7 @@ def inside(least: float, most: float) -> Rule:
 
 
 def _number(allows: Callable[[float], bool], text: str, *, finite: bool = True) -> Rule:
-    """A rule for numbers. The type of the key, where it has one, refuses other values."""
+    """A rule for numbers. If the key has a type, the type refuses other values."""
 
     def is_legal(value: Any) -> bool:
         if not isinstance(value, int | float):
@@ -87,7 +87,7 @@ def one_of(*choices: str) -> Rule:
 
 
 def matches(pattern: str, text: str) -> Rule:
-    """A text that the regular expression describes as a whole."""
+    """A text that the regular expression matches from start to end."""
     return Rule(lambda value: re.fullmatch(pattern, value, re.ASCII) is not None, text)
 
 

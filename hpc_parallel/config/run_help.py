@@ -1,4 +1,4 @@
-"""The screen of `run --help`: usage, examples, the groups with their choices, and where all keys are."""
+"""The text of `run --help`: usage, examples, the groups with their choices, and where to find all keys."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ All keys: docs/configuration.md. After a run: python -m hpc_parallel status | lo
 
 
 def run_help(places: Places) -> str:
-    """The text, with the choices of `places`, the user's own folder included. Raises what Hydra does."""
+    """The help text, with the choices in all folders of `places`. Raises what Hydra raises."""
     with composing(places["config_dir"], extra_dir=places["extra_dir"]):
         loader = current_loader()
         defaults = Composer(places["config_name"]).defaults()

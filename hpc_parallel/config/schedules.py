@@ -1,7 +1,8 @@
 """The pipeline schedules and their rules for stages and microbatches.
 
-torch.distributed.pipelining raises by the same rules; the login half reads them here without torch. Its class
-is named in `strategies/pipeline.py`, the order of its actions in `planning/pipeline_orders.py`.
+torch.distributed.pipelining raises errors by the same rules; the login node reads them here without torch.
+`strategies/pipeline.py` names the class of each schedule, and `planning/pipeline_orders.py` has the order of
+its actions.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ class Schedule:
     """The rules of a schedule; `stages_per_rank`: minimum, maximum (None: no limit), default."""
 
     stages_per_rank: tuple[int, int | None, int] = (1, 1, 1)
-    v_shaped: bool = False  # a rank's two stages are as far from the first stage as from the last
+    v_shaped: bool = False  # a rank's stages: one is as far from the first as the other from the last
     full: bool = False  # needs at least as many microbatches as stages
-    rounds: bool = False  # runs microbatches in equal rounds of about one per rank
+    rounds: bool = False  # runs microbatches in equal rounds of about one microbatch per rank
     splits_backward: bool = False  # computes gradients of weights later than those of inputs
     in_turn: bool = False  # a microbatch starts after the previous one has finished
-    two_way: bool = False  # activations and gradients travel at the same time, in calls of their own
-    torch: tuple[int, int] = (2, 11)  # the oldest version that has it
+    two_way: bool = False  # sends activations and gradients at the same time, in separate calls
+    torch: tuple[int, int] = (2, 11)  # the oldest version of torch that has the schedule
 
 
 _ROUND = (2, None, 2)

@@ -1,6 +1,6 @@
-"""A script of the user's own: from the words after `--` to keys, and from keys to its arguments.
+"""Converts the words after `--` to keys, and these keys to the arguments of the user's script.
 
-Both halves use it, so it imports neither Hydra nor torch.
+The login node and the ranks both use this module, so it imports neither Hydra nor torch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ STOP_SIGNALS = ("none", "SIGTERM", "SIGUSR1", "SIGUSR2")
 PLACEHOLDERS = (
     "{run}", "{rank}", "{seed}", "{nodes}", "{devices}", "{processes}", "{address}", "{port}",
 )  # fmt: skip
-# Words of a program whose figures reach `metrics.jsonl` without `script.metrics`.
+# The figures of a program with one of these words can reach `metrics.jsonl` without `script.metrics`.
 LOGS = re.compile(rb"job_context|tensorboard|summarywriter|accelerate|lightning|transformers", re.IGNORECASE)
 _IMPORT = re.compile(rb"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
-_MOST_BYTES = 2**20  # of a file whose text is searched
+_MOST_BYTES = 2**20  # searched at the beginning of a file
 
 
 def with_script(words: Sequence[str]) -> list[str]:
@@ -90,7 +90,7 @@ def name_of(script: Mapping[str, Any]) -> str:
 def arguments_of(script: Mapping[str, Any], *, values: Mapping[str, str]) -> list[str]:
     """The arguments of the script: `script.words`, then `script.arguments` in its style.
 
-    values: what each of PLACEHOLDERS becomes.
+    values: the text for each of PLACEHOLDERS.
     """
     named = [
         word
@@ -101,14 +101,14 @@ def arguments_of(script: Mapping[str, Any], *, values: Mapping[str, str]) -> lis
 
 
 def absolute(text: str) -> Path:
-    """A path as the user typed it, from where the user stands."""
+    """The absolute path of a path that the user typed, which may be relative or start with `~`."""
     return Path(os.path.expanduser(text)).absolute()
 
 
 def resume_words(script: Mapping[str, Any], *, values: Mapping[str, str], folder: Path) -> list[str]:
     """The words of `script.resume_arguments`; none if a path among them does not exist.
 
-    folder: the working directory, from which relative paths count.
+    folder: the working directory, where relative paths start.
     """
     arguments = [fill(word, values) for word in shlex.split(script["resume_arguments"] or "")]
     paths = [folder / path for word in arguments if "/" in (path := word.rpartition("=")[2])]

@@ -1,4 +1,4 @@
-"""What decides who holds what and who sends what to whom, read from a configuration without torch."""
+"""The parts of a configuration that decide what each rank holds, sends and receives, read without torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpc_parallel.config.typed_config import strategy_of
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a model; None if the configuration does not say it.
+    """Facts about a model. A fact that the configuration does not state is None.
 
     reads: `text` or `images`. tied: stem and head share a weight. batch_norm: it has BatchNorm layers.
     whole_head: the head of a model of images needs the whole image.
@@ -41,7 +41,7 @@ class Setup:
 
     @property
     def uncovered(self) -> str | None:
-        """Why nothing is known about this combination, in one clause; None if it is one that can run."""
+        """Why this combination is not covered, in one clause; None if it can run."""
         degrees = self.layout.degrees
         used = [axis for axis in DECLARED if degrees[axis.name] > 1]
         if self.strategy.execution != SPMD and any(axis.name != "replicate" for axis in used):
@@ -65,7 +65,7 @@ class Setup:
 
 
 def recorded_setup(config: Mapping[str, Any], *, devices: int, device: str | None = None) -> Setup | None:
-    """The setup of a recorded configuration, whose values may be of any type; None if it does not say it.
+    """The setup of a recorded configuration, whose values may be of any type; None without a strategy.
 
     device: the kind of device that the ranks recorded, if the run has started.
 

@@ -32,7 +32,10 @@ def apportion(total: int, shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def _next_time(part: int, share: float, missing: int) -> float | None:
-    """The key by which parts are changed: add to the part that would end first, or take from the last one."""
+    """The sort key of a change: add to the part that would end first, or take from the part that ends last.
+
+    None: nothing can be taken from this part.
+    """
     if missing > 0:
         return (part + 1) / share
     return -part / share if part > 1 else None

@@ -1,7 +1,8 @@
-"""Warn of more nodes, GPUs, memory or time than the partition or this machine has, before the run starts.
+"""Warn before a run starts if it asks for more than the partition or this machine has.
 
-Slurm decides: `sbatch` refuses such a job, or queues one that never starts, as the site has set it. sinfo may
-not show this user all nodes, and a profile may be old, so this is a warning and no refusal.
+The warnings are about nodes, GPUs, memory and time. Slurm decides: depending on the site's settings,
+`sbatch` refuses such a job, or queues it and it never starts. sinfo may not show this user all nodes, and a
+profile may be old, so this module warns and does not refuse.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hpc_parallel.slurm.limits import Limits, limits
 
 
 def site_warnings(config: RunConfig) -> list[str]:
-    """One line for each resource of which the partition does not have as much; empty if nobody knows."""
+    """One line for each resource that exceeds the partition's limit; empty if the limits are unknown."""
     launcher = config.launcher
     if launcher_kind(launcher.kind) == "local":
         return local_warnings(config, memory_bytes=physical_memory_bytes(), environment=os.environ)
@@ -79,7 +80,7 @@ def limits_of(config: RunConfig) -> Limits:
 
 
 def local_warnings(config: RunConfig, *, memory_bytes: int, environment: Mapping[str, str]) -> list[str]:
-    """A line if the weights and what goes with them exceed the memory of this machine, without a GPU.
+    """A line if the weights and their training state exceed this machine's memory; empty with a GPU.
 
     Only our decoders are counted (`model_bytes.py`).
     """

@@ -1,4 +1,4 @@
-"""Which blocks each pipeline stage has: by explicit cuts, or balanced over contiguous stages."""
+"""The blocks of each pipeline stage: from explicit cuts, or balanced over contiguous stages."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def balance(
     """The blocks of each stage, in order, such that the longest time of a stage is minimal.
 
     The time is the cost divided by the stage's speed; all `speeds` are equal if not given. The stem counts in
-    the first stage, the head in the last. `between`: the blocks that may begin a stage, enough for all; every
-    block without it.
+    the first stage, the head in the last. `between`: the blocks that may begin a stage, enough for all
+    stages; by default every block.
 
     Raises ConfigError if there are more stages than blocks.
     """
@@ -78,7 +78,7 @@ def _ends(costs: PartCosts, speeds: tuple[float, ...], begins: frozenset[int]) -
 
     @cache
     def best(start: int, remaining: int) -> tuple[float, tuple[int, ...]]:
-        """The minimal longest time of `remaining` stages of the blocks from `start`, and the stages' ends."""
+        """The minimal longest time of the last `remaining` stages, which begin at `start`, and their ends."""
         stage = stages - remaining
         if remaining == 1:
             return time(start, count, stage=stage), (count,)

@@ -1,4 +1,4 @@
-"""What a task will do, computed from the configuration alone. Both halves use it."""
+"""What a task will do, computed from the configuration alone. The login node and the ranks both use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text that looks like a number stays the text that was typed: an account `2023_001`, a module `3.10`.
+"""Keeps text that looks like a number as it was typed, such as the account `2023_001` or the module `3.10`.
 
 Hydra reads a number before it knows that a key takes text, and YAML reads `0123` as 83 and `on` as true.
 """
@@ -34,7 +34,7 @@ def as_typed(word: str) -> str:
 
 
 def _quoted(value: str, key: str) -> Iterator[str]:
-    """The tokens of a value, of a list or of the values of a mapping."""
+    """The tokens of a value, a list or a mapping, with quotes around each value that Hydra would change."""
     tokens = _TOKENS.findall(value)
     if "".join(tokens) != value:  # quotes that do not close: Hydra says where
         yield value
@@ -48,7 +48,7 @@ def _quoted(value: str, key: str) -> Iterator[str]:
 
 
 def _would_change(text: str, key: str) -> bool:
-    """Whether Hydra makes something of a word that is written otherwise."""
+    """Whether Hydra reads the word as a value that is written differently."""
     if text.lower() in ("true", "false"):
         return not _is_table(key)
     try:
@@ -67,7 +67,7 @@ def _is_table(key: str) -> bool:
 
 
 def _is_text(hint: Any) -> bool:
-    """Whether the type is a text or a list of texts, or null beside it."""
+    """Whether the type is a text or a list of texts. It may also allow null."""
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
     return all(kind is str or kind == list[str] for kind in kinds)
 
@@ -75,7 +75,7 @@ def _is_text(hint: Any) -> bool:
 def problems_of_files(choices: Mapping[str, str], *, folder: str) -> Iterator[str]:
     """Problems of texts in the user's files that YAML reads as something else.
 
-    choices: the file of each group that is used; folder: that of `--config-dir`.
+    choices: the file of each group that is used; folder: the folder of `--config-dir`.
     """
     for group, name in choices.items():
         path = Path(folder, group, f"{name}.yaml")
@@ -92,7 +92,7 @@ def problems_of_files(choices: Mapping[str, str], *, folder: str) -> Iterator[st
 
 
 def _scalars(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
-    """The values of a file without quotes, by dotted key; those of a list have the list's."""
+    """The unquoted values of a file, by dotted key. The values of a list have the key of the list."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             yield from _scalars(value, f"{prefix}{key.value}.")

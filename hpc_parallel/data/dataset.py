@@ -4,7 +4,7 @@
         def __len__(self): return 1000
         def __getitem__(self, index): return torch.tensor([float(index)]), torch.tensor([float(index**2)])
 
-`__getitem__` returns (input, target), each a tensor, an array or a number. torch's own datasets and those of
+`__getitem__` returns (input, target), each a tensor, an array or a number. The datasets of torch and
 torchvision are such objects.
 """
 
@@ -25,9 +25,9 @@ from hpc_parallel.data.sampler import Data, sample_order
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.user_code import UserCodeError, described
 
-SPLIT_SEED = 0x5EED  # of the choice of held-out samples, the same for every run
-CHECKED = 4  # samples of each part that are read at the start, twice
-NARROW = (torch.uint8, torch.int8, torch.int16)  # nor an embedding for these
+SPLIT_SEED = 0x5EED  # the seed that chooses the held-out samples, the same for every run
+CHECKED = 4  # samples of each part that are read twice at the start
+NARROW = (torch.uint8, torch.int8, torch.int16)  # torch has no embedding for them
 UNSUITED = (torch.uint16, torch.uint32, torch.uint64)  # torch has no embedding and no sums for them
 
 
@@ -65,8 +65,8 @@ class DatasetSamples:
     ) -> tuple[Tensor, Tensor]:
         """As `batch`; the random numbers that `__getitem__` draws depend on the sample's key only.
 
-        This holds for the global generators of torch (on the CPU), numpy and Python. They are left as they
-        were found.
+        This holds for the global generators of torch (on the CPU), numpy and Python. Their states are
+        restored afterwards.
 
         Raises ConfigError with the index of the sample that can't be read or has another shape.
         """
@@ -134,12 +134,12 @@ class DatasetSamples:
         return tensor.long() if tensor.dtype in UNSUITED else tensor
 
     def _require_tokens(self, tokens: Tensor, index: int) -> None:
-        """Embeddings crash on a GPU if a token is beyond them."""
+        """Refuse tokens outside the vocabulary: an embedding on a GPU would crash."""
         if self.vocab_size is None or not tokens.numel():
             return
         if tokens.is_floating_point():
             self._refuse(index, f"has inputs of {tokens.dtype}, but data.vocab_size is for token ids")
-        least, most = int(tokens.min()), int(tokens.max())  # a vocabulary of 256 is 0 as uint8
+        least, most = int(tokens.min()), int(tokens.max())  # as int, because 256 is 0 in uint8
         if least < 0 or most >= self.vocab_size:
             worst = least if least < 0 else most
             self._refuse(index, f"has the token {worst}, but data.vocab_size = {self.vocab_size}")
@@ -161,10 +161,10 @@ class DatasetSamples:
 
 
 class DatasetData:
-    """`dataset` for training and `validation`; without the second, a share of the first is held out.
+    """`dataset` for training, and `validation`. Without `validation`, a share of `dataset` is held out.
 
-    The held-out samples are chosen by a fixed shuffle, so a dataset that is sorted by its labels has all of
-    them in both parts. `sequence_length` and `vocab_size`: for token ids, checked if given.
+    The held-out samples are chosen by a fixed shuffle, so a dataset that is sorted by its labels has all
+    labels in both parts. `sequence_length` and `vocab_size`: for token ids, checked if given.
 
     Raises ConfigError if an object is no map-style dataset, a sample can't be used, or the samples do not
     depend on their index alone.
@@ -208,7 +208,7 @@ class DatasetData:
 def as_data(built: Any) -> Data:
     """Returns `built` if it has training and validation samples; a map-style dataset is divided.
 
-    Raises ConfigError if it is neither, and as DatasetData does.
+    Raises ConfigError if `built` is neither, and as DatasetData does.
     """
     if hasattr(built, "train") and hasattr(built, "validation"):
         data: Data = built
@@ -231,7 +231,8 @@ def _checked(part: DatasetSamples) -> NDArray[np.int64]:
 def _look_at(*parts: DatasetSamples) -> tuple[tuple[int, ...], str]:
     """The shape of an input, and a hash of the lengths and of a few samples of each part.
 
-    Raises ConfigError if a sample differs when it is read again: then layouts would train on other samples.
+    Raises ConfigError if a sample differs when it is read again, because layouts would then train on
+    different samples.
     """
     digest = hashlib.sha256(repr([len(part) for part in parts]).encode())
     shapes = []

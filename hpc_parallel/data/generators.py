@@ -1,4 +1,4 @@
-"""The global generators of random numbers on the host: of torch, numpy and Python."""
+"""The global random number generators on the host: those of torch, numpy and Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class GeneratorStates:
-    """The states of all three; equal if nothing was drawn in between."""
+    """The states of all three generators. Two objects are equal if no number was drawn in between."""
 
     torch: bytes
     numpy: Any = field(compare=False)
@@ -42,7 +42,7 @@ def generator_states() -> GeneratorStates:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Leave the generators as they were found."""
+    """Restore the states of the generators after the block."""
     states = generator_states()
     try:
         yield
@@ -52,7 +52,7 @@ def restored() -> Iterator[None]:
 
 @contextmanager
 def seeded(key: int) -> Iterator[None]:
-    """Let the block draw from generators that start with `key`, and leave them as they were found."""
+    """Let the block draw from generators that start with `key`, and restore their states afterwards."""
     with restored():
         seed_all(key)
         yield

@@ -1,8 +1,8 @@
 """Samples from parquet or Arrow files, through Hugging Face's library datasets (`pip install datasets`).
 
-The library turns parquet files into Arrow files in its cache, once, and maps them into memory. Nothing is
-downloaded and no script is run: only local files are named, and columns are read as plain numbers, without
-the library's decoders, which may open other files.
+The library converts parquet files once to Arrow files in its cache, and maps these into memory. Nothing is
+downloaded and no script is run, because only local files are named. Columns are read as plain numbers,
+because the library's decoders may open other files.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 class ParquetData:
     """The rows of a folder of files.
 
-    With a `target`, each row is a sample: the columns `input` and `target`, numbers or lists of numbers of
-    the same length in all rows. Without one, `input` has token ids: all rows in their order are one text,
-    which is cut into windows of `sequence_length` tokens, and the end of it is held out.
+    With a `target`, each row is a sample: the columns `input` and `target`. They have numbers, or lists of
+    numbers of the same length in all rows. Without a `target`, `input` has token ids. All rows in order are
+    one text, which is cut into windows of `sequence_length` tokens. The end of the text is held out.
 
     Raises ValueError if the files or their columns can't be used.
     """
@@ -101,7 +101,7 @@ class Rows:
 
 
 def as_array(values: Any, *, name: str) -> NDArray[Any]:
-    """The one value of an Arrow array, a number or nested lists of the same lengths, as a numpy array.
+    """Convert the only value of an Arrow array, a number or nested lists of equal lengths, to a numpy array.
 
     Raises ValueError if a number is missing or lists have different lengths.
     """
@@ -142,7 +142,7 @@ class TokenStream:
         return cls(chunks, start=0, stop=sum(map(len, chunks)))
 
     def part(self, start: int, stop: int) -> TokenStream:
-        """Returns the tokens `start` to `stop` of these."""
+        """Returns the tokens `start` to `stop` of this stream."""
         return TokenStream(self._chunks, start=self._start + start, stop=self._start + stop)
 
     def __len__(self) -> int:

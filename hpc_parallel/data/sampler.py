@@ -86,7 +86,7 @@ class Data(Protocol):
 
 
 class Batch(NamedTuple):
-    """What one data replica has of a global batch: inputs and targets [samples, ...]."""
+    """One data replica's part of a global batch: inputs and targets [samples, ...]."""
 
     inputs: Tensor
     targets: Tensor
@@ -94,7 +94,7 @@ class Batch(NamedTuple):
     """The indices of the samples in the training: [samples]."""
 
     def pinned(self, device: torch.device) -> Batch:
-        """The batch in memory from which a copy to `device` does not block (`pinned`)."""
+        """The batch in pinned memory, from which a copy to `device` does not block."""
         return Batch(*pinned((self.inputs, self.targets), device), self.indices)
 
 
@@ -102,12 +102,13 @@ class Batch(NamedTuple):
 class Batches:
     """One data replica's part of each global batch; the same on all ranks of a replica.
 
-    A global batch of B samples is M consecutive microbatches. Replica r of R has the r-th part of each, so in
-    their m-th microbatches all replicas together have the samples of one device's m-th microbatch. Operations
-    over a microbatch (BatchNorm) therefore give the same result on any number of replicas. The parts have
-    equal numbers of samples, or `sizes`, one number for each replica. Without a seed,
-    samples keep their order. A rank that is not a replica (None) gets empty batches. Numbers with a fraction
-    get the dtype `floating`, that of the weights, if it is given. `negative`: whether a target may be a
+    A global batch of B samples is M consecutive microbatches. Replica r of R has the r-th part of each
+    microbatch. The m-th microbatches of all replicas together are therefore the m-th microbatch of a run on
+    one device, and operations over a microbatch (BatchNorm) give the same result on any number of replicas.
+
+    The parts have equal numbers of samples, or the numbers in `sizes`, one for each replica. Without a seed,
+    samples keep their order. A rank that is not a replica (None) gets empty batches. Floating-point tensors
+    are cast to `floating`, the dtype of the weights, if it is given. `negative`: whether a target may be a
     negative integer, because the model has an `ignore_index`.
     """
 
@@ -134,7 +135,7 @@ class Batches:
 
     @property
     def draws(self) -> bool:
-        """Whether reading seeds the global generators, so that no other thread may use them meanwhile."""
+        """Whether reading seeds the global generators. If so, no other thread may use them meanwhile."""
         return self.is_random and getattr(self.samples, "draws", True)
 
     @property
@@ -162,7 +163,7 @@ class Batches:
         return Batch(self._cast(inputs), self._cast(targets), indices)
 
     def positions(self, step: int) -> NDArray[np.int64]:
-        """Returns the positions in the data of the samples of `step`, [this replica's samples]."""
+        """Returns the positions in the data of this replica's samples of `step`: [samples]."""
         return self._positions(self.indices(step))
 
     def _positions(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -185,7 +186,7 @@ class Batches:
         return tensor.to(self.floating) if self.floating and tensor.is_floating_point() else tensor
 
     def indices(self, step: int) -> NDArray[np.int64]:
-        """Returns the indices in the training of the samples of the 0-based `step`, as `read` has them."""
+        """Returns the indices in the whole training of this replica's samples of the 0-based `step`."""
         if self.replica is None:
             return np.empty(0, dtype=np.int64)
         microbatch = self.global_batch_size // self.microbatches
@@ -216,13 +217,13 @@ def to_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tenso
 
 
 def pinned(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the batch in memory from which copies to a GPU do not block; on a CPU, as it is.
+    """Returns the batch in pinned memory, from which copies to a GPU do not block; on a CPU, returns `batch`.
 
-    What is pinned already is not copied.
+    A tensor that is already pinned is not copied.
     """
     if device.type != "cuda":
         return batch
-    torch.cuda.set_device(device)  # in a new thread it is the first GPU, where pinning would open a context
+    torch.cuda.set_device(device)  # a new thread has GPU 0, and pinning would open a context there
     return batch[0].pin_memory(), batch[1].pin_memory()
 
 

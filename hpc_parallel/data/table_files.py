@@ -59,7 +59,7 @@ def with_rows(files: Iterable[Path]) -> list[Path]:
 def read_columns(file: Path, names: tuple[str, ...]) -> dict[str, FileColumn]:
     """The columns of `file` by name.
 
-    Raises ValueError if one is missing, or if the file can't be read.
+    Raises ValueError if a column is missing, or if the file can't be read.
     """
     metadata, schema = _opened(file)
     missing = [name for name in names if name not in schema.names]
@@ -69,7 +69,7 @@ def read_columns(file: Path, names: tuple[str, ...]) -> dict[str, FileColumn]:
 
 
 def _opened(file: Path) -> tuple[Any, Any]:
-    """The metadata of a parquet file, or None, and the schema. Raises ValueError if it can't be read."""
+    """The metadata (None for an Arrow file) and the schema. Raises ValueError if the file can't be read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -96,7 +96,7 @@ def _column(kind: Any, largest: int | None) -> FileColumn:
 
 
 def _largest(metadata: Any, name: str) -> int | None:
-    """The largest integer of a column by the statistics of its row groups; None if a group has none."""
+    """The largest integer of a column by the statistics of its row groups; None if a group lacks them."""
     largest = []
     for group in range(0 if metadata is None else metadata.num_row_groups):
         row_group = metadata.row_group(group)

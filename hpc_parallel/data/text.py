@@ -32,7 +32,7 @@ class TextData:
 
     If `path` is null, the text is Python's standard library. Validation has entire files, chosen by a hash of
     their names only, so the choice does not depend on the other files. If there is only one file, validation
-    has its end.
+    has the end of the file.
 
     Raises ValueError if there is no file or too little text.
     """
@@ -74,7 +74,7 @@ class TextData:
 
 
 def find_files(path: str | None, *, pattern: str) -> dict[str, Path]:
-    """Returns name relative to `path` -> file, sorted by name.
+    """Returns the files by their names relative to `path`, sorted by name.
 
     Raises ValueError if no file matches.
     """
@@ -83,7 +83,7 @@ def find_files(path: str | None, *, pattern: str) -> dict[str, Path]:
         return {root.name: root}
     matches: dict[str, Path] = {}
     for folder, subfolders, names in os.walk(root):
-        if path is None:  # do not enter them: site-packages may be all of conda
+        if path is None:  # do not enter LEFT_OUT: site-packages may be all of conda
             subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]
         files = (Path(folder, name) for name in fnmatch.filter(names, pattern))
         matches |= {
@@ -99,7 +99,7 @@ def find_files(path: str | None, *, pattern: str) -> dict[str, Path]:
 
 
 def usual_pattern(folder: Path) -> str | None:
-    """The pattern of the most frequent suffix of the files in a folder; None if these are not text."""
+    """The pattern for the most frequent suffix in a folder; None if files with this suffix are not text."""
     examples: dict[str, Path] = {}
     counts: Counter[str] = Counter()
     for file in islice(_sorted_walk(folder), _MOST_EXAMPLES):

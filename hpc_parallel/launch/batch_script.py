@@ -35,7 +35,7 @@ class ShellWord(str):
 
 
 def expandable(path: str) -> ShellWord:
-    """A path whose `$VARIABLES` the job's shell expands. It stops at one that is not set, and names it."""
+    """A path whose `$VARIABLES` the job's shell expands. The shell names an unset variable and stops."""
     parts, end = [], 0
     for match in Template.pattern.finditer(path):
         if name := match["named"] or match["braced"]:
@@ -61,10 +61,10 @@ RUN = ShellWord('"$hpc_parallel_run"')  # the run folder of an array task
 def sbatch_flags(run: PreparedRun) -> Flags:
     """The resources and the queue of a run, as long sbatch flags; True means a flag without a value.
 
-    A flag with a key of its own also stands in `LauncherConfig` and in `LAUNCHER_FLAGS` (site_checks.py).
+    A flag that has its own key is also in `LauncherConfig` and in `LAUNCHER_FLAGS` (site_checks.py).
     """
     config, launcher = run.config, run.config.launcher
-    receiver = "B:" if config.cluster.start == "mpirun" else ""  # its script; else each process of the step
+    receiver = "B:" if config.cluster.start == "mpirun" else ""  # B: signals the batch script only
     flags: Flags = {
         "job-name": config.name,
         "nodes": config.nodes,
@@ -90,7 +90,7 @@ def sbatch_flags(run: PreparedRun) -> Flags:
 
 
 def _set_flags(flags: Mapping[str, Any]) -> Flags:
-    """Without the flags that are switched off by null or false."""
+    """Remove the flags whose value is null or false."""
     return {flag: value for flag, value in flags.items() if value is not None and value is not False}
 
 
@@ -107,12 +107,12 @@ def gpu_flags(run: PreparedRun) -> Flags:
 
 
 def needs_own_script(run: PreparedRun) -> bool:
-    """Whether submitit's script can't start this run: it knows srun on the hosts' own system only."""
+    """Whether submitit's script can't start this run, because it uses srun without a container."""
     return run.config.cluster.start != "srun" or run.config.launcher.container is not None
 
 
 def srun_arguments(run: PreparedRun) -> list[str]:
-    """Flags of srun: tasks in the order of the ranks; the first task that fails ends the others.
+    """Flags of srun. The tasks are in the order of the ranks, and the first failing task ends the others.
 
     The CPUs are repeated because srun no longer takes them from sbatch (Slurm 22.05). torchrun is one task
     for each node, with the CPUs of all its ranks.
@@ -122,7 +122,7 @@ def srun_arguments(run: PreparedRun) -> list[str]:
     flags: Flags = {
         **tasks,
         "cpus-per-task": run.cpus_per_process * ranks,
-        "distribution": "block:block",  # CPUs too: rank 0 beside the first GPUs, not sockets in turn
+        "distribution": "block:block",  # also for CPUs, so that rank 0 is near the first GPUs
         "kill-on-bad-exit": 1,
         "wait": 60,
     }
@@ -172,7 +172,7 @@ def _render(run: PreparedRun, flags: Flags, **values: object) -> str:
 
 
 def _import_path(run: PreparedRun, *, folder: ShellWord) -> ShellWord | str:
-    """PYTHONPATH for a script that many runs share: each run folder has a copy at the same relative path."""
+    """PYTHONPATH for a batch script of many runs, whose copies of the source have the same relative path."""
     if run.snapshot is None:
         return ""
     run_folder = run.folder.path

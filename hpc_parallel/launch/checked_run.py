@@ -1,4 +1,4 @@
-"""From a command line to a checked run, or to all problems of the command line."""
+"""Converts a command line to a checked run, or finds all problems of the command line."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ _TAIL_LINES = 12
 
 
 def lasting_line(line: MetricsLine, parts: list[str], *, columns: int) -> str:
-    """A result for a terminal of so many columns: what it measured comes before the rest if not all fits."""
+    """A result, cut to the columns of a terminal. If some parts don't fit, the step and result come first."""
     if line.cells:
-        return fitting(line.cells, columns=columns)  # the bar has its number
+        return fitting(line.cells, columns=columns)  # the bar shows the line's number
     if len(SEPARATOR.join(parts)) > columns:
         parts = sorted(parts, key=lambda part: not part.startswith(("step", "batch size", "validation")))
     return fitting(parts, columns=columns)
@@ -48,14 +48,14 @@ def lasting_line(line: MetricsLine, parts: list[str], *, columns: int) -> str:
 class RunFollower:
     """Shows the progress of a run step by step, and its outcome.
 
-    The launcher calls `poll` repeatedly while the run runs, and `finish` after it has ended. Lines that the
-    folder has when the follower is made are those of an earlier start and are not shown.
+    The launcher calls `poll` repeatedly while the run runs, and `finish` after it has ended. Lines that are
+    in the folder when the follower is made come from an earlier start and are not shown.
     """
 
     def __init__(
         self, folder: RunFolder, *, steps: int, console: Console | None = None, is_script: bool = False
     ) -> None:
-        """is_script: whether the run is a script of the user's, of which rank 0's output is shown."""
+        """is_script: whether the run is a user's script. If so, the output of rank 0 is shown."""
         self._output = OutputTail(folder.log(0, "out")) if is_script else None
         self._folder = folder
         self._steps = steps
@@ -79,12 +79,12 @@ class RunFollower:
         self._announce(text)
 
     def poll(self) -> None:
-        """Show the steps logged since the last call; and which part of the start or the end begins."""
+        """Show the steps logged since the last call, and each new phase of the start or the end."""
         self._show_output()
         for line in map(MetricsLine.of, self._reader.read()):
             self._has_new = True
             self._keep(line)
-            if self._output is not None:  # it has the same figures
+            if self._output is not None:  # the output has the same figures
                 continue
             parts = described(line, steps=self._steps)
             if not self._console.is_terminal:
@@ -116,7 +116,7 @@ class RunFollower:
     def finish(self, signals: Sequence[int] = ()) -> int:
         """Show the outcome; after a failure the cause comes last. Returns the exit code: 0 if completed.
 
-        signals: those by which the user ended the run.
+        signals: the signals with which the user ended the run.
         """
         self.poll()
         self._show_output(last=True)
@@ -139,7 +139,7 @@ class RunFollower:
         return int(not summary.completed)
 
     def _say_how_to_go_on(self, failure: Failure | None) -> None:
-        """The command that continues from the newest checkpoint, then the cause."""
+        """Print the command that continues from the newest checkpoint, then the cause."""
         ended = Stop.read(self._folder) if failure is None else failure
         line = (None if ended is None else ended.line) or ""
         checkpoints = complete(self._folder.checkpoints)
@@ -165,7 +165,7 @@ class RunFollower:
         return ", ".join(parts)
 
     def _doubts(self) -> list[str]:
-        """What suggests that a script, which ended with code 0, did not do its work."""
+        """Signs that a script did not do its work, although it ended with code 0."""
         if not any(size_of(self._folder.log(0, stream)) for stream in ("out", "err")):
             return ["but rank 0 printed nothing"]
         has_pattern = self._folder.read_config()["script"]["metrics"] is not None
@@ -184,7 +184,7 @@ class RunFollower:
     def _error_lines(self, failure: Failure) -> list[str]:
         """The end of the traceback (or of the job's log), else the end of the failing rank's `.err` log.
 
-        A configuration that can't run needs no more than the one line at the end.
+        Empty for a configuration that can't run, because the one line at the end is enough.
         """
         if failure.kind == CONFIGURATION:
             return []
@@ -196,7 +196,7 @@ class RunFollower:
         return lines[-_TAIL_LINES:]
 
     def _progress(self, line: MetricsLine, parts: list[str]) -> list[str]:
-        """What the bar says of the newest line; the last validation stays in view."""
+        """The parts of the newest line for the bar. The last validation loss stays visible."""
         if line.cells:
             return list(filter(None, [f"{parts[0].strip()} measured", line.time_left]))
         if self._validation and line.validation_loss is None:
@@ -204,7 +204,7 @@ class RunFollower:
         return parts
 
     def _show_bar(self, parts: list[str]) -> None:
-        timed = self._steps > 0  # other tasks say how much time is left
+        timed = self._steps > 0  # tasks without steps report the time left themselves
         if self._bar is None:
             self._bar = progress_bars(self._console, timed=timed)
             self._task = self._bar.add_task("", total=None)

@@ -1,7 +1,7 @@
-"""The plan of a run before it starts, where its hardware is known: does it fit, and how fast will it be.
+"""Predicts whether a run on known hardware fits into memory and how fast it is, before the run starts.
 
-A run that could work is never stopped by an estimate: only what a device holds for certain counts against its
-memory.
+An estimate never stops a run that could work: only the bytes that a device certainly holds are compared with
+its memory.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from hpc_parallel.problems import ConfigError, alternatives
 from hpc_parallel.record.metrics_file import size
 
 STOP, OFF = "stop", "off"
-OF_THE_PROCESS = ("device context", "allocator slack")  # which torch's peak does not count
-NEAR = 2  # layouts that fit, to name
+OF_THE_PROCESS = ("device context", "allocator slack")  # torch's peak memory leaves them out
+NEAR = 2  # the number of fitting layouts to suggest
 MINUTE_S = 60
 
 
@@ -46,9 +46,9 @@ class Forecast:
 
 
 def forecast(config: RunConfig, plan: Plan, *, user_folder: Path | None) -> Forecast:
-    """The plan of a checked training run with `plan.hardware`; empty for what can't be planned.
+    """The plan of a checked training run with `plan.hardware`. A part that can't be planned is empty.
 
-    Raises ConfigError if it needs more memory than a device has, with the nearest layouts that fit.
+    Raises ConfigError if the run needs more memory than a device has, with the nearest layouts that fit.
     """
     hardware = named_hardware(config.plan.hardware, user_folder=user_folder)
     if config.device == AUTO:
@@ -67,9 +67,9 @@ def forecast(config: RunConfig, plan: Plan, *, user_folder: Path | None) -> Fore
 
 
 def certain_bytes(held: Held, *, compiled: bool = False) -> int:
-    """What a device holds at one moment for certain: between two steps, and its activations or gradients.
+    """The bytes that a device certainly holds at one moment: its state, and its activations or gradients.
 
-    compiled: compiled blocks keep other activations than those that are planned.
+    compiled: leave out the activations, because compiled blocks keep other activations than planned.
     """
     state = held.state
     activations = 0 if compiled else held.kinds["activations"]
@@ -79,7 +79,7 @@ def certain_bytes(held: Held, *, compiled: bool = False) -> int:
 def _figures(
     planned: MemoryPlan | None, times: tuple[Work, StepTime] | None, hardware: Hardware
 ) -> dict[str, Any]:
-    """The memory of a process on CPUs is not comparable: it contains the interpreter."""
+    """The planned figures. They leave out memory on CPUs, where a process also contains the interpreter."""
     figures: dict[str, Any] = {}
     if times is not None:
         work, step = times
@@ -114,7 +114,8 @@ def _overflow(config: RunConfig, planned: MemoryPlan, hardware: Hardware, *, is_
         f"{least.device}, and one {device} has {size(room)}."
     )
     near = _layouts_that_fit(config, hardware) if is_searched else ""
-    if config.plan.on_overflow != STOP or hardware.device.kind == CPU:  # a process may take what others leave
+    # A process on a CPU may use the memory that other processes do not use.
+    if config.plan.on_overflow != STOP or hardware.device.kind == CPU:
         return f"warning     {text}{near}"
     raise ConfigError([f"{text}{near} plan.on_overflow=warn starts the run anyway."])
 
@@ -136,7 +137,7 @@ def _layouts_that_fit(config: RunConfig, hardware: Hardware) -> str:
 
 
 def _time_limit(config: RunConfig, times: tuple[Work, StepTime], hardware: Hardware) -> Iterator[str]:
-    """A warning if a job can't take its steps within its time limit; a resumed run may have few left."""
+    """Warn if a job can't take its steps in its time limit. Skips resumed runs, which may have few left."""
     if config.launcher.kind == "local" or config.resume:
         return
     work, step = times

@@ -1,10 +1,10 @@
-"""Import a user's classes before a run starts, in a process of its own, as the ranks will import them.
+"""Import a user's classes before a run starts, in a separate process, as the ranks will import them.
 
     python -m hpc_parallel.launch.import_check < QUESTION
 
 reads {"tables": [[key, table], ...], "advice": TEXT} as JSON and writes {"messages": [[TEXT, ...]], "note":
-null}. Only `check_imports` starts it, for class paths that the user typed or that their configuration files
-name.
+null}. Only `check_imports` starts this module, for class paths that the user typed or that the user's
+configuration files name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SWITCH = "If only the job's nodes can use it, set launcher.check_imports=false.
 
 @dataclass(frozen=True)
 class ImportCheck:
-    """What the import of the user's classes showed: problems, or a note if it shows nothing."""
+    """The result of importing the user's classes: problems, or a note that says why there is no result."""
 
     problems: tuple[str, ...] = ()
     note: str | None = None
@@ -42,11 +42,11 @@ class ImportCheck:
 def check_imports(config: RunConfig, *, values: Mapping[str, Any] | None = None) -> ImportCheck:
     """Import the classes of `config` that are not this package's.
 
-    values: the same configuration as plain values, to also build a model class of the user's without memory
-    and find what its hints refuse, and to build the user's data and read a few samples.
+    values: the same configuration as plain values. If it is given, the process also builds the user's model
+    without memory, checks the model's hints, builds the user's data and reads a few samples.
 
-    A resumed run has imported its classes before, and its folder may not be the user's, so nothing that it
-    names is imported here.
+    For a resumed run, nothing is imported here: the run has imported its classes before, and its folder may
+    belong to another user.
     """
     if config.task.name == TASK:
         return _check_module(config)
@@ -66,7 +66,7 @@ def check_imports(config: RunConfig, *, values: Mapping[str, Any] | None = None)
 
 
 def _check_module(config: RunConfig) -> ImportCheck:
-    """Search `script.module` by the Python of the job; the checks have done so if it is the current one."""
+    """Search `script.module` with the job's Python, unless the checks have done so with the same Python."""
     module = config.script.module
     if module is None or _is_local(config) or not _may_import(config):
         return ImportCheck()
@@ -89,7 +89,7 @@ def _searched(python: str, folder: str, module: str) -> ImportCheck:
 
 
 def _may_import(config: RunConfig) -> bool:
-    """False if it is switched off, or if a run is resumed, whose folder may be another user's."""
+    """False if imports are switched off, or for a resumed run, whose folder may be another user's."""
     return config.launcher.check_imports and config.resume is None
 
 
@@ -122,10 +122,10 @@ def _tables(config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def check_models(runs: Sequence[tuple[RunConfig, Mapping[str, Any]]]) -> list[list[str]]:
-    """What a model class of the user's refuses in each of several layouts, all built in one process.
+    """The problems of the user's model class in each of several layouts, all built in one process.
 
-    runs: configurations, typed and as plain values. No messages for models of this package, and if the
-    process can't tell.
+    runs: configurations, typed and as plain values. There are no messages for models of this package, or if
+    the process fails.
     """
     nothing: list[list[str]] = [[] for _ in runs]
     if not runs:
@@ -140,9 +140,9 @@ def check_models(runs: Sequence[tuple[RunConfig, Mapping[str, Any]]]) -> list[li
 
 
 def _environment_key(config: RunConfig) -> str | None:
-    """The key of commands that run in the job before Python starts, or of its image; None without any.
+    """The key that sets commands before the job's Python, or the job's image; None if no key does.
 
-    A local run ignores them.
+    A local run ignores these keys.
     """
     if _is_local(config):
         return None
@@ -167,9 +167,11 @@ def _tried(python: str, folder: str, module: str, content: str, paths: str) -> I
 def _answered(
     command: Sequence[str], folder: str, *, content: str = "", act: str = "imported", names: str
 ) -> dict[str, Any] | str:
-    """Run a Python that reads `content` and writes an answer as JSON; the answer, or why there is none.
+    """Run a Python that reads `content` and writes an answer as JSON.
 
-    act, names: what it does with what, for the reason.
+    act, names: the verb and the names of the classes or the module, for a message.
+
+    Returns the answer, or a message that says why there is none.
     """
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     try:

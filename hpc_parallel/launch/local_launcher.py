@@ -162,7 +162,7 @@ class Agent:
     def end(self, *, signals: Sequence[int] = ()) -> None:
         """Kill all remaining processes, and make sure that the run folder records how the run ended.
 
-        signals: those that asked it to end.
+        signals: the signals that asked the agent to end.
         """
         returncode = _end(self._process)
         if returncode != 0:
@@ -180,7 +180,7 @@ def _signal(process: subprocess.Popen[bytes], signals: list[int]) -> None:
         from hpc_parallel.supervise.process_tree import kill_tree
 
         kill_tree(process.pid)
-        os.killpg(process.pid, signal.SIGKILL)  # also those whose parent has ended
+        os.killpg(process.pid, signal.SIGKILL)  # also processes whose parent has ended
 
 
 def _has_ended(process: int) -> bool:

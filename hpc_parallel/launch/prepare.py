@@ -66,19 +66,19 @@ class PreparedRun:
     plan: Plan
     folder: RunFolder
     snapshot: Snapshot | None
-    overrides: Sequence[str]  # of the command line; in a sweep, those of this run
+    overrides: Sequence[str]  # from the command line; in a sweep, the overrides of this run
     config_dir: Path | None  # the user's configuration files (--config-dir)
     launcher_reason: str = ""  # why `launcher.kind=auto` chose this launcher
-    import_note: str | None = None  # why classes of the user's own were not imported
+    import_note: str | None = None  # why the user's classes were not imported
     predicted: Mapping[str, Any] | None = None  # planned figures, by the names of `summary.json`
-    plan_notes: Sequence[str] = ()  # what `strategy=auto` chose, and what the plan warns of
+    plan_notes: Sequence[str] = ()  # the choice of `strategy=auto`, and the plan's warnings
     command: Sequence[str] | None = (
         None  # the command that started it; None: the command line of this process
     )
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables with which the run's processes import the source that was kept."""
+        """Environment variables that let the run's processes import the kept source."""
         return {} if self.snapshot is None else self.snapshot.variables(os.environ)
 
     @property
@@ -117,7 +117,7 @@ class PreparedRun:
 
     @property
     def is_script(self) -> bool:
-        """Whether a script of the user's runs in place of a task of ours."""
+        """Whether the run executes a user's script instead of one of our tasks."""
         return self.config.task.name == TASK
 
     @property
@@ -149,12 +149,12 @@ class PreparedRun:
         return max((checkpoint.step for checkpoint in complete(self.folder.checkpoints)), default=0)
 
     def write(self, *, copied: Snapshot | None = None, git_state: GitState | None = None) -> None:
-        """Make the run folder: configuration, source, and what only this machine knows of the environment.
+        """Write the run folder: configuration, source, and environment facts that only this machine knows.
 
         copied: in a sweep, the snapshot of the same files in a run that is already written.
         git_state: in a sweep, a cached `source_state`.
 
-        Raises ConfigError if the folder can't be made; then nothing of it remains.
+        Raises ConfigError if the folder can't be made. In this case, nothing of the folder remains.
         """
         try:
             self._claim_folder()
@@ -239,7 +239,7 @@ class PreparedRun:
         return "resume" if self.resumes else "run_dir"
 
     def _unwritable(self, error: OSError) -> ConfigError:
-        """The problem of the run folder; it names the file too if the file is outside the folder."""
+        """The problem with the run folder. A file outside the folder is named too."""
         file = None if error.filename is None else os.fsdecode(error.filename)
         prefix = "" if file is None or Path(file).is_relative_to(self.folder.path) else f"{file}: "
         rule = f"can't hold the run: {prefix}{error.strerror or error}"
@@ -266,8 +266,8 @@ def prepare(
     """Resolve and check a configuration.
 
     keep: `plan_snapshot`, or a version that caches git's answers for many runs.
-    preset: answers that all runs of a sweep have in common, by dotted key.
-    build_model: also build a model class of the user's, without memory.
+    preset: values that all runs of a sweep have in common, by dotted key.
+    build_model: whether to also build the user's model class, without memory.
 
     Raises ConfigError with every problem.
     """
@@ -306,7 +306,7 @@ def prepare(
 def _with_strategy(
     composed: DictConfig, overrides: Sequence[str], user_folder: Path | None
 ) -> tuple[DictConfig, Sequence[str], list[str]]:
-    """With a layout in the place of `strategy=auto`, and a line that says which. Raises ConfigError."""
+    """Replace `strategy=auto` by a layout, and return a line that names the layout. Raises ConfigError."""
     from hpc_parallel.planning.auto_strategy import choose
 
     choice = choose(composed, overrides, user_folder=user_folder)
@@ -314,7 +314,7 @@ def _with_strategy(
 
 
 def _hardware_problems(config: RunConfig, user_folder: Path | None) -> list[Problem | str]:
-    """What is wrong with the file of `plan.hardware`."""
+    """The problems of the file that `plan.hardware` names."""
     if not _is_planned(config):
         return []
     from hpc_parallel.planning.hardware import named_hardware
@@ -327,7 +327,7 @@ def _hardware_problems(config: RunConfig, user_folder: Path | None) -> list[Prob
 
 
 def _forecast(config: RunConfig, plan: Plan, user_folder: Path | None) -> Forecast | None:
-    """The plan of the run. Without a known hardware nothing is planned, nor are modules loaded for it."""
+    """The plan of the run. Without known hardware, nothing is planned and no planning module is loaded."""
     if not _is_planned(config) or not trains(config):
         return None
     from hpc_parallel.launch.forecast import forecast
@@ -340,7 +340,7 @@ def _is_planned(config: RunConfig) -> bool:
 
 
 def _missing_interfaces(config: RunConfig) -> list[str]:
-    """The problem of a local run in which gloo is told an interface that this machine does not have."""
+    """The problem of a local run whose variable for gloo names an interface that this machine lacks."""
     if config.launcher.kind != "local":
         return []
     variables = dict(os.environ)

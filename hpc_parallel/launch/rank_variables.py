@@ -46,7 +46,7 @@ def rank_variables(
 def _of_script(
     run: PreparedRun, *, local: bool, environment: Mapping[str, str], variables: dict[str, str]
 ) -> dict[str, str]:
-    """The variables of rank 0 of a script; what only the job knows is in angle brackets."""
+    """The variables of rank 0 of a script. Values that only the job knows are in angle brackets."""
     start = {**variables, **rank_environments(nodes=run.config.nodes, per_node=run.processes_per_node)[0]}
     if local:
         start |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": FREE_PORT}

@@ -27,7 +27,7 @@ from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.values import flatten
 
 _MAX_ROUNDS = (
-    4  # an override may change a derived value (`name` from `strategy.name`): reset in the next round
+    4  # an override may change a derived value (`name` from `strategy.name`); the next round resets it
 )
 _BARE = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z_][\w.-]*", re.ASCII | re.IGNORECASE)
 _ORIGIN = "_origin"  # an attribute, not a field, so it is neither compared nor written to config.yaml
@@ -82,7 +82,7 @@ def _plain(value: Any) -> Any:
         return str(value)
     if value is None or isinstance(value, bool | str):
         return value
-    if isinstance(value, Integral):  # NumPy's too
+    if isinstance(value, Integral):  # also NumPy's integers
         return int(value)
     return float(value) if isinstance(value, Real) else value
 
@@ -90,7 +90,7 @@ def _plain(value: Any) -> Any:
 def _with_changes(
     overrides: Sequence[str], composed: Mapping[str, Any], target: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """The overrides, plus one for each value of `target` that `composed` lacks or has differently."""
+    """The overrides, plus one for each value of `target` that is missing or different in `composed`."""
     values = _changed(composed, target)
     if not values:  # removed keys or empty tables, which no override can express
         raise ConfigError(_inexpressible(composed, target))
@@ -102,7 +102,7 @@ def _with_changes(
 
 
 def _changed(composed: Mapping[str, Any], target: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of `target` that `composed` lacks or has differently, by dotted keys."""
+    """The values of `target` that are missing or different in `composed`, by dotted keys."""
     values: dict[str, Any] = {}
     for key, value in target.items():
         before = composed.get(key)

@@ -67,7 +67,7 @@ def resumed(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stder
     require_run(folder)
     start = read_start(folder, key="resume", shared_folder=grants_trust(words, value_of))
     if AUTO_STRATEGY in words and _has_same_devices(words, folder):
-        words = [word for word in words if word != AUTO_STRATEGY]  # what it chose is recorded
+        words = [word for word in words if word != AUTO_STRATEGY]  # the chosen layout is recorded
     typed = {key_of(word) for word in words if not word.startswith("-")}
     before = [word for word in start.overrides if not _replaced(key_of(word), typed)]
     run_dir = quoted(folder.path)
@@ -109,9 +109,9 @@ def value_of(override: str) -> Any:
 
 
 def newest(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stderr) -> Path:
-    """This user's newest run where the same line without `resume=auto` would write its run.
+    """This user's newest run in the place where the command line without `resume=auto` would write its run.
 
-    Raises ConfigError if there is none, and what Hydra raises if it can't compose the line.
+    Raises ConfigError if there is no run, and what Hydra raises if it can't compose the line.
     """
     line = CommandLine.parse([word for word in words if not word.startswith("resume=")])
     config = compose_run(line.overrides, **line.places).config
@@ -132,7 +132,7 @@ def newest(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stderr
 
 
 def require_run(folder: RunFolder) -> None:
-    """Raises ConfigError if the folder is not a run; the error suggests one that is near."""
+    """Raises ConfigError if the folder is not a run. The error suggests a nearby or similar run."""
     if is_run_folder(folder.path):
         return
     if (reason := unreadable(folder.path)) is not None:
@@ -162,12 +162,12 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
     is_script = settings["task.name"] == TASK
     for fixed, reason in (FIXED if not is_script else {"task.name": "it is no script"}).items():
         for key in sorted(before.keys() | settings.keys()):
-            added = key == fixed and key not in before  # by a newer version than the run's
+            added = key == fixed and key not in before  # a newer version has added the key
             fits = added or before.get(key) == settings.get(key)
             if (key == fixed or key.startswith(f"{fixed}.")) and not fits:
                 rule = f"differs from the run to resume: {reason}"
                 yield Problem(key, settings.get(key), rule, (before.get(key),))
-    if is_script:  # it has checkpoints of its own
+    if is_script:  # a script has its own checkpoints
         return
     if ended := _ended_early(folder, callbacks=values["training"].get("callbacks")):
         yield f"resume = {folder.path} ended early: {ended}. To train on, try training.callbacks=[]."
@@ -180,7 +180,7 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
 
 
 def _ended_early(folder: RunFolder, *, callbacks: Any) -> str | None:
-    """Why a callback ended the training, if there are callbacks again."""
+    """Why a callback ended the training; None if the new configuration has no callbacks."""
     try:
         summary = Summary.read(folder)
     except DamagedError:

@@ -1,4 +1,4 @@
-"""Where the parts of a user's script are: in the source that is kept with the run, or where they were."""
+"""The places of the parts of a user's script: in the source that the run keeps, or their original places."""
 
 from __future__ import annotations
 

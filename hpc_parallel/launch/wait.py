@@ -25,7 +25,7 @@ COMPLETED_SUMMARY_S = 90.0  # the same for a completed job: an NFS client may ca
 def wait_for_job(run: PreparedRun, job_id: str) -> int:
     """Show the job's state and metrics until it ends; returns 0 if the run completed, else 1.
 
-    Ctrl-C stops the following, not the job. It raises KeyboardInterrupt, so that a sweep does not continue.
+    Ctrl-C does not stop the job. It raises KeyboardInterrupt here, so that a sweep does not continue.
     """
     follower = RunFollower(run.folder, steps=run.steps, is_script=run.is_script)
     try:

@@ -1,4 +1,4 @@
-"""The CPU and the memory of this host, as Linux tells them."""
+"""The CPU and the memory of this host, as Linux reports them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPUS, MEMORY = Path("/proc/cpuinfo"), Path("/proc/meminfo")
 def cpu_facts(*, cpus: Path = CPUS, memory: Path = MEMORY) -> dict[str, Any]:
     """`model`, `cores` (hardware threads) of all CPUs, `total_bytes` and `available_bytes` of memory.
 
-    What Linux does not tell is None.
+    A value that Linux does not report is None.
     """
     sizes = _values(memory)
     return {
@@ -26,7 +26,7 @@ def cpu_facts(*, cpus: Path = CPUS, memory: Path = MEMORY) -> dict[str, Any]:
 
 
 def _model(values: dict[str, str]) -> str:
-    """The name; on ARM, which has none, the numbers of the maker and of the design."""
+    """The model name. ARM CPUs have none and get their architecture, implementer number and part number."""
     if name := values.get("model name"):
         return name
     numbers = [values[key] for key in ("CPU implementer", "CPU part") if key in values]

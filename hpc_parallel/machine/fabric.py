@@ -1,4 +1,4 @@
-"""Choose what a process uses of its machine: network variables, an interface, a device, threads."""
+"""Choose the network variables, the network interface, the device and the threads of a process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpc_parallel.problems import nearest
 REACHES = "the interface that reaches the run's other hosts"
 STORE = "one read of the store gives all addresses"
 LAZY = "a rank connects to those that it sends to, not to every other one"
-MOST_CONNECTED = 32  # ranks that gloo connects all with all: at most 31 sockets for each group
+MOST_CONNECTED = 32  # up to this many ranks, gloo connects each pair: at most 31 sockets per group
 RECORDED = (
     "NCCL_",
     "GLOO_",
@@ -37,7 +37,7 @@ class DeviceError(RuntimeError):
 
 
 def as_text(value: object) -> str:
-    """A value of YAML as a variable: true, not True."""
+    """A YAML value as the text of an environment variable: true, not True."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -64,7 +64,7 @@ def set_unset(
 
 
 def use_scratch(folder: str | None, environment: MutableMapping[str, str], *, host: str) -> dict[str, str]:
-    """Make a folder of this host the one for temporary files, such as compiled kernels, inside a job.
+    """Inside a job, use a folder of this host for temporary files, such as compiled kernels.
 
     folder: `cluster.scratch`, with variables of the job such as `$SLURM_TMPDIR`.
 
@@ -78,7 +78,7 @@ def use_scratch(folder: str | None, environment: MutableMapping[str, str], *, ho
     if not os.access(path, os.W_OK | os.X_OK) or not os.path.isdir(path):
         raise DeviceError(f"cluster.scratch={folder}: {host} has no folder {path} that this user can write")
     environment["TMPDIR"] = path
-    tempfile.tempdir = None  # of an earlier answer
+    tempfile.tempdir = None  # forget the cached folder
     return {"TMPDIR": f"cluster.scratch={folder}"}
 
 
@@ -100,7 +100,7 @@ def set_sockets(
 
     hosts: names of the run's hosts (`World.hosts` or `rendezvous.hosts`); suffix: `cluster.master_suffix`.
 
-    Many ranks connect when they first send to each other.
+    With many ranks, two ranks connect when one first sends to the other.
 
     Returns the reason for each variable that was set. If no interface was found, gloo keeps its default.
     """
@@ -119,7 +119,7 @@ def set_interfaces(
         both = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback)
         return set_unset(environment, both, reason="all ranks are on this machine")
     if "GLOO_SOCKET_IFNAME" not in environment:
-        others = dict.fromkeys(host for host in hosts if host != world.host)  # many ranks, few hosts
+        others = dict.fromkeys(host for host in hosts if host != world.host)  # each host once
         for other in others:
             if (interface := interface_towards(other + suffix)) is not None:
                 environment["GLOO_SOCKET_IFNAME"] = interface
@@ -154,7 +154,7 @@ def listening_address(environment: Mapping[str, str], *, world: World, suffix: s
     """The address at which the run's other hosts reach this host; None if it can't be determined.
 
     This is the address of the interface that gloo's or NCCL's variable names, else the address to which
-    this host's name with `cluster.master_suffix` resolves, else the one used to reach another host.
+    this host's name with `cluster.master_suffix` resolves, else the address used to reach another host.
     """
     local = _reachable_addresses()
     for name, prefixes in (("GLOO_SOCKET_IFNAME", False), ("NCCL_SOCKET_IFNAME", True)):
@@ -258,7 +258,7 @@ def backend(device: str, *, shared: bool) -> str:
 def cpu_threads(world: World, environment: Mapping[str, str]) -> int:
     """Threads for torch's operators: the number in the environment, else this rank's share of the cores."""
     variables = ["OMP_NUM_THREADS"]
-    if world.launcher == "slurm":  # otherwise it describes an outer task, which several ranks share
+    if world.launcher == "slurm":  # else the variable describes an outer task that several ranks share
         variables.append("SLURM_CPUS_PER_TASK")
     for name in variables:
         first = environment.get(name, "").partition(",")[0]  # OMP_NUM_THREADS=4,2: one per nesting level

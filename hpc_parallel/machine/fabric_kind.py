@@ -30,7 +30,7 @@ class Port:
 class FabricDevices:
     """The devices of this host that /sys lists."""
 
-    ports: Sequence[Port]  # without those of EFA
+    ports: Sequence[Port]  # without EFA's ports
     efa: Sequence[str]
     slingshot: Sequence[str]  # network interfaces
 

@@ -34,8 +34,8 @@ def host_facts(
 ) -> dict[str, Any]:
     """Facts as JSON: `versions` (with the driver, and a digest of all packages), `cpu`, `disks`, ...
 
-    folders: purpose -> folder that must be writable. caches: what `cache_folders` returned. versions: those
-    of torch and other packages. nvml: pynvml or None.
+    folders: purpose -> folder that must be writable. caches: the result of `cache_folders`. versions: the
+    versions of torch and other packages. nvml: pynvml or None.
     """
     no_log = {"kernel_log": "not read: no NVIDIA GPU is used, or pynvml is missing", "seen": []}
     xids: dict[str, Any] = logged_xids() if nvml is not None else no_log
@@ -87,7 +87,7 @@ def cache_disk(folder: Path) -> dict[str, Any]:
 
 
 def disk(folder: Path, *, size_bytes: int = WRITTEN_BYTES) -> dict[str, Any]:
-    """`free_bytes`, `write_s` (of `size_bytes`) and `write_bytes_per_s` of a folder, or `error`."""
+    """`free_bytes`, `write_s` (to write `size_bytes`) and `write_bytes_per_s` of a folder, or `error`."""
     try:
         status = os.statvfs(folder)
         began = time.perf_counter()
@@ -124,7 +124,7 @@ def gpus(nvml: Any) -> list[dict[str, Any]]:
 
 
 def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
-    """Returns None for a figure that the device does not have."""
+    """The facts of one GPU. A figure that the device does not have is None."""
 
     def query(function: str, *arguments: Any) -> Any:
         try:

@@ -1,7 +1,7 @@
 """Judge the facts of all hosts: which host differs from the others, and in what.
 
 A host is accused only by comparison with the majority, or for something that no healthy host has. Without a
-majority the hosts differ, and nobody is accused.
+majority, the finding says that the hosts differ and accuses none.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ LEAST_AVAILABLE_SHARE = 0.05  # of a host's memory
 LARGEST_SKEW_S = 1.0
 SLOW = 1.6  # times the median: on a healthy machine, noise stays below
 NO_SPACE = os.strerror(errno.ENOSPC)
-SLOW_WRITE = 8.0  # file systems vary more
-SLOW_WRITE_S = 0.5  # what takes less is not worth a word
-RECENT_S = 24 * 3600  # after an older Xid the site has perhaps reset the GPU; ECC and memory rows count on
+SLOW_WRITE = 8.0  # times slower than the median: file systems vary more than devices
+SLOW_WRITE_S = 0.5  # a shorter write is not reported
+RECENT_S = 24 * 3600  # after an older Xid, the site may have reset the GPU; ECC and memory rows still count
 USED_SHARE, USED_BYTES = 0.1, 2 * 2**30  # of a device's memory; CUDA itself takes up to 1 GiB
 
 
-DIFFER = "differ: "  # begins what is wrong with hosts that have no majority
-MOST_GROUPS = 4  # that a finding without a majority names
+DIFFER = "differ: "  # the start of a finding about hosts without a majority
+MOST_GROUPS = 4  # groups of hosts that a finding without a majority names
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong with one host, or with several of which none is known to be to blame.
+    """A problem of one host, or of several hosts if it is unknown which of them causes it.
 
-    harmful: a training would fail or wait for this host at every step; others: the other hosts, if there are
-    several; about: findings about the same thing on many hosts have one cause, which they share ("": never).
+    harmful: whether training would fail or wait for this host at every step; others: the other hosts, if
+    there are several; about: findings with the same `about` on many hosts have one common cause ("": never).
     """
 
     host: str
@@ -48,7 +48,7 @@ class Finding:
 
     @property
     def excludable(self) -> bool:
-        """Whether a start without the host would be free of this."""
+        """Whether a start without the host would avoid the problem."""
         return not self.others
 
     @property
@@ -63,7 +63,7 @@ class Finding:
 
     @property
     def recorded(self) -> HostFinding:
-        """As the run folder has it."""
+        """The finding as the run folder records it."""
         return HostFinding(self.names, self.what, self.harmful, self.excludable)
 
 
@@ -80,9 +80,9 @@ def findings(hosts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
 
 
 def join_shared(findings: Sequence[Finding], *, hosts: int) -> list[Finding]:
-    """Make one finding of those about the same thing on at least half of all hosts (two or more).
+    """Join the findings about the same thing on at least half of all hosts (two or more) to one finding.
 
-    A full folder that all hosts share is an example: without these hosts the run would end in it too. The
+    An example is a full folder that all hosts share: a run without these hosts would fail there too. The
     joint findings come first.
 
     hosts: the number of all hosts.
@@ -182,7 +182,7 @@ def _troubles(gpu: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _xid(host: str, xid: Mapping[str, Any], *, gpu: str) -> Iterator[Finding]:
-    """An error of the GPU itself; those of programs and unknown ones stay in the facts."""
+    """An error of the GPU itself. Errors of programs and unknown errors are only in the facts."""
     meaning = MEANINGS.get(xid["xid"])
     if meaning is not None and meaning.harm != PROGRAM:
         is_recent = xid["last_s_ago"] <= RECENT_S
@@ -199,7 +199,7 @@ def _ago(time_s: float) -> str:
 
 
 def _cpus(hosts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    """Another model, where CPUs do the work."""
+    """Find hosts with another CPU model, if CPUs do the work."""
     models = {host: facts["cpu"]["model"] for host, facts in hosts.items()}
     if all(device["name"] == "cpu" for facts in hosts.values() for device in facts["devices"]):
         yield from _differences("CPU", models, show=models.__getitem__, harmful=False)
@@ -221,7 +221,7 @@ def _disks(hosts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
             where = f"{purpose} folder {disk['folder']}"
             is_harmful = not disk["cache"]  # without a cache, a run is slower
             if "error" in disk:
-                # A cache that nobody can write, but read, is the wish of a site.
+                # If no host can write to a cache, the site has made it read-only on purpose.
                 if is_harmful or rates or disk["error"] == NO_SPACE:
                     yield Finding(host, f"{where}: {disk['error']}", is_harmful, about=purpose)
             elif disk["free_bytes"] < LEAST_FREE_BYTES:

@@ -1,4 +1,4 @@
-"""What carries the data of NCCL or RCCL, as its log says (NCCL_DEBUG=INFO; versions 2.18 to 2.30)."""
+"""Reads the transports of NCCL or RCCL from its log (NCCL_DEBUG=INFO; versions 2.18 to 2.30)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NVLS = re.compile(r"NCCL INFO NVLS multicast support is (?P<no>not )?available"
 
 
 def keep_log(folder: RunFolder, *, rank: int | str, environment: MutableMapping[str, str]) -> dict[str, str]:
-    """Have NCCL write its start to a file of the rank, unless the user or the site has chosen a log.
+    """Make NCCL log its start to a file of the rank, unless the user or the site has chosen a log.
 
     Returns the reason for each variable that was set.
     """
@@ -43,7 +43,7 @@ def keep_log(folder: RunFolder, *, rank: int | str, environment: MutableMapping[
 
 @dataclass
 class NcclTransport:
-    """What one rank uses, or all ranks after `merged`.
+    """The transport that one rank uses, or that all ranks use after `merged`.
 
     library: NCCL, or RCCL on AMD's GPUs. network: the name that the library prints. pairs: `INSIDE` or
     `ACROSS` -> carrier -> the channels that it carries.
@@ -66,7 +66,7 @@ class NcclTransport:
 
     @property
     def gpudirect(self) -> dict[str, str]:
-        """Whether network cards read the GPUs' memory, by class of pair with a network: on, off or mixed."""
+        """Whether network cards read GPU memory (on, off or mixed), by class of pair that uses a network."""
         states = {}
         for pair, carriers in self.pairs.items():
             direct = {carrier.endswith(DIRECT) for carrier in carriers if carrier.startswith("NET/")}
@@ -92,7 +92,7 @@ def parse(log: str, *, hosts: Sequence[str]) -> NcclTransport:
 
     Later communicators number their ranks differently, so the log must not include them.
 
-    hosts: of all ranks, by rank.
+    hosts: the host of each rank.
     """
     result = NcclTransport()
     for line in log.splitlines():
@@ -113,7 +113,7 @@ def parse(log: str, *, hosts: Sequence[str]) -> NcclTransport:
 
 def _count(result: NcclTransport, match: re.Match[str], *, hosts: Sequence[str]) -> None:
     source, target = int(match["source"]), int(match["target"])
-    if max(source, target) < len(hosts) and not match["receive"]:  # both ends name a channel of a network
+    if max(source, target) < len(hosts) and not match["receive"]:  # both ends log a network channel
         pair = INSIDE if hosts[source] == hosts[target] else ACROSS
         result.pairs.setdefault(pair, Counter())[carrier(match["carrier"])] += 1
 

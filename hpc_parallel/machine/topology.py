@@ -36,7 +36,7 @@ class MachinePart:
 
 
 def topology(*, nvml: Any = None, sysfs: Path = SYSFS) -> dict[str, Any]:
-    """The parts of this host, and the connection of each with each, for `environment.json`.
+    """The parts of this host, and the connection between each two parts, for `environment.json`.
 
     nvml: the module pynvml; None: no GPUs are listed.
     """
@@ -84,7 +84,7 @@ def connection(one: MachinePart, other: MachinePart) -> str:
     # A path is (host bridge, root port, switch, ..., device): two parts of one switch share the root port.
     if shared == 1:
         return HOST
-    between = len(one.path) + len(other.path) - 2 * shared - 2  # bridges below those that both share
+    between = len(one.path) + len(other.path) - 2 * shared - 2  # bridges below the shared bridges
     return SWITCH if between <= 2 else SWITCHES
 
 
@@ -141,7 +141,7 @@ def _path(device: Path) -> tuple[str, ...]:
 
 
 def _numa(device: Path) -> int | None:
-    """The NUMA node; None if the machine has one (-1)."""
+    """The NUMA node; None if the machine has only one node (-1)."""
     try:
         node = int((device / "numa_node").read_text())
     except (OSError, ValueError):

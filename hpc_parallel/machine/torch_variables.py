@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping
 from hpc_parallel.machine.fabric import set_unset
 from hpc_parallel.record.run_folder import RunFolder
 
-# Newer names replace older ones, which torch still reads: any of them is the user's setting.
+# torch also reads the older names of this variable, so each of these names can hold the user's setting.
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -19,7 +19,7 @@ def use_compiler_cache(folder: RunFolder, environment: MutableMapping[str, str])
 
 
 def use_expandable_segments(environment: MutableMapping[str, str]) -> dict[str, str]:
-    """Let the GPU allocator grow its segments, unless the user has set it up (torch's notes on CUDA)."""
+    """Let the GPU allocator grow its segments, unless the user has configured it (torch's notes on CUDA)."""
     if configures_allocator(environment):
         return {}
     reason = "less memory is lost between segments"
@@ -27,7 +27,7 @@ def use_expandable_segments(environment: MutableMapping[str, str]) -> dict[str, 
 
 
 def use_fixed_workspaces(environment: MutableMapping[str, str]) -> dict[str, str]:
-    """Let cuBLAS use the same workspaces in each call, without which torch refuses to be deterministic."""
+    """Let cuBLAS use the same workspaces in each call. torch requires this to be deterministic."""
     return set_unset(environment, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, reason="training.deterministic")
 
 

@@ -150,13 +150,13 @@ class World:
         return self.local_world_size == self.world_size
 
     def where(self, rank: int) -> str:
-        """The host of a rank. If it is unknown, a text with what is known."""
+        """The host of a rank. If the host is unknown, a text that says what is known."""
         if rank == self.rank or self.one_machine:
             return self.host
         if self.hosts and self.tasks:
             ends = accumulate(self.tasks)
             return self.hosts[next(node for node, end in enumerate(ends) if rank < end)]
-        if self.launcher == "slurm":  # not placed in blocks
+        if self.launcher == "slurm":  # the ranks are not placed in blocks
             return f"one of {', '.join(self.hosts)}" if self.hosts else "an unknown host"
         node = rank // self.local_world_size
         return self.host if node == self.node else f"node {node}"

@@ -1,7 +1,7 @@
 """Xids: the errors that NVIDIA's driver reports of a GPU, each with a number.
 
-NVML keeps no count of them. The kernel log has a line for each since the machine started, but many sites hide
-this log from users. NVML reports only those that happen after a process has asked for them.
+NVML keeps no count of Xids. The kernel log has a line for each Xid since the machine started, but many sites
+hide this log from users. NVML reports only Xids that happen after a process has asked for them.
 
 Numbers: NVIDIA, "Xid Errors" (docs.nvidia.com/deploy/xid-errors).
 """
@@ -29,7 +29,7 @@ HARMFUL, REPORTED, PROGRAM = "harmful", "reported", "program"
 
 @dataclass(frozen=True)
 class Meaning:
-    """harm: HARMFUL, REPORTED (for later), or PROGRAM: usually the fault of a program, not of the GPU."""
+    """harm: HARMFUL, REPORTED (for later), or PROGRAM (usually the fault of a program, not of the GPU)."""
 
     text: str
     harm: str
@@ -50,7 +50,8 @@ MEANINGS = {
     95: Meaning("a memory error that ECC can't correct and that may have reached other programs", HARMFUL),
     119: Meaning("the system processor of the GPU (GSP) did not answer", HARMFUL),
 }
-# `priority,sequence,microseconds since the start,flags;text`, and in the text the bus address and the number.
+# A record is `priority,sequence,microseconds since the start,flags;text`. The text has the bus address and
+# the number.
 _LINE = re.compile(
     rb"^\d+,\d+,(?P<time_us>\d+),[^;\n]*;\s*NVRM: Xid \((?:PCI:)?(?P<bus>[0-9a-fA-F:.]+)[^)\n]*\): "
     rb"(?P<number>\d{1,6})\b",
@@ -80,7 +81,7 @@ def logged_xids(path: Path = KERNEL_LOG) -> dict[str, Any]:
 
 
 def parse_xids(content: bytes, *, now_s: float) -> list[dict[str, Any]]:
-    """`bus`, `xid`, `count`, and `last_s_ago` of each device and number.
+    """`bus`, `xid`, `count` and `last_s_ago` for each pair of a device and an Xid number.
 
     content: records of /dev/kmsg; now_s: seconds since the machine started.
     """
@@ -106,7 +107,7 @@ def _read(path: Path) -> bytes:
             except BlockingIOError:  # no more records
                 break
             except OSError as error:
-                if error.errno != errno.EPIPE:  # a record was overwritten meanwhile
+                if error.errno != errno.EPIPE:  # EPIPE: a record was overwritten
                     raise
                 continue
             if not records[-1]:
@@ -136,7 +137,7 @@ class XidEvents:
             self.state, self._set = "watched", events
 
     def new(self) -> list[int]:
-        """The numbers since the last call; it does not wait."""
+        """The Xid numbers since the last call. This method does not wait."""
         numbers: list[int] = []
         if self._set is not None:
             with suppress(self._nvml.NVMLError):  # the time-out of 0 ms, when there are no more

@@ -1,4 +1,4 @@
-"""The base of an adapter, which cuts a model of any class into parts and leaves its own file as it is."""
+"""The base class of adapters. An adapter cuts a model of any class into parts without changing its file."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Attention as a separate module, so that techniques can change where keys and values come from.
 
 If a model mixes positions only in `CausalAttention` or `FullAttention` and gets position indices from it, its
-sequence can be split over devices. With `CausalAttention` alone, it can also generate with a cache. No
-technique needs to know the model's class.
+sequence can be split over devices. With `CausalAttention` alone, the model can also generate with a
+cache. No technique needs to know the model's class.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LocalBias = Callable[[Tensor, int], Tensor]
 
 
 class Positions:
-    """The positions of a sequence that this device has: here all of them, 0, 1, 2, ...
+    """The positions of a sequence that this device has. In this class, these are all positions: 0, 1, 2, ...
 
-    Techniques that split a sequence replace it.
+    Techniques that split a sequence replace this object.
     """
 
     def __call__(self, length: int, *, device: torch.device) -> Tensor:
@@ -46,7 +46,7 @@ class PositionTables(Generic[Tables]):
     """
 
     def __init__(self) -> None:
-        self._by_device: dict[str, tuple[Hashable, Tables]] = {}  # nn.DataParallel has several
+        self._by_device: dict[str, tuple[Hashable, Tables]] = {}  # nn.DataParallel has several devices
 
     def __call__(
         self, key: Hashable | None, compute: Callable[[], Tables], *, device: torch.device
@@ -64,7 +64,7 @@ class PositionTables(Generic[Tables]):
 
 
 class Attention(nn.Module):
-    """What both kinds of attention share; `causal` says which positions are seen.
+    """The base of both kinds of attention; `causal` decides which positions a query sees.
 
     `positions(length, device=...)` gives the indices in the sample of the positions that this device has.
     """
@@ -87,8 +87,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Returns the outputs, like `query`; zeros for a query that sees no key.
 
-        All are [batch, head, seq, head_dim]; `key` and `value` may have fewer heads than `query`. `key_mask`:
-        [batch, seq] bool of this device's positions, False where no query may see the key (padding).
+        `query`, `key`, `value` and the outputs are [batch, head, seq, head_dim]; `key` and `value` may have
+        fewer heads than `query`. `key_mask`: [batch, seq] bool of this device's positions, False where no
+        query may see the key (padding).
         """
         if bias is None and key_mask is None:
             return attend(query, key, value, causal=self.causal)
@@ -104,9 +105,11 @@ class Attention(nn.Module):
         bias: Bias | None,
         key_mask: Tensor | None,
     ) -> Tensor:
-        """What is added to the scores: [batch or 1, heads or 1, q, k], -inf where a key is hidden.
+        """The values to add to the scores: [batch or 1, heads or 1, q, k], -inf where a key is hidden.
 
-        `indices`: in the sample, of queries and of keys. Raises ValueError for a bias of another shape.
+        `indices`: the indices in the sample of the queries and of the keys.
+
+        Raises ValueError for a bias of another shape.
         """
         rows, columns = indices
         score_bias = torch.zeros(1, len(rows), len(columns), dtype=product_dtype(query), device=query.device)
@@ -124,7 +127,7 @@ class Attention(nn.Module):
 
 
 def require_shape(score_bias: Tensor, *, heads: int, indices: tuple[Tensor, Tensor]) -> None:
-    """Raises ValueError if a bias does not have one head or all, and a number for each query and key."""
+    """Raises ValueError unless a bias has one head or all heads, and a number for each query and key."""
     places = tuple(len(of) for of in indices)
     if score_bias.dim() == 3 and score_bias.shape[0] in (1, heads) and score_bias.shape[1:] == places:
         return
@@ -135,7 +138,7 @@ def require_shape(score_bias: Tensor, *, heads: int, indices: tuple[Tensor, Tens
 
 
 def attend_with(score_bias: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention with `score_bias` added; zeros where it hides all keys, for which torch's kernels differ."""
+    """Attention with `score_bias`. A query that sees no key gives zeros: torch's kernels differ there."""
     sees_no_key = (score_bias == -torch.inf).all(-1, keepdim=True)
     score_bias = score_bias.masked_fill(sees_no_key, 0.0)
     if query.shape[1] != key.shape[1]:
@@ -146,10 +149,10 @@ def attend_with(score_bias: Tensor, query: Tensor, key: Tensor, value: Tensor) -
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
-    """torch's attention, with keys and values expanded to the heads of `query` where no fused kernel groups.
+    """torch's attention. If no fused kernel groups heads, keys and values are expanded to the query heads.
 
-    In float32 on a GPU only the memory-efficient kernel is left, which has no groups; torch would compute
-    all scores instead.
+    In float32 on a GPU, only the memory-efficient kernel is left. It does not group heads, so torch would
+    compute all scores instead.
     """
     grouped = query.shape[1] != key.shape[1]  # only if needed: not every kernel supports it
     if grouped and not has_groups(query.device.type, product_dtype(query)):
@@ -159,7 +162,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The type in which a product of `x` is computed here: that of autocast, or its own."""
+    """The dtype in which a product of `x` is computed here: the dtype of autocast, or of `x`."""
     kind = x.device.type
     autocasts = kind != "meta" and torch.is_autocast_enabled(kind)  # torch raises for meta
     return torch.get_autocast_dtype(kind) if autocasts else x.dtype
