@@ -212,7 +212,10 @@ class ExchangeTimes:
         return self._exchange_s(mean, self._loads.all)
 
     def _served_s(self, size: float) -> float:
-        """Gradients to a parameter server and, after its update, weights back. size: of all gradients."""
+        """The time to send gradients to a parameter server and, after its update, to send weights back.
+
+        size: the bytes of all gradients.
+        """
         work = self._work
         messages = math.ceil(size / work.bucket_bytes) if work.bucket_bytes else 1
         serving = Serving(work.workers, work.workers < work.data, size, messages)
