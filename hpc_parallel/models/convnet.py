@@ -118,7 +118,7 @@ class Pixels(nn.Module):
 class Block(nn.Module):
     """MaxPool(ReLU(BatchNorm(Conv(x)))): [batch, before, h, w] -> [batch, after, h // 2, w // 2].
 
-    The convolution has no bias: the norm would subtract the bias, and its gradient would be rounding noise.
+    The convolution has no bias: the norm would subtract the bias, whose gradient would be rounding noise.
     """
 
     def __init__(self, before: int, after: int, *, kernel_size: int) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from hpc_parallel.models.attention import product_dtype
 
-ALIGNMENT_BYTES = 16  # torch's kernel aligns each row to this; its backward pass reads rows of `out` too
+ALIGNMENT_BYTES = 16  # of each row, as torch's kernel needs it; the backward pass reads rows of `out` too
 
 
 class Experts(nn.Module):

@@ -135,7 +135,7 @@ class LayeredModel(nn.Module):
         return target.numel()
 
     def metrics(self, output: Tensor, target: Tensor) -> Mapping[str, Tensor]:
-        """Returns other metrics of a validation by name; each is a number, the SUM over the terms of `loss`.
+        """Returns other metrics of a validation by name: numbers, each the SUM over the same terms as `loss`.
 
         Example: `{"accuracy": (output.argmax(-1) == target).sum()}`. Called without gradients.
         """

@@ -18,7 +18,7 @@ class SampleIndices:
 
     def __init__(self) -> None:
         self.used = False  # whether a layer needs the indices
-        self.of_replica: Callable[[Tensor], Tensor] = lambda rows: rows  # set if a process has several
+        self.of_replica: Callable[[Tensor], Tensor] = lambda rows: rows  # set for several replicas
         self._batch = self._current = torch.empty(0, dtype=torch.int64)
 
     def begin_batch(self, indices: NDArray[np.int64] | Tensor, *, device: torch.device) -> None:

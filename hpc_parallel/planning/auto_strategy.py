@@ -122,7 +122,7 @@ def _on_cpus(composed: DictConfig) -> bool:
 
 
 def _choices(strategy: DictConfig, training: DictConfig, typed: set[str]) -> Choices:
-    """The choices of the search. A degree, schedule or mode is fixed if it is no default or an override."""
+    """The search keeps a degree, schedule or mode that is not the default, or that an override sets."""
     degrees = {
         axis: strategy[axis] if f"strategy.{axis}" in typed or strategy[axis] != OPEN[axis] else FREE
         for axis in AXES

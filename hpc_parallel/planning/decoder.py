@@ -27,7 +27,7 @@ ARRIVED_BYTES = 8  # in addition if experts are split: sorted on arrival (4) and
 ROUTED_BYTES = 32  # of each probability, in float32: softmax, the largest ones, balance
 MIXTURE_KERNELS = 14  # (25 forward + 17 backward) / 3: a gradient counts as two (operations.py)
 CAST_BYTES = 6  # of an expert's weight for a product in 16 bits: read 4, write 2
-LOSS_FORWARD = 0.6  # the share of the loss's traffic
+LOSS_FORWARD = 0.6  # the share of the loss's traffic that is in the forward pass
 
 
 @dataclass(frozen=True)

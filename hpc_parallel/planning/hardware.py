@@ -157,8 +157,8 @@ class Storage:
     """The storage of run folders and data, as `task=calibrate` measures it; None: not measured.
 
     write_bytes_per_s: the rate at which one rank writes to disk while all ranks write. together_bytes_per_s:
-    the rate of all ranks together. read_bytes_per_s: the rate at which one rank reads pieces of a sample
-    while all ranks read. copy_bytes_per_s: the rate from a GPU to pinned memory of its host.
+    the rate of all ranks together. read_bytes_per_s: the rate at which one rank reads, in pieces of the size
+    of a sample, while all ranks read. copy_bytes_per_s: the rate from a GPU to pinned memory of its host.
     """
 
     write_bytes_per_s: float | None = None
@@ -190,7 +190,7 @@ class Hardware:
 
 
 def hardware_names(folders: Sequence[Path]) -> list[str]:
-    """The names of all files."""
+    """The names of all hardware files in the folders."""
     return sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
 
 

@@ -122,7 +122,7 @@ def table_text(rows: Sequence[Row]) -> str:
 
 
 def read_table(file: Path) -> list[Row]:
-    """Raises ConfigError as `read_rows`, or if the file can't be read."""
+    """The rows of a file. Raises ConfigError as `read_rows`, or if the file can't be read."""
     try:
         text = read_bytes(file, limit_bytes=TABLE_BYTES, follow=True).decode()
     except OSError as error:

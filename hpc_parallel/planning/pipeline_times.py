@@ -47,9 +47,9 @@ def simulate(
     """Run each rank's actions in the order of its schedule, as soon as their inputs have arrived.
 
     action_s: seconds of an action of a kind on a stage. transfer_s: seconds from one stage to a neighbouring
-    stage on another rank; transfers run beside the computation, and a link takes several at once. at_once:
-    how many ranks compute at full speed at the same time, if they share cores; None: all. spans: gets every
-    action, if it is a list.
+    stage on another rank; transfers and computation run at the same time, and a link takes several transfers
+    at once. at_once: how many ranks compute at full speed at the same time, if they share cores; None: all.
+    spans: a list to which every action is added.
 
     Raises ValueError if ranks wait for each other.
     """

@@ -179,7 +179,7 @@ class _Search:
             yield self._entry(times.total_s, layout, refine=refine)
 
     def _verified(self, config: RunConfig, layout: Layout, work: Work, times: StepTime) -> Iterator[_Entry]:
-        """The candidate, if `run` takes it and it fits."""
+        """The candidate, if `run` accepts it and its memory fits."""
         planned = memory.plan_fullest(config, model=self._model)
         if planned is not None and planned.fullest.total <= self._room and not find_problems(config):
             yield self._entry(times.total_s, layout, candidate=Candidate(config, work, times, planned))

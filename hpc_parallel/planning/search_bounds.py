@@ -144,7 +144,7 @@ class Bounds:
         devices = self._variants.config.devices
         busy = contended(self._hardware, devices=devices / layout.pipeline)
         kernels = self._kernels if busy is self._hardware else None
-        others = 1 if kernels else layout.pipeline  # stages that do not compute meanwhile
+        others = 1 if kernels else layout.pipeline  # with contention, times depend on the number of stages
         key = (others, layout.context, layout.tensor, size, checkpointing)
         if key not in self._known_times:
             flat = Layout(

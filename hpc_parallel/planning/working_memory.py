@@ -92,7 +92,7 @@ def loss_buffers(division: Division, *, samples: int, sample_shape: tuple[int, .
     chunks = max(1, -(-tokens * rows * 4 // chunk))
     number = half + 2 * types.precise  # of logits as they are and in float32, and of logarithms
     total = rows * dim * types.precise if chunks > 1 else 0  # the gradient of the weight so far
-    kept = rows * dim * (types.product if types.cast else types.precise)  # when all chunks are done
+    kept = rows * dim * (types.product if types.cast else types.precise)  # part of `Kept.head`
     return max(-(-tokens // chunks) * rows * number + total - kept, rows * dim * types.precise)
 
 

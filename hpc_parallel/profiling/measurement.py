@@ -148,7 +148,7 @@ class Measurement:
     def schedule_chart(self) -> StepTimeline | None:
         """Returns the content of `timeline.json`: the work of the first pipeline in the last timed step.
 
-        The same on all ranks; all must call it together. None if there is no pipeline or no timed step.
+        Returns the same on all ranks, which must call it together. None without a pipeline or a timed step.
         """
         local: RankTimeline | None = None
         if self._timelines and 0 in self._pipeline:
