@@ -30,7 +30,7 @@ class Serving:
 
     def collect(self, hardware: Hardware) -> Term:
         """Every worker joins its gradients. The server receives them in turn, adds them, and divides."""
-        added = self.workers if self.trains else self.workers - 1  # the first message is the sum so far
+        added = self.workers if self.trains else self.workers - 1  # the first message starts the sum
         return self._term("gradients to the server", JOINED + ADDED * added + DIVIDED, hardware)
 
     def hand_out(self, hardware: Hardware) -> Term:

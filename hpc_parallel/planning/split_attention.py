@@ -54,7 +54,7 @@ class PlannedSplitAttention:
         return precise_bytes(self._bytes)
 
     def _ring(self) -> Iterator[Message]:
-        """Each hop runs beside the attention to the last keys and values, but not the last gradients' hop."""
+        """Each hop overlaps the attention to the last keys and values, except the gradients' last hop."""
         hops, beside = self.group.ranks - 1, 1 / self.group.ranks
         yield Message(self._hop("keys and values", self._bytes), FORWARD, hops, beside)
         both = self._hop("keys, values and gradients", self._bytes + self._precise)
