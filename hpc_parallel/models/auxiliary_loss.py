@@ -12,8 +12,8 @@ from torch import Tensor, nn
 class AuxiliaryLoss(nn.Module):
     """Passes activations on and adds the gradient of `term`, as if `LayeredModel.loss` had added the term.
 
-    The reported loss does not include it, because the stage that has the loss may not have the term (as in
-    Megatron-Core's MoEAuxLossAutoScaler).
+    The reported loss does not include the term, because the stage that computes the loss may not have the
+    term (as in Megatron-Core's MoEAuxLossAutoScaler).
     """
 
     def __init__(self) -> None:

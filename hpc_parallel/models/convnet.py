@@ -15,7 +15,7 @@ from hpc_parallel.models.layered import LayeredModel, PartFlops
 
 
 class ImageModel(LayeredModel):
-    """What the reference models of images share: the loss and the initial weights."""
+    """The base class of the reference image models: the loss and the initial weights."""
 
     channels_last = True
 
@@ -73,7 +73,7 @@ class ConvNet(ImageModel):
         self.in_channels = in_channels
 
     def forward_flops(self, sample_shape: tuple[int, ...]) -> PartFlops:
-        """2 FLOPs for each weight and position where it is used.
+        """2 FLOPs for each weight and each position where the model uses the weight.
 
         Norms and pooling do not count, as in torch's FLOP counter.
         """
@@ -118,7 +118,7 @@ class Pixels(nn.Module):
 class Block(nn.Module):
     """MaxPool(ReLU(BatchNorm(Conv(x)))): [batch, before, h, w] -> [batch, after, h // 2, w // 2].
 
-    The convolution has no bias: the norm would subtract it, and its gradient would be rounding noise.
+    The convolution has no bias: the norm would subtract the bias, whose gradient would be rounding noise.
     """
 
     def __init__(self, before: int, after: int, *, kernel_size: int) -> None:

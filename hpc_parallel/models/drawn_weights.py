@@ -49,11 +49,11 @@ class Drawing:
     seed: int
 
     def rows(self, first: int, count: int, *, like: Tensor) -> Tensor:
-        """Draw rows in float32, so that all precisions start from the same numbers. Integers stay so."""
+        """Draw rows in float32, so all precisions start from the same numbers; integers keep their type."""
         dtype = torch.float32 if like.is_floating_point() else like.dtype
         values = torch.empty((count, *like.shape[1:]) if like.dim() else (), dtype=dtype)
         name = f"{self.name}:{first}" if first else self.name
-        # 63 bits: a user may seed a CUDA generator from this one, and that takes no more.
+        # 63 bits: a user may seed a CUDA generator with the seed of this generator, and CUDA takes no more.
         self.initialise(self.name, values, torch.Generator().manual_seed(tensor_seed(self.seed, name) >> 1))
         return values
 
@@ -82,7 +82,7 @@ def without_values(allocate: Allocate) -> Iterator[None]:
 
 
 def draw(drawing: Drawing, *, like: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor on `device`, placed as `like`; this rank draws and keeps its slice of it."""
+    """Returns a tensor on `device`, placed as `like`; this rank draws and keeps its slice of the tensor."""
     dtype = dtype if like.is_floating_point() else like.dtype
     if (allocate := _INSTEAD.get()) is not None:
         local = allocate(like.to_local().shape if isinstance(like, DTensor) else like.shape, dtype)
@@ -124,7 +124,7 @@ def in_parallel(work: Callable[[int], Tensor], firsts: Iterable[int]) -> Iterato
 
 
 def kept_rows(like: Tensor) -> range:
-    """The rows of which this rank has a part."""
+    """The rows that this rank holds in full or in part."""
     if not isinstance(like, DTensor):
         return range(like.shape[0])
     rows = cut(torch.arange(like.shape[0]), like=like, dims=(0,))
@@ -134,7 +134,8 @@ def kept_rows(like: Tensor) -> range:
 def cut(full: Tensor, *, like: DTensor, dims: Sequence[int] | None = None) -> Tensor:
     """Returns this rank's slice of `full`, as a view. `dims`: the only dims to cut.
 
-    Inner mesh axes cut first: if two axes cut one dim, fully_shard slices the part of tensor parallelism.
+    Inner mesh axes cut first: if two axes cut the same dim, fully_shard slices the part that tensor
+    parallelism has cut.
     """
     mesh, part = like.device_mesh, full
     for axis in reversed(range(mesh.ndim)):
@@ -155,7 +156,7 @@ def own_slice(full: Tensor, *, like: DTensor) -> DTensor:
 
 
 def placed(local: Tensor, *, like: DTensor) -> DTensor:
-    """The distributed tensor of which this rank has `local`."""
+    """The distributed tensor whose part on this rank is `local`."""
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

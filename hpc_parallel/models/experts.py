@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from hpc_parallel.models.attention import product_dtype
 
-ALIGNMENT_BYTES = 16  # of each row, for torch's kernel; its backward pass reads rows of `out` too
+ALIGNMENT_BYTES = 16  # of each row, as torch's kernel needs it; the backward pass reads rows of `out` too
 
 
 class Experts(nn.Module):
@@ -30,9 +30,10 @@ class Experts(nn.Module):
         self.on_counts: Callable[[Tensor], None] | None = None
 
     def announce(self, counts: Tensor) -> None:
-        """Say the `counts` of the next forward pass before its rows are sorted. Optional.
+        """Optional: pass the `counts` of the next forward pass before its rows are sorted.
 
-        Devices that share experts exchange the counts meanwhile. Pass the same tensor to the forward pass.
+        Devices that split the experts exchange the counts while the rows are sorted. Pass the same tensor to
+        the forward pass.
         """
         if self.on_counts is not None:
             self.on_counts(counts)
@@ -47,8 +48,9 @@ class Experts(nn.Module):
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Multiply each group of `rows` [row, in] by its matrix of `weights` [group, out, in].
 
-    ends: the index after the last row of each group, [group], int32. torch has one kernel for all groups, but
-    not for float64; then the host reads `ends`. The kernel takes aligned rows only, so others are padded.
+    ends: the index after the last row of each group, [group], int32. torch has one kernel for all groups. The
+    kernel takes aligned rows only, so other rows are padded. It does not take float64: for float64, the host
+    reads `ends` and each group is a separate product.
     """
     dtype = product_dtype(rows)
     rows, weights = rows.to(dtype), weights.to(dtype)
@@ -66,8 +68,8 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 class Reorder(torch.autograd.Function):
     """`rows[order // copies]` for a permutation `order`: each row appears `copies` times.
 
-    The backward pass of indexing sorts the indices on a GPU, because some may be equal. Here it reads the
-    gradients by `inverse`, the inverse of `order`.
+    The backward pass of torch's indexing sorts the indices on a GPU, because some may be equal. This class
+    indexes the gradients with `inverse`, the inverse of `order`, instead.
     """
 
     @staticmethod

@@ -30,7 +30,7 @@ INTERFACE = "hpc_parallel"
 
 
 class HuggingFaceModel(LanguageModel):
-    """Equals the library's model without dropout and attention windows; norms are exact in float64.
+    """The library's model without dropout and attention windows. Its norms are exact in float64.
 
     Raises ConfigError for a configuration that the library rejects.
     """
@@ -109,7 +109,7 @@ class HuggingFaceModel(LanguageModel):
 
 
 class PositionedEmbedding(nn.Module):
-    """The embedding of a token plus that of its position."""
+    """The embedding of a token plus the embedding of its position."""
 
     def __init__(self, tokens: nn.Module, positions: nn.Module) -> None:
         super().__init__()
@@ -134,8 +134,8 @@ class Head(LanguageHead):
 class OwnPositions(nn.Module):
     """A mixin for attention classes: the module takes only its input and gets positions from `mix`.
 
-    It computes positions inside any wrapper of a technique, because only there the input has all positions.
-    The input is a positional argument, because techniques expect it there.
+    The module computes positions inside any wrapper of a technique, because its input has all positions only
+    there. The input is a positional argument, because techniques expect this.
     """
 
     mix: CausalAttention
@@ -190,7 +190,7 @@ def rotation(base: nn.Module, settings: PreTrainedConfig) -> nn.Module | None:
     """A new rotary embedding like the one of `base`; None if positions are learnt."""
     if not hasattr(base, "rotary_emb"):
         return None
-    with torch.device("cpu"):  # its tables are computed at construction: on meta they would stay empty
+    with torch.device("cpu"):  # the constructor computes tables, which would stay empty on meta
         rotary: nn.Module = type(base.rotary_emb)(settings)  # type: ignore[assignment]
     return rotary
 

@@ -36,11 +36,11 @@ class LanguageModel(LayeredModel):
         return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
 
     def forward_flops(self, sample_shape: tuple[int, ...]) -> PartFlops:
-        """2 FLOPs for each weight and token, and 4 width for each position that a position attends to.
+        """2 FLOPs for each weight and token, and 4 x width for each pair of positions in attention.
 
-        The products behind the causal mask do not count, since fused kernels skip them. Others count them
-        (PaLM, Chowdhery et al. 2022, app. B), and get a higher utilisation from the same time. In a block
-        with FullAttention, all products count.
+        The products behind the causal mask do not count, because fused kernels skip them. PaLM counts them
+        (Chowdhery et al. 2022, app. B) and so reports a higher utilisation for the same time. In a block with
+        FullAttention, all products count.
         """
         (seq,) = sample_shape
         weights = super().forward_flops(sample_shape)
@@ -52,6 +52,6 @@ class LanguageModel(LayeredModel):
 
 
 def _attended_pairs(block: nn.Module, seq: int) -> int:
-    """The pairs (position, position that it attends to) of a sample in the attention of `block`."""
+    """The number of pairs (position, attended position) of a sample in the attention of `block`."""
     full = any(isinstance(module, FullAttention) for module in block.modules())
     return seq * seq if full else seq * (seq + 1) // 2

@@ -48,9 +48,10 @@ class LayeredModel(nn.Module):
     """A stem, a sequence of blocks and a head; a pipeline stage is a LayeredModel with some of these parts.
 
     Blocks are keyed by their index in the whole model ("0", "1", ...), so a parameter has the same full name
-    in a stage as in the whole model. Each part takes one tensor and returns one. A part may return several as
-    a tuple, which are the arguments of the next part: a skip connection is handed on until it is used. With
-    `training.precision=bfloat16`, tensors between parts may be float32 or bfloat16.
+    in a stage as in the whole model. Each part takes one tensor and returns one. A part may also return
+    several tensors as a tuple. The next part gets them as its arguments, so each part hands a skip connection
+    on until a part uses it. With `training.precision=bfloat16`, tensors between parts may be float32 or
+    bfloat16.
 
     The stem gets tokens [batch, seq] as int64, or images [batch, channel, height, width] as uint8 (0 to 255),
     which it converts to the dtype of its weights.
@@ -58,8 +59,8 @@ class LayeredModel(nn.Module):
     A block's method `prepare_compiled` gets the inputs of the block and runs before its compiled code. It
     fills caches there, because torch allows no side effect in a recomputation.
 
-    If the stem's forward pass has a parameter `positions`, it gets the indices in the sample of the positions
-    in its input: [seq], int64. A stem must not count positions itself, because it may have only some of them.
+    If the stem's forward pass has a parameter `positions`, it gets the index of each input position in its
+    sample: [seq], int64. A stem must not count positions itself, because it may get only some of them.
     """
 
     stem: nn.Module | None
@@ -102,7 +103,7 @@ class LayeredModel(nn.Module):
 
     @property
     def distinct_blocks(self) -> list[nn.Module]:
-        """The blocks, each once: a model may use one several times, as ALBERT does."""
+        """The blocks without repeats: a model may use the same block several times, as ALBERT does."""
         return list(dict.fromkeys(self.blocks.values()))
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -134,7 +135,7 @@ class LayeredModel(nn.Module):
         return target.numel()
 
     def metrics(self, output: Tensor, target: Tensor) -> Mapping[str, Tensor]:
-        """Returns other figures of a validation, by name: the SUM over the same terms as `loss`, as a number.
+        """Returns other metrics of a validation by name: numbers, each the SUM over the same terms as `loss`.
 
         Example: `{"accuracy": (output.argmax(-1) == target).sum()}`. Called without gradients.
         """
@@ -144,13 +145,13 @@ class LayeredModel(nn.Module):
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill one parameter or buffer in place; `name` is its full (canonical) name.
 
-        Draw random numbers from `generator` only, which depends on (seed, name). It and `tensor` are on the
-        CPU, also for a model on GPUs. An override marked `@by_rows` (models/drawn_weights.py) is faster for a
-        large model, because it may fill a tensor in parts. What a constructor writes into a weight is lost,
-        because a model is built on meta. Override this for buffers other than running statistics, such as a
-        table or a mask, or create them on the device "cpu".
+        Draw random numbers from `generator` only, which depends on (seed, name). `generator` and `tensor` are
+        on the CPU, also for a model on GPUs. An override marked `@by_rows` (models/drawn_weights.py) is
+        faster for a large model, because it may fill a tensor in parts. Values that a constructor writes into
+        a weight are lost, because a model is built on meta. Override this method for buffers other than
+        running statistics, such as a table or a mask, or create them on the device "cpu".
 
-        Raises ConfigError for such a buffer.
+        Raises ConfigError for a buffer that needs an override.
         """
         if not name.endswith(STATISTICS) and _is_buffer(self, name):
             raise _without_values(self, name)
@@ -165,7 +166,7 @@ class LayeredModel(nn.Module):
         """FLOPs of one sample; called on the whole model, before it is cut.
 
         The default counts each weight of a matrix once for each position of `sample_shape`, as in token
-        models; embeddings cost nothing. Override this for a model that uses its weights otherwise.
+        models; embeddings cost nothing. Override this for a model that uses its weights differently.
         """
         positions = torch.Size(sample_shape).numel()
 
@@ -182,7 +183,7 @@ class LayeredModel(nn.Module):
 
 
 def stem_outputs(model: LayeredModel, x: Tensor) -> tuple[Tensor, ...]:
-    """What the stem of `model` makes of the samples `x`: the inputs of the first block."""
+    """Run the stem of `model` on the samples `x`; returns the inputs of the first block."""
     assert model.stem is not None
     if not model._stem_takes_positions:
         return as_tuple(model.stem(x))
@@ -190,12 +191,12 @@ def stem_outputs(model: LayeredModel, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def as_tuple(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What a part returns, as the arguments of the next part."""
+    """The output of a part as the arguments of the next part."""
     return output if isinstance(output, tuple) else (output,)
 
 
 def with_ties(model: LayeredModel) -> LayeredModel:
-    """Add every parameter that the whole `model` has under several names to its `tied`; returns it."""
+    """Add every parameter that has several names in the whole `model` to `model.tied`; returns `model`."""
     canonical = {id(weight): name for name, weight in model.named_parameters()}
     names = [(name, canonical[id(w)]) for name, w in model.named_parameters(remove_duplicate=False)]
     model.tied = {**model.tied, **{alias: name for alias, name in names if alias != name}}
@@ -237,10 +238,10 @@ def materialise(
     """Allocate and fill every parameter and meta buffer of `model` in place, and return it.
 
     Each tensor has its own generator on the CPU, seeded by (seed, canonical name), so a stage gets the same
-    bits as the whole model, and a GPU those of a CPU. Values are drawn in float32 and then cast, so runs of
-    different precision start from the same numbers. Shared parameters stay shared (`nn.Module.to_empty` would
-    make them two, because a meta tensor can't change its storage). This rank keeps only its slice of a
-    distributed weight.
+    bits as the whole model, and a GPU gets the same bits as a CPU. Values are drawn in float32 and then cast,
+    so runs of different precision start from the same numbers. Shared parameters stay shared
+    (`nn.Module.to_empty` would make them two, because a meta tensor can't change its storage). This rank
+    keeps only its slice of a distributed weight.
 
     Raises ConfigError if a tensor that is neither a parameter nor a buffer has no values.
     """

@@ -49,7 +49,7 @@ class MoeTransformer(Transformer):
             super().initialise(name, tensor, generator)
 
     def forward_flops(self, sample_shape: tuple[int, ...]) -> PartFlops:
-        """As in Transformer, with the experts that a token uses."""
+        """As in Transformer, but only the experts that a token uses count."""
         (seq,) = sample_shape
         flops = super().forward_flops(sample_shape)
         mixtures = [module for module in self.modules() if isinstance(module, MixtureOfExperts)]
@@ -61,7 +61,7 @@ class MoeTransformer(Transformer):
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token goes to the experts with the largest router probabilities, which weight their outputs."""
+    """Each token goes to the experts with the largest router probabilities; these weight the outputs."""
 
     whole_sequences = True
     """The balance is that of whole sequences, so the context axis can't split them."""

@@ -1,4 +1,4 @@
-"""A plain `nn.Module` as it is: one block, which can be replicated and sharded but not cut."""
+"""A model of one block from a plain `nn.Module`. The block can be replicated and sharded but not cut."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ VALUES = {"small": dict, "ignore_index": int}
 def plain_model(module: nn.Module) -> PlainModel:
     """Returns `module`, which is on the CPU and has a method `loss`, as a model on meta.
 
-    The model takes over those of METHODS and VALUES that the module defines. Its class has the name of the
-    module's, because messages name a model by its class.
+    The model takes over the METHODS and VALUES that the module defines. The model's class has the name of the
+    module's class, because messages name a model by its class.
     """
     kind = type(module)
     methods = {name: _delegated(name) for name in METHODS if callable(getattr(kind, name, None))}
@@ -50,12 +50,12 @@ class PlainModel(Adapter):
         return self.blocks["0"]
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
-        """The module's."""
+        """Returns the loss of the user's module."""
         loss: Tensor = self.module.loss(output, target)
         return loss
 
     def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """What the module's constructor gave it, under the run's seed; the copy of it is freed."""
+        """Set the value that the module's constructor made under the run's seed, and free the stored copy."""
         tensor.copy_(self._values.pop(name))
 
     def forward_flops(self, sample_shape: tuple[int, ...]) -> PartFlops:
@@ -66,7 +66,7 @@ class PlainModel(Adapter):
             try:
                 with torch.no_grad(), counter:
                     tried(torch.empty(1, *sample_shape, dtype=dtype, device="meta"))
-            except Exception:  # of any kind: it is the user's code
+            except Exception:  # the user's code may raise any kind
                 continue
             return PartFlops(stem=0, blocks=(counter.get_total_flops(),), head=0)
         return super().forward_flops(sample_shape)
@@ -80,7 +80,7 @@ class AsItIs(nn.Module):
 
 
 class Values(dict[str, Tensor]):
-    """Values by name. A copy of the model has the same ones, which are as large as its weights."""
+    """Values by name. They are as large as the model's weights, so a copy of the model shares them."""
 
     def __deepcopy__(self, memo: object) -> Values:
         return self

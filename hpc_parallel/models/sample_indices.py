@@ -1,4 +1,4 @@
-"""The numbers of the samples in the current forward pass. Dropout needs them (strategies/dropout.py)."""
+"""The indices of the samples in the current forward pass. Dropout needs them (strategies/dropout.py)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 class SampleIndices:
-    """The indices of the samples of the current microbatch, counted over the whole training; on this device.
+    """The indices of the current microbatch's samples on this device, counted over the whole training.
 
     If `used`, the step sets the next batch, and the schedule sets the next microbatch.
     """
 
     def __init__(self) -> None:
         self.used = False  # whether a layer needs the indices
-        self.of_replica: Callable[[Tensor], Tensor] = lambda rows: rows  # if one process has several replicas
+        self.of_replica: Callable[[Tensor], Tensor] = lambda rows: rows  # set for several replicas
         self._batch = self._current = torch.empty(0, dtype=torch.int64)
 
     def begin_batch(self, indices: NDArray[np.int64] | Tensor, *, device: torch.device) -> None:

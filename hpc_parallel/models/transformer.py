@@ -102,7 +102,7 @@ class Transformer(LanguageModel):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); [batch, seq, dim].
 
-    With bfloat16, the embedding and the matrix products return it, and so the residual stream has it.
+    With bfloat16, the embedding and the matrix products return bfloat16, so the residual stream is bfloat16.
     """
 
     def __init__(
@@ -191,8 +191,8 @@ class Head(LanguageHead):
 def rotation(positions: Tensor, *, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [seq, head_dim / 2] of position x theta^(-2i / head_dim), for the `positions` [seq].
 
-    They are no buffer, which would need care in meta construction, casts and cuts. Angles are computed in
-    float64, because a float32 angle of position 100,000 has an error of 0.004.
+    They are not buffers, because buffers would need care in meta construction, casts and cuts. Angles are
+    computed in float64, because a float32 angle of position 100,000 has an error of 0.004.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     angles = positions.double()[:, None] * torch.pow(theta, -exponents)

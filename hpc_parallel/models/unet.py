@@ -74,7 +74,7 @@ class Twice(nn.Module):
 
 
 class Down(nn.Module):
-    """x, skips -> half of x, skips and the new one: [batch, after, h, w]."""
+    """x, skips -> x with half its height and width, the skips, and a new skip [batch, after, h, w]."""
 
     def __init__(self, before: int, after: int, *, kernel_size: int) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ def _short_option(option: str) -> str:
 def plan(overrides: Sequence[str], *, extra_dir: str | None = None) -> tuple[list[Case], list[str]]:
     """The cases for the overrides of a command line, and a note for each network that lacks one of the keys.
 
-    A problem of only some rows is listed in those cases, which have no run.
+    If only some rows have a problem, their cases list the problem and have no run.
 
     extra_dir: a folder with the user's configuration files.
 
@@ -113,8 +113,8 @@ class _RunComposer:
         self._composer = Composer("config")
         self.overrides = overrides
         self.extra_dir = extra_dir
-        self.net: str | None = None  # of the model that the user names
-        self.like: tuple[str, ...] = ()  # networks whose rows it has
+        self.net: str | None = None  # the network of the model that the user names
+        self.like: tuple[str, ...] = ()  # the networks whose rows this network takes
         self.excluded: dict[str, str] = {}  # networks that the overrides don't fit -> reason
         if sets_key(overrides, "model"):
             base = self._compose(merge(COMMON, overrides))
@@ -187,7 +187,7 @@ class _RunComposer:
 
 
 def without_refused(cases: Sequence[Case], overrides: Sequence[str]) -> list[Case]:
-    """The cases, without the runs of those that the hints of the user's own model refuse.
+    """The cases. A case that the user's own model class refuses gets the problems and no run.
 
     Raises ConfigError if no row is left that can run.
     """

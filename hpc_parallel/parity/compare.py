@@ -66,7 +66,7 @@ LEAST_SHARE = 0.01  # of the model's gradient norm
 
 
 def compare(run: RunFolder, reference: RunFolder, *, tolerance: Tolerance) -> dict[str, Difference]:
-    """The differences, by the names of `Tolerance`. Raises ValueError if a run left nothing to compare.
+    """The differences by field name of `Tolerance`. Raises ValueError if a run left nothing to compare.
 
     A gradient that is zero in exact arithmetic, such as that of a key's bias, is noise. It is compared with
     the scale of the model's gradient, and its weight is left out, because Adam amplifies the noise. The
@@ -117,7 +117,7 @@ def _losses(run: RunFolder, reference: RunFolder) -> Difference:
 def _tensors(tensors: Tensors, reference: Tensors, *, least_norm: float = 0.0) -> Difference:
     """|a - b| / |b| by tensor norm; infinite if one side lacks the tensor or has another shape.
 
-    A smaller |b| than `least_norm` counts as `least_norm`.
+    If |b| is smaller than `least_norm`, the difference is divided by `least_norm`.
     """
     return _largest(
         (

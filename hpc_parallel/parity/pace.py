@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Pace:
-    """Counts and times the runs: one for each row that can run, and those on one device, which rows share."""
+    """Counts and times the runs: one for each row that can run, and the one-device runs that rows share."""
 
     def __init__(self, cases: Sequence[Case], *, clock: Callable[[], float] = time.monotonic) -> None:
         self.rows = sum(case.run is not None for case in cases)
@@ -32,16 +32,16 @@ class Pace:
         self._times_s.append(self._clock() - began_s)
 
     def plan(self) -> str:
-        """What will be started."""
+        """The text that tells the user which runs will start."""
         plan = (
             f"{self.rows} row{'s' * (self.rows != 1)} to run, {self.alone} more on one device to compare with"
         )
         return plan + (f"; {self.left_out} can't apply and are left out" if self.left_out else "")
 
     def figures(self) -> list[str]:
-        """An estimate of the time left, and the rate, which a narrow terminal leaves out first.
+        """The estimated time left, then the seconds of a run, which a narrow terminal leaves out first.
 
-        Nothing before the first run has ended.
+        The list is empty until the first run has ended.
         """
         if not self._times_s:
             return []

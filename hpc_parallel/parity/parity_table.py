@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from hpc_parallel.parity.cases import Case
 
 WIDTHS = (16, 6, None, 9, 9, 9, 8)  # of strategy, data, layout, the measures, verdict
-WIDE, NARROW = 80, (0, 2, 6)  # below so many columns: strategy, layout and verdict; parity.json has all
+# A terminal with fewer columns than WIDE shows only strategy, layout and verdict. parity.json has all values.
+WIDE, NARROW = 80, (0, 2, 6)
 SPINNER_COLUMNS = 2
 WIDTH = 100  # if stdout is a file or a pipe
 MEASURES = ("losses", "gradients", "weights")
@@ -32,12 +33,12 @@ class Table:
     def __init__(self, tolerance: Tolerance, *, precision: str) -> None:
         console = Console(highlight=False)
         self._console = console if console.is_terminal else Console(highlight=False, width=WIDTH)
-        self._console.file = self._console.file  # keeps this stdout while a run's is redirected
+        self._console.file = self._console.file  # keeps this stdout while a run redirects sys.stdout
         self._tolerance = tolerance
         self._precision = precision
 
     def begin(self, plan: str) -> None:
-        """Say what will be started, then the head of the table."""
+        """Print which runs will start, then the head of the table."""
         self._say(f"{plan}\n")
         self._say(
             "Largest relative difference from one device: of the loss over all steps, of any tensor's "

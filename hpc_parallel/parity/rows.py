@@ -24,9 +24,9 @@ COMMON = (
     "optimizer.warmup_steps=2",
 )
 # Sizes that don't divide evenly: five blocks over two or four stages, maps of 3 positions over two tiles.
-# Images are small because BatchNorm makes a kernel's gradient a sum that cancels. With a hundred times more
-# terms, float32 loses one more digit of it (16 digits of 40 x 56 pixels: one device differs by 4e-5 from its
-# float64).
+# Images are small because BatchNorm makes a kernel's gradient a sum whose terms cancel. With a hundred times
+# more terms, the gradient in float32 loses one more digit. (With 16 digits of 40 x 56 pixels, float32 and
+# float64 on one device differ by 4e-5.)
 NETS = {
     "text": (
         "model=tiny", "model.layers=5", "model.dim=64", "model.heads=8", "model.kv_heads=4",
@@ -55,7 +55,7 @@ NETS = {
 class ParityRow:
     """One strategy on one layout.
 
-    layout: nodes, devices and degrees, which the command line's replace; empty: one device.
+    layout: nodes, devices and degrees; empty: one device. A layout on the command line replaces it.
     options: further overrides.
     nets: names of `NETS` on which the strategy is proven.
     """

@@ -1,6 +1,6 @@
-"""What the parts of a model keep of one microbatch for the backward pass, on one device.
+"""The bytes that each part of a model keeps of one microbatch for the backward pass, on one device.
 
-The sizes are those that autograd keeps with torch's kernels for CPUs; `worker/saved_tensors.py` counts them.
+The sizes are those that autograd keeps with torch's CPU kernels; `worker/saved_tensors.py` counts these.
 Each function lists the tensors in the order of the forward pass.
 """
 
@@ -30,9 +30,9 @@ HALF = ("bfloat16", "float16")
 class Kept:
     """Bytes of one microbatch by part.
 
-    recomputed: what the recomputation of each block brings back. shared: what the blocks of a stage keep
-    together. skips: the inputs of each block beside the hidden state; the checkpointed blocks of a stage keep
-    them once. states: all inputs of each block, which a pipeline sends.
+    recomputed: what each block keeps again after its recomputation. shared: what all blocks of a stage keep
+    once, together. skips: the inputs of each block in addition to the hidden state; the checkpointed blocks
+    of a stage keep them once. states: all inputs of each block, which a pipeline sends.
     """
 
     stem: int
@@ -56,7 +56,7 @@ class Kept:
 class Types:
     """Bytes of a number: in matrix products, in norms and the loss (precise), between blocks (stream).
 
-    cast: weights are cast once a step, or gathered in the type of the products; else autocast casts.
+    cast: weights are cast once a step or gathered in the type of the products. If false, autocast casts them.
     """
 
     product: int
@@ -66,7 +66,7 @@ class Types:
 
 
 def types_of(config: RunConfig, layout: Layout) -> Types:
-    """As `strategies/precision.py`, `working_weights.py` and `shard.py` choose them."""
+    """The types that `strategies/precision.py`, `working_weights.py` and `shard.py` choose."""
     precision = config.training.precision
     precise = 8 if precision == "float64" else 4
     product = 2 if precision in HALF else precise
@@ -75,10 +75,11 @@ def types_of(config: RunConfig, layout: Layout) -> Types:
 
 
 def casts_once(config: RunConfig) -> bool:
-    """Whether a step without fully_shard, which casts weights itself, uses weights that are cast once.
+    """Whether `strategies/working_weights.py` casts the weights of a step once. Not for fully_shard.
 
-    A schedule that splits the backward pass computes gradients of the weights that a module holds. The
-    replicas of nn.DataParallel hold weights of their own. `strategies/working_weights.py` casts them.
+    fully_shard casts weights itself. A schedule that splits the backward pass does not use cast weights,
+    because it computes gradients of the weights that a module holds. nn.DataParallel does not use them
+    either, because its replicas hold their own weights.
     """
     strategy = config.strategy
     outside = strategy.execution == DATAPARALLEL or schedule_of(strategy).splits_backward
@@ -86,7 +87,7 @@ def casts_once(config: RunConfig) -> bool:
 
 
 def chunks_loss(config: RunConfig, layout: Layout) -> bool:
-    """As `strategies/chunked_loss.py:applies`, for our models."""
+    """Whether the loss is computed in chunks: `strategies/chunked_loss.py:applies` for our models."""
     outside = config.task.name == "generate" or config.strategy.execution == DATAPARALLEL
     whole = layout.tensor == 1 or config.strategy.loss_parallel
     return config.training.chunked_loss and not outside and whole
@@ -123,14 +124,15 @@ class _Run:
 
 
 def _decoder(run: _Run) -> Kept:
-    """transformer.py and moe.py."""
+    """The models of transformer.py and moe.py."""
     layout, types = run.layout, run.types
     tensor, dim = layout.tensor, run.size("dim")
     tokens = run.samples * run.shape[0] // layout.context
     sliced = tokens // tensor if run.config.strategy.sequence_parallel else tokens
     head_dim = dim // run.size("heads")
     tables = 0 if run.mode != "none" else run.shape[0] // layout.context * head_dim * types.precise
-    # Inputs, normed, and one number a row; the kernel of a GPU keeps its inputs only, in their type.
+    # A norm keeps its inputs, the normed inputs and one number for each row. The GPU's kernel keeps its
+    # inputs in their own type, and no normed inputs.
     fused = run.config.device != "cpu" and types.cast
     norm = sliced * (dim * (types.stream if fused else 2 * types.precise) + types.precise)
     attention = _attention(run, tokens)
@@ -152,7 +154,7 @@ def _decoder(run: _Run) -> Kept:
 
 
 def _casts(run: _Run, tokens: int) -> int:
-    """Autocast gives each projection a cast of its weight and of its input; one input is counted already."""
+    """Autocast casts the weight and the input of each projection; one of the inputs is counted already."""
     tensor = run.layout.tensor
     dim, kv = run.size("dim"), run.size("kv_heads") * (run.size("dim") // run.size("heads"))
     weights, inputs = 2 * dim * (dim + kv), 2
@@ -188,14 +190,14 @@ def _attention(run: _Run, tokens: int) -> _Part:
 
 
 def _swiglu(run: _Run, tokens: int) -> _Part:
-    """gate, silu, up and their product."""
+    """The outputs of gate, silu and up, and their product."""
     columns = run.size("ffn_dim") // run.layout.tensor
     product = run.types.product
     return _Part(4 * tokens * columns * product, tokens * (2 * columns + run.size("dim")) * product)
 
 
 def _experts(run: _Run, tokens: int) -> _Part:
-    """moe.py, experts.py, expert.py. Devices of the expert axis are taken to get equally many tokens."""
+    """moe.py, experts.py, expert.py. Assumes that the devices of the expert axis get equally many tokens."""
     types = run.types
     dim, columns, experts = run.size("dim"), run.size("ffn_dim"), run.size("experts")
     rows = tokens * run.size("experts_per_token")
@@ -217,7 +219,7 @@ def _language_loss(run: _Run, tokens: int) -> int:
     dim, vocabulary = run.size("dim"), run.size("vocab_size")
     if chunks_loss(run.config, run.layout):
         of_weights = types.product if types.cast else types.precise
-        return (tokens * dim + -(-vocabulary // split) * dim) * of_weights  # their gradients
+        return (tokens * dim + -(-vocabulary // split) * dim) * of_weights  # gradients of inputs and weights
     rows = -(-vocabulary // split)
     columns = rows if run.config.strategy.loss_parallel else vocabulary
     cast = 0 if types.cast else rows * dim * types.product
@@ -258,7 +260,7 @@ def _pixel_bytes(run: _Run) -> int:
 
 
 def _norm(run: _Run, channels: int) -> int:
-    """Moments, and the running ones, of BatchNorm."""
+    """The moments and the running moments of BatchNorm."""
     return 4 * channels * run.types.precise
 
 
@@ -288,7 +290,7 @@ def _image_loss(run: _Run, *, segments: bool) -> int:
 
 
 def _unet(run: _Run) -> Kept:
-    """unet.py. A skip connection is the output of a ReLU, which keeps it; a recomputed block does not."""
+    """unet.py. A ReLU keeps its output, which is the skip connection. A recomputed block does not keep it."""
     number, place, model = run.types.product, _first_map(run), run.model
     channels, mode = list(model["channels"]), run.mode
     blocks: list[int] = []
@@ -299,7 +301,7 @@ def _unet(run: _Run) -> Kept:
 
     def twice(before: int, after: int) -> _Part:
         output = place.bytes(after, number)
-        between = place.inputs(after, number) if place.halo else 0  # else the first ReLU keeps it
+        between = place.inputs(after, number) if place.halo else 0  # without a halo, the first ReLU keeps it
         kept = place.inputs(before, number) + between + 4 * output + 2 * _norm(run, after)
         return _Part(kept, 2 * output)
 

@@ -1,4 +1,4 @@
-"""`strategy=auto`: the layout that is planned to be the fastest, in the place of `auto`."""
+"""Replace `strategy=auto` by the layout with the shortest planned step."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.recorded_start import key_of
 
 AUTO = "auto"
-CPU, MANY = "cpu", 2**20  # the hardware of runs on CPUs that name none, and the most processes of a node
-# As conf/strategy/auto.yaml.
+CPU, MANY = "cpu", 2**20  # the hardware of CPU runs that name none; a limit for the processes of a node
+# The values of conf/strategy/auto.yaml.
 OPEN = {"name": AUTO, "replicate": FREE, "pipeline": 1, "shard": 1, "context": 1, "tensor": 1}
 
 
 @dataclass(frozen=True)
 class Question:
-    """The input of a search. config: that of the run; its layout does not matter."""
+    """The input of a search. config: the configuration of the run; its layout does not matter."""
 
     config: RunConfig
     hardware: Hardware
@@ -71,7 +71,7 @@ def choose(composed: DictConfig, overrides: Sequence[str], *, user_folder: Path 
 
 
 def ask(composed: DictConfig, overrides: Sequence[str], *, user_folder: Path | None) -> Question:
-    """What is free in a configuration with `strategy=auto`, and what is not. Raises ConfigError."""
+    """The choices that a configuration with `strategy=auto` leaves to the search. Raises ConfigError."""
     values = composed.strategy
     choices = _choices(values, composed.training, {key_of(word) for word in overrides})
     opened = copy.deepcopy(composed)
@@ -94,7 +94,7 @@ def ask(composed: DictConfig, overrides: Sequence[str], *, user_folder: Path | N
 
 
 def hardware_of_run(composed: DictConfig, *, user_folder: Path | None, needed_by: str) -> Hardware:
-    """The hardware of `plan.hardware`. On CPUs without this key, a common server of unknown memory.
+    """The hardware of `plan.hardware`. Without this key, a run on CPUs gets a server of unknown memory.
 
     Raises ConfigError.
     """
@@ -107,7 +107,7 @@ def hardware_of_run(composed: DictConfig, *, user_folder: Path | None, needed_by
 
 
 def on_nodes_of(config: RunConfig, hardware: Hardware) -> Hardware:
-    """With as many devices on a node as the run uses, and the links that a machine profile measured."""
+    """`hardware` with as many devices on a node as the run uses, and the links of a machine profile."""
     measured, _ = with_measured_links(hardware, config.machine)
     return replace(measured, node=replace(measured.node, devices=config.gpus_per_node))
 
@@ -122,7 +122,7 @@ def _on_cpus(composed: DictConfig) -> bool:
 
 
 def _choices(strategy: DictConfig, training: DictConfig, typed: set[str]) -> Choices:
-    """A degree, schedule or mode that is not the default, or that an override sets, is kept."""
+    """The search keeps a degree, schedule or mode that is not the default, or that an override sets."""
     degrees = {
         axis: strategy[axis] if f"strategy.{axis}" in typed or strategy[axis] != OPEN[axis] else FREE
         for axis in AXES
@@ -138,7 +138,7 @@ def _choices(strategy: DictConfig, training: DictConfig, typed: set[str]) -> Cho
 
 
 def _without_layout(asked: Question) -> Problem | str | None:
-    """Why there is no legal layout at all, if there is none."""
+    """The reason why no layout is legal; None if a layout is legal."""
     if any(layouts(asked.config, asked.choices)):
         return None
     config, degrees = asked.config, asked.choices.degrees

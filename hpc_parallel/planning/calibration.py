@@ -18,14 +18,14 @@ from hpc_parallel.planning.step_time import step_time
 from hpc_parallel.problems import ConfigError, Problem, printable
 
 LEAST_RUNS, LEAST_STEPS = 4, 3  # runs, and different steps among them
-ERROR = 0.05  # of a measured time, relative
-IDENTIFIED = 0.6  # a spread below this share of the tolerance: the runs say more than was known before
+ERROR = 0.05  # the relative error of a measured time
+IDENTIFIED = 0.6  # the runs narrow a coefficient if its spread is below this share of its tolerance
 # Coefficient -> the tolerance of its logarithm: how far a measurement by task=calibrate, or a file's
 # assumption, may be off.
 TOLERANCES = {
     "products.peak_share": 0.3,
     "traffic.elementwise": 0.7,
-    "traffic.loss_bytes": 1.5,  # the files of A100s and H100s have that of a program with whole logits
+    "traffic.loss_bytes": 1.5,  # the files of A100s and H100s have the value of a program with whole logits
     "traffic.optimizer_bytes": 0.5,
     "host.forward_s": 0.5,
     "host.backward_s": 0.5,
@@ -67,7 +67,7 @@ def planned_s(run: MeasuredRun, hardware: Hardware) -> float:
 
 
 def calibrate(runs: Sequence[MeasuredRun], hardware: Hardware) -> Calibration:
-    """Raises ConfigError if the runs are too few, alike, or of different devices."""
+    """Fit `hardware` to `runs`. Raises ConfigError if they are too few, alike, or of different devices."""
     if problems := list(_unfit(runs)):
         raise ConfigError(problems)
 
@@ -100,7 +100,7 @@ def _unfit(runs: Sequence[MeasuredRun]) -> Iterator[Problem | str]:
 
 
 def report(calibration: Calibration) -> Iterator[str]:
-    """Each run, then each coefficient before and after, then what could not be found out."""
+    """Each run, then each coefficient before and after, then the coefficients that the runs don't narrow."""
     yield f"{'planned':>12} {'measured':>12} {'error':>8}  run"
     for run, error in zip(calibration.runs, calibration.errors, strict=True):
         times = f"{1e3 * run.step_s * (1 + error):9.1f} ms {1e3 * run.step_s:9.1f} ms"

@@ -1,9 +1,11 @@
 """Fit the coefficients of a hardware file to measured times.
 
-Each coefficient has an expected value, and the fit pays for leaving it: the sum of squared relative errors
-over `error` (linear above HUBER, Huber 1964), plus the squared logarithms of the changes over the tolerances.
-A coefficient that the times say nothing about therefore stays. Levenberg-Marquardt on logarithms (Marquardt
-1963), without a library: there are few coefficients.
+Each coefficient has an expected value. The fit minimises the sum of two parts: the squares of (relative error
+of a time / `error`), linear above HUBER (Huber 1964), and the squares of (logarithm of a coefficient's change
+/ tolerance). A coefficient that does not affect the times therefore keeps its expected value.
+
+The method is Levenberg-Marquardt on logarithms (Marquardt 1963). It needs no library, because there are few
+coefficients.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-ERROR, HUBER = 0.03, 1.0  # of a time, relative; where outliers begin, in units of `error`
+ERROR, HUBER = 0.03, 1.0  # the relative error of a time; where outliers begin, in units of `error`
 ROUNDS, TRIES, ENOUGH = 25, 8, 0.01
 SLOPE_STEP = 1e-4
 Vector = list[float]
@@ -42,7 +44,7 @@ def fit(
     planned_s: Callable[[Mapping[str, float]], Sequence[float]],
     error: float = ERROR,
 ) -> dict[str, Fitted]:
-    """The coefficients by name. planned_s: the times that a plan has with such values."""
+    """The fitted coefficients by name. planned_s: returns the planned times for given coefficients."""
     problem = _Problem(expected, measured_s, planned_s, error)
     point, curvature = problem.minimum()
     variances = [row[at] for at, row in enumerate(_inverse(curvature))]
@@ -53,7 +55,7 @@ def fit(
 
 
 class _Problem:
-    """The sum that a fit makes small."""
+    """The sum that the fit minimises."""
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class _Problem:
         self._weights = [1 / one.tolerance**2 for one in expected.values()]
 
     def minimum(self) -> tuple[Vector, Matrix]:
-        """The logarithms of the coefficients, and the curvature there."""
+        """The logarithms of the coefficients at the minimum of the sum, and the curvature there."""
         point, damping = list(self._centre), 1.0
         residual = self._residuals(point)
         best = self._cost(residual, point)

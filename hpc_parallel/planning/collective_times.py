@@ -13,7 +13,7 @@ from typing import Any
 from hpc_parallel.config.site_schema import MachineConfig
 from hpc_parallel.record.values import integer, number, table
 
-FITTED_DTYPE = "float32"  # of the times in a profile
+FITTED_DTYPE = "float32"  # the times in a profile are those of this type
 
 _BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
@@ -51,7 +51,7 @@ def ranks_of(machine: MachineConfig, group: str) -> int | None:
 
 
 def _measured(machine: MachineConfig, group: str) -> dict[str, Any]:
-    """What the profile has of a group, which may be measured by another name; empty without it."""
+    """The profile's table of a group, which may have another name there; empty if there is none."""
     if group in machine.collectives:
         return table(machine.collectives[group])
     groups = map(table, machine.collectives.values())

@@ -9,25 +9,25 @@ from hpc_parallel.planning.float8_rounding import ALIGNED, Rounding, in_float8
 from hpc_parallel.planning.hardware import MemoryTraffic
 from hpc_parallel.planning.operations import FLOAT32_BYTES, MatrixProduct, Move, Operation, precise_bytes
 
-# Bytes that move for each number of the kind in a forward pass, with numbers of HALF_BYTES.
+# Bytes that a forward pass moves for each number of a kind, if a number has HALF_BYTES.
 HALF_BYTES = 2
 WHOLE_BYTES = 22  # of a token's width: two norms (4 each), two sums with dropout and its mask (7 each)
 HEADS_BYTES = 12  # of a device's part: transposed heads
 ACTIVATION_BYTES = 16  # of a device's part: the activation, at four times the width
 SCORE_BYTES = 9  # of a score: scaled softmax (4), dropout and its mask (5)
-UNFUSED_BYTES = 24  # more for a score if scale, mask and softmax in float32 are kernels of their own
+UNFUSED_BYTES = 24  # of a score, in addition, if scale, mask and softmax in float32 are separate kernels
 EMBEDDING_BYTES = (8, 12)  # of a token's width, forward and backward
 VALUES = "weighted values"
 SOFTMAX = "softmax"
 SCORES = "scores"  # a flash kernel does not keep them for the backward pass
 QKV, UP, DOWN = "queries, keys, values", "feed-forward up", "feed-forward down"
-# A mixture of experts (models/moe.py, experts.py). Of the width of a token's copy, as HALF_BYTES:
+# A mixture of experts (models/moe.py, experts.py). Bytes for each number of a token's copy, as above:
 GATED_BYTES = 14  # sorted by expert (4) and back (4), weighted (4), summed (2)
-ARRIVED_BYTES = 8  # more if experts are split: sorted on arrival (4) and back (4)
+ARRIVED_BYTES = 8  # in addition if experts are split: sorted on arrival (4) and back (4)
 ROUTED_BYTES = 32  # of each probability, in float32: softmax, the largest ones, balance
-MIXTURE_KERNELS = 14  # 25 forward and 17 backward; a gradient counts as two (operations.py)
+MIXTURE_KERNELS = 14  # (25 forward + 17 backward) / 3: a gradient counts as two (operations.py)
 CAST_BYTES = 6  # of an expert's weight for a product in 16 bits: read 4, write 2
-LOSS_FORWARD = 0.6  # the share of the loss's traffic
+LOSS_FORWARD = 0.6  # the share of the loss's traffic that is in the forward pass
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class DecoderSizes:
     """The sizes of a decoder.
 
     ffn_matrices: 2, or 3 with a gate. flash: scores do not reach memory. tied: embedding and head share a
-    weight. experts: feed-forward networks of a block, of which a token uses `per_token`; one without a
-    mixture.
+    weight. experts: the number of feed-forward networks of a block; a token uses `per_token` of them. A model
+    without a mixture has one.
     """
 
     layers: int
@@ -74,9 +74,10 @@ class DecoderSizes:
         return self.vocabulary * self.dim
 
     def stage_weights(self, blocks: int, *, first: bool, last: bool, experts: float | None = None) -> float:
-        """The weights of a stage, or of a rank with several, by whether it has the first and last stage.
+        """The weights of a stage, or of a rank with several stages.
 
-        experts: the number of experts in each block; None: all.
+        first, last: whether it has the first and the last stage. experts: the number of experts in each
+        block; None: all.
         """
         ends = first + last - (first and last and self.tied)
         held = self.experts if experts is None else experts
@@ -84,7 +85,7 @@ class DecoderSizes:
 
     @property
     def block_flops(self) -> float:
-        """FLOPs of one sample in a block, as metrics count: weights, and the scores of visible tokens."""
+        """FLOPs of one sample in a block, as metrics count: its weights, and the scores of visible tokens."""
         scores = self.sequence * (self.sequence + 1) / 2
         return 2 * self.sequence * self.weights_with(self.per_token) + 4 * scores * self.dim
 
@@ -128,7 +129,7 @@ class Share:
 
     @property
     def unfused(self) -> bool:
-        """Whether Megatron's softmax runs as several kernels: its own takes multiples of four heads."""
+        """Whether Megatron's softmax runs as several kernels: the fused one takes multiples of four heads."""
         return not self.decoder.flash and (self.samples * self.decoder.heads / self.tensor) % 4 != 0
 
     def block(self) -> list[Operation]:
@@ -140,17 +141,17 @@ class Share:
 
     @property
     def _layers(self) -> dict[str, int]:
-        """How many linear layers a product stands for, if they are several: each rounds its own input."""
+        """How many linear layers a product stands for, if more than one. Each layer rounds its own input."""
         return {QKV: 3, UP: self.decoder.ffn_matrices - 1}
 
     def _linear(self, name: str, columns: float, depth: float) -> MatrixProduct:
-        """One of all tokens. Float8 needs multiples of 16."""
+        """The product of a linear layer for all tokens. Float8 needs sizes that are multiples of 16."""
         aligned = all(size % ALIGNED == 0 for size in (self.tokens, columns, depth))
         float8 = self.rounding is not None and aligned
         return MatrixProduct(name, self.tokens, columns, depth, self.number_bytes, float8=float8)
 
     def _block(self) -> list[Operation]:
-        """Without the rounding to float8."""
+        """The forward pass of one block without the rounding to float8."""
         decoder, tokens, tensor = self.decoder, self.tokens, self.tensor
         dim, width = decoder.dim, decoder.dim / decoder.heads
         columns, head_batch = decoder.ffn_dim / tensor, self.samples * decoder.heads / tensor
@@ -187,7 +188,7 @@ class Share:
             yield self._linear(DOWN, dim, columns)
             return
         held, number = decoder.experts / self.expert, self.number_bytes
-        rows = self.tokens * decoder.per_token / held  # the router uses all experts alike
+        rows = self.tokens * decoder.per_token / held  # assumes that the router uses all experts equally
         yield MatrixProduct("router", self.tokens, decoder.experts, dim, number)
         yield MatrixProduct(UP, rows, (decoder.ffn_matrices - 1) * columns, dim, number, batch=held)
         yield MatrixProduct(DOWN, rows, dim, columns, number, batch=held)
@@ -198,7 +199,7 @@ class Share:
         yield Move("routing and order", copied + routed + cast, kernels=MIXTURE_KERNELS)
 
     def block_backward(self) -> list[Operation]:
-        """The backward pass of one block, without what `training.activation_checkpointing` computes again."""
+        """The backward pass of one block, without recomputation (`training.activation_checkpointing`)."""
         forward = self._block()
         again = [
             one for one in forward if isinstance(one, MatrixProduct) and one.name == SCORES and one.in_cache
@@ -216,7 +217,7 @@ class Share:
 
     @property
     def _gradient_bytes(self) -> int:
-        """To add the gradient of a weight to a sum: read both, write one."""
+        """Bytes that move to add the gradient of a weight to a sum: read both, write the sum."""
         return self.number_bytes + 2 * precise_bytes(self.number_bytes)
 
     def head(self) -> list[Operation]:

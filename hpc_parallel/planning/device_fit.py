@@ -1,6 +1,6 @@
-"""The hardware that the rows of `task=calibrate` show: peaks, and coefficients that fit all of them together.
+"""Derive hardware values from the rows of `task=calibrate`: peaks, and coefficients that fit all rows.
 
-A row is planned with the formulas of a step, so a coefficient means the same in both.
+The formulas of a step give the planned time of a row, so a coefficient means the same in a row and a step.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ FITTED_PRECISION = {
     "cuda": "bfloat16",
 }  # of the blocks, and of the products that are fitted
 VOCABULARY = 256  # of the measured blocks and ends
-HEADS, HEAD_DIM = 4, 128  # at least so many heads, and none wider: fused attention takes no wide ones
-ERROR = 0.1  # of the formulas, relative
+HEADS, HEAD_DIM = 4, 128  # the fewest heads, and the widest: fused attention takes no wider heads
+ERROR = 0.1  # the relative error of the formulas
 # Coefficient -> the tolerance of its logarithm: a file of another device may be far off.
 TOLERANCES = {
     "products.peak_share": 0.5,
@@ -60,7 +60,8 @@ class DeviceRow:
 class Machine:
     """The values that are not fitted.
 
-    devices: how many measured at the same time. spread: the relative standard deviation of their speeds.
+    devices: how many devices measured at the same time. spread: the relative standard deviation of their
+    speeds.
     """
 
     name: str
@@ -119,9 +120,9 @@ def heads_of(width: int) -> int:
 
 
 def device_hardware(rows: Sequence[DeviceRow], machine: Machine, *, base: Hardware) -> Hardware:
-    """The coefficients of a device. base: where the fit starts, and the values that no row shows.
+    """The coefficients of a device. base: where the fit starts, and the values that no row measures.
 
-    Raises ValueError without a product of the fitted precision and an elementwise row.
+    Raises ValueError if there is no product of the fitted precision or no elementwise row.
     """
     precision = FITTED_PRECISION[machine.kind]
     peaks = {
@@ -135,7 +136,7 @@ def device_hardware(rows: Sequence[DeviceRow], machine: Machine, *, base: Hardwa
     device = replace(
         base.device, name=machine.name, kind=machine.kind, peak_flops=peaks,
         memory_bytes=machine.memory_bytes, memory_bytes_per_s=bandwidth,
-        multiprocessors=machine.multiprocessors, power_w=None,  # that of `base` is another device's
+        multiprocessors=machine.multiprocessors, power_w=None,  # `base` has the power of another device
     )  # fmt: skip
     traffic, network = replace(base.traffic, share=1.0), replace(base.network, spread=machine.spread)
     node = replace(base.node, devices=1)  # while rows are planned
@@ -159,7 +160,7 @@ def device_hardware(rows: Sequence[DeviceRow], machine: Machine, *, base: Hardwa
 
 
 def with_links(hardware: Hardware, profile: MachineConfig, *, turns: float) -> tuple[Hardware, list[str]]:
-    """With the links of a profile, and a name for each of them.
+    """`hardware` with the links of a profile, and a name for each of these links.
 
     turns: how many devices took turns on each core while the links were measured (`shared_cores.py`).
     """

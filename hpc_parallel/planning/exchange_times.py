@@ -1,4 +1,4 @@
-"""The times of what the devices of one training step send: inside a block, between stages, and gradients."""
+"""The times of the exchanges in one training step: inside a block, between stages, and of gradients."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ COMPRESSED_BYTES = 2  # of a number in bfloat16
 
 
 class ExchangeTimes:
-    """Each time is computed when it is read first, and added to `terms`.
+    """The times of a step's exchanges. Each is computed when it is first read, and added to `terms`.
 
-    sent: the exchanges so far, by name. kernels: those of `loads.stage`.
+    sent: the exchanges so far, by name. kernels: the kernel times on the hardware `loads.stage`.
     """
 
     def __init__(self, work: Work, share: Share, loads: Loads, kernels: Kernels, terms: Terms) -> None:
@@ -38,7 +38,7 @@ class ExchangeTimes:
         return not self._hardware.device.is_cpu
 
     def _exchange_s(self, exchange: GroupExchange, hardware: Hardware | None = None) -> float:
-        """hardware: where other devices are busy than in an action."""
+        """hardware: given if other devices are busy than during an action."""
         hardware = hardware or self._hardware
         seconds = exchange.seconds(hardware)
         self.sent[exchange.name] = exchange
@@ -49,7 +49,7 @@ class ExchangeTimes:
 
     @cached_property
     def tensor_sum_s(self) -> float:
-        """The parts of a sum go to the devices that keep them, which gather them again: an all-reduce."""
+        """A sum over the tensor axis: an all-reduce. With `ring_factors`, its two halves are separate."""
         group, size = self._group(self._work.tensor, stride=1), self._share.activation_bytes
         if not self._hardware.ring_factors:
             return self._exchange_s(GroupExchange("sum over the tensor axis", "all_reduce", size, group))
@@ -70,9 +70,9 @@ class ExchangeTimes:
 
     @cached_property
     def experts_s(self) -> float:
-        """A block sends each token to its experts and their outputs back; the backward pass the gradients.
+        """A block sends tokens to their experts, and the outputs back; the backward pass sends gradients.
 
-        The router is taken to use all experts alike. Nothing is computed meanwhile.
+        Assumes that the router uses all experts equally. The device does not compute meanwhile.
         """
         group, share = self._group(self._work.expert, stride=1), self._share
         size = share.activation_bytes * share.decoder.per_token
@@ -101,7 +101,7 @@ class ExchangeTimes:
         return waits_s
 
     def _exposed_s(self, message: Message) -> float:
-        """The wait for messages that last longer than the attention beside which they are sent."""
+        """The wait for messages that last longer than the attention that runs at the same time."""
         exchange, part = message.exchange, "block forward" if message.kind is FORWARD else "block backward"
         self.sent[exchange.name] = exchange
         terms = self._kernels.terms(part, self._share, precision=self._work.precision)
@@ -136,8 +136,9 @@ class ExchangeTimes:
     def stage_to_stage_s(self) -> dict[int, float]:
         """Seconds from each stage to the next one, and back.
 
-        With `sequence_parallel` each device sends its part of the sequence, and the next stage begins with
-        it. Without it each sends all. Megatron sends parts and gathers them (Narayanan et al. 2021).
+        With `sequence_parallel`, each device sends its part of the sequence, and the next stage begins with
+        this part. Without `sequence_parallel`, each device sends the whole sequence. Megatron sends parts and
+        gathers them (Narayanan et al. 2021).
         """
         work, share, devices = self._work, self._share, self._hardware.node.devices
         stride = work.tensor * work.alike
@@ -183,13 +184,13 @@ class ExchangeTimes:
         return seconds
 
     def least_sent_s(self) -> float:
-        """At least, for the gradients of a device and the gathers of its weights, hidden or not."""
+        """The least time of the messages with a device's gradients and gathered weights, hidden or not."""
         work = self._work
         whole = work.decoder.stage_weights(sum(work.blocks), first=True, last=True)
         return self._sent_s(whole / work.pipeline / work.tensor)
 
     def _sent_s(self, weights: float) -> float:
-        """The means over replicas, and the slices, of a device's `weights`."""
+        """The time of the means over replicas and of the exchanged slices, for a device's `weights`."""
         seconds = self._exchange_s(self._mean(weights), self._loads.all)
         return seconds + self._slices_s(weights) if self._work.shard > 1 else seconds
 
@@ -211,7 +212,10 @@ class ExchangeTimes:
         return self._exchange_s(mean, self._loads.all)
 
     def _served_s(self, size: float) -> float:
-        """To a parameter server and, after its update, back. size: the bytes of all gradients."""
+        """The time to send gradients to a parameter server and, after its update, to send weights back.
+
+        size: the bytes of all gradients.
+        """
         work = self._work
         messages = math.ceil(size / work.bucket_bytes) if work.bucket_bytes else 1
         serving = Serving(work.workers, work.workers < work.data, size, messages)
@@ -219,7 +223,7 @@ class ExchangeTimes:
         return sum(self._terms.add(term.name, term.seconds, term.formula) for term in terms)
 
     def _slices_s(self, weights: float) -> float:
-        """Gathers and sums over `shard`: once for a stage, or for each microbatch outside of the blocks."""
+        """Gathers and sums over `shard`: of a whole stage once a step, or of the ends for each microbatch."""
         ends = self._work.microbatches * self._work.decoder.stage_weights(0, first=True, last=True)
         weights = ends if self.gathers_blocks else weights * self._work.tensor
         size = self._work.gradient_bytes
@@ -231,7 +235,7 @@ class ExchangeTimes:
     def _after_backward_s(self, seconds: float, hidden_s: float, *, share: float, least_s: float) -> float:
         """The part of messages that lasts longer than the backward pass, which takes `hidden_s`.
 
-        share: the share of all gradients in one message. least_s: the time in which a processor copies them.
+        share: the share of all gradients in one message. least_s: the time that a CPU needs to copy them.
         """
         left_s = max(least_s, left_after(hidden_s, seconds, share=share))
         text = f"{seconds:.6g} s in messages of {100 * share:.3g} %, beside {hidden_s:.6g} s of computation"
@@ -239,10 +243,10 @@ class ExchangeTimes:
 
 
 def left_after(computed_s: float, sent_s: float, *, share: float) -> float:
-    """Seconds from the end of a computation to that of the messages that it makes evenly.
+    """Seconds from the end of a computation to the end of its messages, which it makes at an even rate.
 
-    A message starts when all of it is computed and the one before has arrived. share: of all bytes, in each
-    but the last one; 0: each byte is sent at once.
+    A message starts when all of its bytes are computed and the message before it has arrived. share: the
+    share of all bytes in each message but the last one; 0: each byte is sent immediately.
     """
     if share == 0:
         return max(0.0, sent_s - computed_s)

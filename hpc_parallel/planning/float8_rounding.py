@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from hpc_parallel.planning.operations import MatrixProduct, Move, Operation
 
-ALIGNED = 16  # the sizes of products are multiples of it
+ALIGNED = 16  # the sizes of products in float8 are multiples of this
 # Bytes that move for each number of a matrix in bfloat16, by whether compiled code fuses operations.
 ROUNDED = {
     # Absolute value (2 + 2), maximum (2), to float32 (2 + 4), times the scale (4 + 4), to float8 (4 + 1).
     False: 25,
     True: 5,  # the maximum (2), and the result (2 + 1)
 }
-SCALED = {False: 20, True: 4}  # a result times both scales, in float32, and back
+SCALED = {False: 20, True: 4}  # multiply a result by both scales in float32, and cast it back
 TRANSPOSED = 2  # a copy in float8 in the order that cuBLAS takes
-ROUNDING_KERNELS = {False: 12, True: 3}  # of one matrix; those of the scale too
+ROUNDING_KERNELS = {False: 12, True: 3}  # of one matrix, including the kernels of its scale
 SCALING_KERNELS = {False: 3, True: 1}
 
 
@@ -29,15 +29,15 @@ def in_float8(operations: Sequence[Operation]) -> list[MatrixProduct]:
 class Rounding:
     """How factors of products are rounded.
 
-    by_rows: whether each row has a scale, or the whole tensor has one. fused: whether compiled code rounds,
-    or one kernel after the other.
+    by_rows: whether each row has a scale; if not, the whole tensor has one. fused: whether compiled code
+    rounds; if not, separate kernels do.
     """
 
     by_rows: bool
     fused: bool
 
     def forward(self, products: Sequence[MatrixProduct], *, layers: Mapping[str, int]) -> Iterator[Move]:
-        """Round inputs and weights. layers: that a product stands for, by name, if they are several."""
+        """Round inputs and weights. layers: how many layers a product (by name) stands for; default: 1."""
         for product in products:
             count = layers.get(product.name, 1)
             inputs, weights, _ = _numbers(product, count)
@@ -47,8 +47,8 @@ class Rounding:
     def backward(self, products: Sequence[MatrixProduct], *, layers: Mapping[str, int]) -> Iterator[Move]:
         """Round and copy weights, inputs and the gradient.
 
-        With scales of rows the gradient is rounded for each of the two products, whose results are scaled
-        afterwards.
+        With a scale for each row, the gradient is rounded for each of the two products, and their results are
+        scaled afterwards.
         """
         for product in products:
             count = layers.get(product.name, 1)

@@ -1,4 +1,4 @@
-"""The times of collectives on the groups of a layout: which of their ranks share a node and its adapters."""
+"""The times of collectives in the groups of a layout, by which ranks share a node and its adapters."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class GroupShape:
 
     @property
     def local(self) -> int:
-        """The number of its ranks on one node, if its first rank is the node's first."""
+        """The number of the group's ranks on one node, if the group's first rank is the node's first rank."""
         return min(self.ranks, math.ceil(self.node_devices / self.stride))
 
     @property
     def nodes(self) -> int:
-        """The number of nodes that it reaches."""
+        """The number of nodes that have ranks of the group."""
         return math.ceil(self.ranks / self.local)
 
     @property
@@ -49,7 +49,7 @@ class GroupExchange:
         return self._latency_s(hardware) + self._bus_bytes(hardware) / bus_bytes_per_s(self.group, hardware)
 
     def copying_s(self, hardware: Hardware) -> float:
-        """Seconds of the processor for the bytes, on a CPU: those inside a node, where no wire waits."""
+        """Seconds that a CPU needs to copy the bytes: the transfer time inside a node, without a wire."""
         return self._bus_bytes(hardware) / hardware.node.collective.bytes_per_s
 
     def _bus_bytes(self, hardware: Hardware) -> float:

@@ -14,8 +14,8 @@ import yaml
 from hpc_parallel.config.places import find_folder
 from hpc_parallel.problems import ConfigError, Problem, nearest
 
-EXTENDS = "extends"  # the key that names the file whose values hold where this file has none
-CALIBRATION = "calibration"  # which a file does not take from another one
+EXTENDS = "extends"  # the key that names another file; a file takes missing values from it
+CALIBRATION = "calibration"  # a file does not take this key from another file
 POWER = "power_w"
 RATES = ("write_bytes_per_s", "together_bytes_per_s", "read_bytes_per_s", "copy_bytes_per_s")  # of Storage
 OF_KERNELS = ("compiled", "flash_share", "flash_bytes")  # of Traffic
@@ -24,7 +24,7 @@ TABLES = {
     "peak_flops": "{bfloat16: 1.0e+14}",
     "ring_factors": "{reduce_scatter: 2.0}",
 }  # a legal value of each
-MEASURED_BY, FITTED_BY = "task=calibrate", "plan --calibrate"  # a `calibration` of this program begins so
+MEASURED_BY, FITTED_BY = "task=calibrate", "plan --calibrate"  # how our `calibration` values begin
 NOT_CALIBRATED = "not calibrated: shares of peaks and launch times are those of a similar device"
 CPU = "cpu"
 DEVICE_KINDS = ("cuda", CPU)
@@ -35,8 +35,8 @@ _T = TypeVar("_T")
 class Device:
     """One device.
 
-    kind: that of `device=` in a run, one of DEVICE_KINDS. peak_flops: dense, by precision.
-    multiprocessors: how many work on tiles of a product. power_w: the power of its board; None if not known.
+    kind: one of DEVICE_KINDS, as `device=` of a run. peak_flops: dense, by precision. multiprocessors: how
+    many work on tiles of a product. power_w: the power of its board; None if not known.
     """
 
     name: str
@@ -57,8 +57,8 @@ class Products:
     """The rate of matrix products as a share of the peak.
 
     peak_share: the share that an endless product reaches. tile_intensity: a tile of m x n reaches I / (I +
-    tile_intensity) of it, with I = m n / (m + n). depth: a product that sums over K reaches K / (K + depth)
-    of it.
+    tile_intensity) of this share, with I = m n / (m + n). depth: a product that sums over K reaches K / (K +
+    depth) of this share.
     """
 
     peak_share: float
@@ -68,15 +68,15 @@ class Products:
 
 @dataclass(frozen=True)
 class MemoryTraffic:
-    """What is bound by the memory of the device.
+    """The coefficients of work that the device's memory limits.
 
-    share: the reached share of the data sheet's bandwidth. kernel_s: the least time of a kernel. elementwise,
-    attention: factors of the bytes that norms, activations and sums, or the softmax, move. loss_bytes: moved
-    for each logit, forward and backward. optimizer_bytes: moved for each weight by its update. compiled: the
-    share of elementwise work's and the loss's bytes that code of torch.compile moves. flash_share: the share
-    of all scores that fused attention computes, since the causal mask hides the others; flash_bytes: the
-    traffic that takes as long as the exponential of one of them. None: not measured, and planned as 1, 1 and
-    0.
+    share: the reached share of the data sheet's bandwidth. kernel_s: the least time of a kernel. elementwise:
+    a factor of the bytes that norms, activations and sums move. attention: a factor of the bytes that the
+    softmax moves. loss_bytes: the bytes moved for each logit, forward and backward. optimizer_bytes: the
+    bytes moved to update one weight. compiled: the share of the bytes of elementwise work and the loss that
+    compiled code still moves. flash_share: the share of all scores that fused attention computes, because the
+    causal mask hides the others. flash_bytes: the traffic that takes as long as the exponential of one score.
+    If compiled, flash_share or flash_bytes is None, it was not measured, and a plan uses 1, 1 or 0.
     """
 
     share: float
@@ -90,7 +90,7 @@ class MemoryTraffic:
     flash_bytes: float | None = None
 
     def of_compiled(self) -> MemoryTraffic:
-        """That of compiled blocks and a compiled loss; the same if it was not measured."""
+        """The traffic of compiled blocks and a compiled loss; unchanged if `compiled` was not measured."""
         if self.compiled is None:
             return self
         moved = {name: self.compiled * getattr(self, name) for name in ("elementwise", "loss_bytes")}
@@ -99,12 +99,12 @@ class MemoryTraffic:
 
 @dataclass(frozen=True)
 class Host:
-    """Seconds that the process needs to launch the work, beside which the device computes.
+    """Seconds that the process needs to launch the work. The device computes at the same time.
 
     forward_s, backward_s: for a block; the backward pass includes the second forward pass. collective_s: for
-    a collective. unfused_s: more for a block if the softmax is not one kernel. microbatch_s: for embedding
-    and head. action_s: for an action of a pipeline. step_s: for the update. sharpness: the exponent p of
-    (device^p + host^p)^(1/p), the time of launches and computation that overlap.
+    a collective. unfused_s: for a block, in addition, if the softmax is not one kernel. microbatch_s: for
+    embedding and head. action_s: for an action of a pipeline. step_s: for the update. sharpness: the exponent
+    p of (device^p + host^p)^(1/p), the time of launches and computation that overlap.
     """
 
     forward_s: float
@@ -142,8 +142,8 @@ class Network:
     """Links between nodes.
 
     latency_s: the latency for each doubling of the nodes. bytes_per_s: the rate of all adapters of a node, in
-    one direction. share: the share of it that collectives reach. spread: the relative standard deviation of
-    the nodes' speeds; the slowest of N is expected spread * sqrt(2 ln N) behind the mean.
+    one direction. share: the share of this rate that collectives reach. spread: the relative standard
+    deviation of the nodes' speeds; the slowest of N is expected spread * sqrt(2 ln N) behind the mean.
     """
 
     latency_s: float
@@ -156,9 +156,9 @@ class Network:
 class Storage:
     """The storage of run folders and data, as `task=calibrate` measures it; None: not measured.
 
-    write_bytes_per_s: the rate to the disk of one rank beside the others; together_bytes_per_s: that of all
-    ranks. read_bytes_per_s: the rate of one rank beside the others, in pieces of a sample. copy_bytes_per_s:
-    the rate from a GPU to pinned memory of its host.
+    write_bytes_per_s: the rate at which one rank writes to disk while all ranks write. together_bytes_per_s:
+    the rate of all ranks together. read_bytes_per_s: the rate at which one rank reads, in pieces of the size
+    of a sample, while all ranks read. copy_bytes_per_s: the rate from a GPU to pinned memory of its host.
     """
 
     write_bytes_per_s: float | None = None
@@ -171,10 +171,10 @@ class Storage:
 class Hardware:
     """A device, its node and the network.
 
-    ring_factors: bytes on the bus of a collective, as a multiple of what a ring sends; 1 where it has none.
-    shared_cores: the cores that all devices of all nodes share, as processes of one machine do; None if each
-    device has its own. calibration: the measurement of this machine that the coefficients come from; None
-    without one.
+    ring_factors: the bytes on the bus of a collective, as a multiple of the bytes that a ring sends; 1 for a
+    collective without an entry. shared_cores: the number of cores that all devices of all nodes share, as
+    processes of one machine do; None if each device has its own. calibration: the measurement of this machine
+    that the coefficients come from; None without one.
     """
 
     device: Device
@@ -190,12 +190,15 @@ class Hardware:
 
 
 def hardware_names(folders: Sequence[Path]) -> list[str]:
-    """The names of all files."""
+    """The names of all hardware files in the folders."""
     return sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
 
 
 def named_hardware(name: str | None, *, user_folder: Path | None, needed_by: str = "a plan") -> Hardware:
-    """The hardware of a file in `hardware/` of the user's folder, or else of `conf`. Raises ConfigError."""
+    """The hardware of a file in `hardware/` of the user's folder or, if not there, of `conf`.
+
+    Raises ConfigError.
+    """
     folders = [folder / "hardware" for folder in (user_folder, find_folder("conf")) if folder is not None]
     if name is None:
         choices = ", ".join(hardware_names(folders))
@@ -236,7 +239,7 @@ def _with(owner: Any, path: Sequence[str], value: float) -> Any:
 
 
 def hardware_text(hardware: Hardware, *, head: Sequence[str], sources: Mapping[str, str]) -> str:
-    """A file of `conf/hardware/`. sources: a comment for dotted names, or for a table of them."""
+    """The text of a file of `conf/hardware/`. sources: comments by the dotted name of a value or a table."""
     lines = [*(f"# {line}" for line in head)]
     for key, value in asdict(hardware).items():
         if value is not None and value != {}:
@@ -257,7 +260,7 @@ def _yaml_lines(name: str, value: Any, *, sources: Mapping[str, str]) -> Iterato
 
 
 def _number_text(value: float) -> str:
-    """YAML 1.1 takes 1e-05 for a text: a number needs a point."""
+    """YAML 1.1 reads 1e-05 as a string, so a number needs a decimal point."""
     if isinstance(value, int):
         return str(value)
     mantissa, _, exponent = f"{value:.6g}".partition("e")
@@ -281,7 +284,7 @@ def _values(name: str, folders: Sequence[Path], *, by: tuple[str, ...] = ()) -> 
     if not base:
         return values
     inherited = _values(str(base), folders, by=(*by, name))
-    inherited.pop(CALIBRATION, None)  # of the other machine
+    inherited.pop(CALIBRATION, None)  # it belongs to the other machine
     return _merged(inherited, values)
 
 
@@ -296,7 +299,7 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(kind: type[_T], values: Any, place: str, problems: list[Problem | str]) -> _T:
-    """Values as a dataclass; what is wrong with them is appended to `problems`."""
+    """Values as a dataclass. Appends what is wrong with the values to `problems`."""
     table = values if isinstance(values, dict) else {}
     hints = get_type_hints(kind)
     made: dict[str, Any] = {}
@@ -318,7 +321,7 @@ def _typed(kind: type[_T], values: Any, place: str, problems: list[Problem | str
 
 
 def _broken_rule(name: str, hint: Any, value: Any) -> str | None:
-    """The rule that the value of a field breaks, if any, with a legal value where there is a near one."""
+    """The rule that the value of a field breaks, with a legal value if there is a near one; None if legal."""
     if name in OPTIONAL and value is None:
         return None
     if name == "kind":

@@ -1,8 +1,8 @@
 """Tables of iterations of GPT models with Megatron-LM: read the rows, add the planned time to each.
 
-The software is that of the measured data in `tests/data/`: mixed precision with float16, full recomputation,
-1F1B, gradients averaged after the backward pass, a vocabulary of 50,257 padded to a multiple of 128 on each
-device.
+A plan assumes the software of the measured data in `tests/data/`: mixed precision with float16, full
+recomputation, 1F1B, gradients averaged after the backward pass, and a vocabulary of 50,257 padded to a
+multiple of 128 on each device.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _checked_rows(reader: csv.DictReader[str], name: str) -> list[Row]:
 
 
 def _problems(row: Mapping[str | None, Any], columns: int) -> list[str]:
-    """Why a row of a table with a number of columns is no iteration that can run."""
+    """The reasons why a row is no iteration that can run. columns: the number of the table's columns."""
     if None in row:
         return [f"there are {columns + len(row[None])} values, more than the {columns} columns."]
     values = {column: _integer(row.get(column)) for column in COLUMNS}
@@ -122,7 +122,7 @@ def table_text(rows: Sequence[Row]) -> str:
 
 
 def read_table(file: Path) -> list[Row]:
-    """Raises ConfigError as `read_rows`, or if the file can't be read."""
+    """The rows of a file. Raises ConfigError as `read_rows`, or if the file can't be read."""
     try:
         text = read_bytes(file, limit_bytes=TABLE_BYTES, follow=True).decode()
     except OSError as error:

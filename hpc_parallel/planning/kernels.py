@@ -32,7 +32,7 @@ class Terms(list[Term]):
     """The terms of a plan, collected while they are computed."""
 
     def add(self, name: str, seconds: float, formula: str) -> float:
-        """Returns the seconds."""
+        """Add a term and return its seconds."""
         self.append(Term(name, seconds, formula))
         return seconds
 

@@ -26,7 +26,7 @@ Split = tuple[int, int, str]
 
 @cache
 def split_of(layout: Layout) -> Split:
-    """What tells rows of a result apart: pipeline, tensor, and the name of the strategy."""
+    """The key of a result's row: pipeline, tensor, and the name of the strategy."""
     return layout.pipeline, layout.tensor, name_of(layout)
 
 
@@ -74,7 +74,7 @@ def layouts(config: RunConfig, choices: Choices) -> Iterator[Layout]:
 
 
 def _splits_of_samples(config: RunConfig) -> Iterator[tuple[int, int]]:
-    """The degrees of tensor and context together that can split the model's layers and a sequence."""
+    """The pairs of tensor and context degrees that can split the model's layers and a sequence."""
     for tensor in _tensor_degrees(config):
         for context in divisors(config.devices // tensor):
             if not any(sequence_problems(config, Layout(context=context, tensor=tensor))):
@@ -88,7 +88,7 @@ def _tensor_degrees(config: RunConfig) -> list[int]:
 
 
 class Variants:
-    """The configurations that differ from one in what the choices allow."""
+    """The variants of a configuration that the choices allow."""
 
     def __init__(self, config: RunConfig, choices: Choices) -> None:
         self.config, self.choices = config, choices
@@ -99,7 +99,7 @@ class Variants:
         return self.config.training.global_batch_size // layout.data // size
 
     def microbatch_sizes(self, layout: Layout) -> Sequence[int]:
-        """Smallest first; none if the batch does not divide as the configuration says."""
+        """The possible sizes, smallest first; none if the batch does not divide as the configuration says."""
         training, samples = self.config.training, self.config.training.global_batch_size // layout.data
         if (microbatches := self.config.strategy.microbatches) is not None:
             return [] if samples % microbatches else [samples // microbatches]
@@ -107,7 +107,7 @@ class Variants:
         return divisors(samples) if size is None else [] if samples % size else [size]
 
     def schedules(self, layout: Layout) -> tuple[str | None, ...]:
-        """None stands for no schedule."""
+        """The possible schedules; None stands for no pipeline."""
         return self.choices.schedules if layout.pipeline > 1 else (None,)
 
     def strategy(self, layout: Layout, schedule: str | None) -> StrategyConfig:

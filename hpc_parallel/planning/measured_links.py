@@ -1,4 +1,4 @@
-"""Links that `task=collectives` has measured (`machine=NAME`), in place of those of a hardware file."""
+"""Replace the links of a hardware file by links that `task=collectives` has measured (`machine=NAME`)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hpc_parallel.planning.collective_times import bus_factor, predict, ranks_of
 from hpc_parallel.planning.hardware import Hardware, Link
 
 INSIDE, ACROSS = "inside a node", "across nodes"
-_SIZE_BYTES = 2**30  # any: the fit is a straight line
+_SIZE_BYTES = 2**30  # any size: the fit is a straight line
 
 
 def with_measured_links(hardware: Hardware, machine: MachineConfig) -> tuple[Hardware, list[str]]:
     """Returns `hardware` with the links that the profile has, and a name for each of them.
 
     A profile has the time of a whole collective. An all-reduce takes 2 (n - 1) steps of a ring inside a node,
-    and a step for each doubling of the nodes between them, as in `group_times.py`. Across nodes, each
-    rank of a node is in a group of its own, and all groups work at the same time: the profile has the rate of
-    one group, and the adapters of a node have that of all.
+    and one step for each doubling of the nodes across nodes, as in `group_times.py`. Across nodes, each rank
+    of a node is in a separate group, and all groups work at the same time. The profile has the rate of one
+    group, so the rate of a node's adapters is the sum over its groups.
     """
     node, network, measured = hardware.node, hardware.network, []
     if link := _link(machine, INSIDE, "all_reduce", steps=lambda ranks: 2 * (ranks - 1)):

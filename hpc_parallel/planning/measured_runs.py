@@ -36,7 +36,7 @@ NO_PLAN = "its configuration has numbers that no plan takes."
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One training. device: what it ran on, in the words of torch. step_s: the median of its steps."""
+    """One training. device: the name that torch gives to its device. step_s: the median of its steps."""
 
     name: str
     work: Work
@@ -141,5 +141,5 @@ def _work(config: RunConfig, hardware: Hardware) -> Work:
     passes = work.microbatches * len(work.blocks)
     if min(*sizes, work.microbatch_size, work.microbatches, *work.blocks) < 1 or passes > MOST_PASSES:
         raise ConfigError([NO_PLAN])
-    step_time(work, hardware)  # whatever else is wrong shows here
+    step_time(work, hardware)  # raises if anything else is wrong
     return work

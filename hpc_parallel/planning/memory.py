@@ -1,8 +1,8 @@
-"""What each device of a run holds at its fullest, by kind, before it starts.
+"""Plans, before a run starts, what each device holds when it is fullest, by kind.
 
 A device is fullest at one of three moments of a step: at the loss of the last microbatch, with activations
-and logits; right after it, when the last block is computed again (activation checkpointing); or when the
-backward pass ends, with all gradients and no activations.
+and logits; right after this loss, when the last block is computed again (activation checkpointing); or when
+the backward pass ends, with all gradients and no activations.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ CONTEXT_BYTES = 2**29  # of CUDA, its libraries and NCCL on a GPU, about
 COUNTED = {
     "pipelines": (-0.11, 0.03), "mixtures of experts": (-0.16, 0.11), "models of images": (-0.19, 0.30),
 }  # fmt: skip
-SLACK = 0.05  # of what torch's allocator of GPUs serves: memory in gaps between blocks, about
+SLACK = 0.05  # about the share of the memory of torch's GPU allocator that is lost in gaps between blocks
 
 
 @dataclass(frozen=True)
 class Held:
     """Bytes on one device, by kind (KINDS), at the `moment` when it is fullest.
 
-    device: its number in the world, from 0. role: `server`, `worker` and the like; empty if all do the same.
-    state: between the backward pass and the update. stages: what each of its pipeline stages keeps of one
-    microbatch; one stage without a pipeline.
+    device: its rank in the world. role: `server`, `worker` and the like; empty if all devices do the same.
+    state: the bytes between the backward pass and the update. stages: the bytes that each of its pipeline
+    stages keeps of one microbatch; one stage without a pipeline.
     """
 
     device: int
@@ -69,7 +69,8 @@ class Held:
 class MemoryPlan:
     """What all devices hold, by device.
 
-    unknown: what the figures leave out. unproven: what no measured peak has confirmed. One clause each.
+    unknown: clauses that say what the figures leave out. unproven: clauses that say what no measured peak has
+    confirmed.
     """
 
     devices: list[Held]
@@ -78,7 +79,7 @@ class MemoryPlan:
 
     @property
     def fullest(self) -> Held:
-        """The device that needs most; of several, the first."""
+        """The device that needs most; the first one if several need the same."""
         return max(self.devices, key=lambda held: held.total)
 
 
@@ -97,7 +98,7 @@ def plan(config: RunConfig) -> MemoryPlan | None:
 
 @dataclass(frozen=True)
 class Role:
-    """Devices that hold the same: the first one's number, how many they are, and what they hold, if known."""
+    """Devices that hold the same: the first device, the number of devices, and what they hold, if known."""
 
     device: int
     count: int
@@ -105,7 +106,7 @@ class Role:
 
 
 def roles(config: RunConfig) -> list[Role]:
-    """The distinct roles of a run's devices, in the order of their first ones.
+    """The distinct roles of a run's devices, in the order of their first devices.
 
     For a model whose weights are unknown, the first device of each pipeline rank stands for the others.
     """
@@ -122,7 +123,7 @@ def roles(config: RunConfig) -> list[Role]:
 
 
 def plan_fullest(config: RunConfig, *, model: ModelWeights | None = None) -> MemoryPlan | None:
-    """As `plan`, but without devices that hold no more than one that it has. model: the weights, if known."""
+    """As `plan`, but may leave out devices that hold no more than another. model: the weights, if known."""
     planner = _planner_of(config, model)
     if planner is None:
         return None
@@ -151,7 +152,7 @@ def _unproven(config: RunConfig, layout: Layout) -> Iterator[str]:
 
 
 def _without_peak(config: RunConfig, layout: Layout) -> str | None:
-    """The kind of run of which no peak was measured on a GPU."""
+    """The kind of this run, if no peak was measured on a GPU for this kind."""
     if not is_reference_decoder(config):
         return "models of images"
     if count(config, "experts")[1] is not None:
@@ -253,7 +254,7 @@ class _MemoryPlanner:
 
     @property
     def _has_gradients(self) -> bool:
-        """Whether gradients exist before the last backward pass: earlier ones, or views of buckets."""
+        """Whether gradients exist before the last backward pass: of earlier microbatches, or bucket views."""
         layout, strategy = self._layout, self._config.strategy
         views = strategy.execution == SPMD and layout.averaged > 1 and not layout.by_fully_shard
         views &= not schedule_of(strategy).splits_backward
@@ -266,7 +267,7 @@ class _MemoryPlanner:
         return tuple(self._kept.stage(self._division.blocks[stage]) for stage in stages)
 
     def _step(self, stages: tuple[int, ...], holding: Holding) -> Iterator[tuple[str, int]]:
-        """What a step needs beside the state."""
+        """The bytes that a step needs in addition to the state, by kind."""
         division = self._division
         yield "gradients in messages", working_memory.gradient_messages(division, stages, holding)
         if holding.samples is None:  # a dedicated server
@@ -286,7 +287,7 @@ class _MemoryPlanner:
         yield from self._passing(stages, holding)
 
     def _passing(self, stages: tuple[int, ...], holding: Holding) -> Iterator[tuple[str, int]]:
-        """What a step keeps of its microbatches."""
+        """The bytes that a step keeps of its microbatches, by kind."""
         kept, blocks = self._kept, [self._division.blocks[stage] for stage in stages]
         if kept is None or holding.samples is None:
             return

@@ -15,7 +15,7 @@ NUMBER_BYTES = {
     "float64": 8,
 }  # of inputs of products, by precision
 FLOAT32_BYTES = 4
-FLOAT8 = "float8"  # of products, by `training.fp8`
+FLOAT8 = "float8"  # the precision of products with `training.fp8`
 
 
 def precise_bytes(number_bytes: int) -> int:
@@ -27,8 +27,8 @@ def precise_bytes(number_bytes: int) -> int:
 class MatrixProduct:
     """`batch` products of [rows, depth] and [depth, columns].
 
-    number_bytes: the bytes of each number; with float8, those of the result, and a factor has one byte.
-    in_cache: the largest matrix stays in the cache.
+    number_bytes: the bytes of each number; with float8, the bytes of each number of the result (the factors
+    have one byte for each number). in_cache: whether the largest matrix stays in the cache.
     """
 
     name: str
@@ -53,14 +53,14 @@ class MatrixProduct:
         return self.number_bytes * self.batch * (sum(sides) - self.in_cache * max(sides))
 
     def seconds(self, hardware: Hardware, *, peak: float) -> float:
-        """The longer of computation and memory traffic, and the least time of a kernel."""
+        """The longer time of computation and memory traffic, plus the least time of a kernel."""
         peak = hardware.device.peak_flops[FLOAT8] if self.float8 else peak
         compute_s = self.flops / (peak * hardware.products.peak_share * self.efficiency(hardware))
         memory_s = self.bytes / (hardware.device.memory_bytes_per_s * hardware.traffic.share)
         return max(compute_s, memory_s) + hardware.traffic.kernel_s
 
     def efficiency(self, hardware: Hardware) -> float:
-        """The rate of the best tile: its own rate, times the share of the multiprocessors that have work."""
+        """The relative rate of the best tile, times the share of the multiprocessors that have work."""
         products, processors = hardware.products, hardware.device.multiprocessors
         best = 0.0
         for rows, columns in TILES:

@@ -62,7 +62,7 @@ KINDS = {
 
 
 def owners(weights: Iterable[tuple[int, Sequence[int]]]) -> list[Place]:
-    """The owner of each weight, so that all own equally many numbers (`training/whole_weights.py:share`).
+    """The owner of each weight; all devices own equally many numbers (`training/whole_weights.py:share`).
 
     weights: for each weight, how many numbers it has, and the degree of each axis of its mesh (1 for an axis
     that does not split the weight).

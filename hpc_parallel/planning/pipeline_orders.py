@@ -91,7 +91,7 @@ def _one_forward_one_backward(pipeline: Pipeline, rank: int) -> list[Action]:
 
 
 def _interleaved(pipeline: Pipeline, rank: int) -> list[Action]:
-    """Microbatches go in rounds of about one per rank through each of the rank's stages."""
+    """Each round of about one microbatch per rank goes through all stages of the rank."""
     stages, count = pipeline.stages_of(rank), pipeline.microbatches
     size = count // max(1, count // pipeline.ranks)
     rounds = [range(start, start + size) for start in range(0, count, size)]
@@ -142,10 +142,10 @@ def _enabled_by(action: Action, *, last: int) -> Iterator[Action]:
 def live_microbatches(
     strategy: StrategyConfig, *, rank: int, ranks: int, microbatches: int
 ) -> tuple[int, ...]:
-    """For each stage of `rank`, in ascending order, the microbatches between forward pass and last gradient.
+    """For each stage of `rank`, the number of microbatches between forward pass and last gradient.
 
-    They are counted at the moment when the rank has most of them. torch's schedules decide the numbers, and a
-    test counts them in the tables of these schedules.
+    Stages are in ascending order. The numbers are those of the moment when the rank has most microbatches.
+    torch's schedules decide the numbers, and a test counts them in the tables of these schedules.
     """
     if ranks == 1 or schedule_of(strategy).in_turn:
         return (1,) * (1 if ranks == 1 else stages_per_rank(strategy))
@@ -153,7 +153,7 @@ def live_microbatches(
     if name == "1f1b":
         return (min(microbatches, ranks - rank),)
     if schedule_of(strategy).v_shaped:
-        first = 2 * ranks - rank - (name == "zbv")  # DualPipe has one more
+        first = 2 * ranks - rank - (name == "zbv")  # zbv has one less than DualPipe
         return min(microbatches, first), min(microbatches, rank + 1)
     if schedule_of(strategy).rounds:
         last = ranks if schedule_of(strategy).splits_backward else 2 * (ranks - 1 - rank) + 1
@@ -162,9 +162,9 @@ def live_microbatches(
 
 
 def _in_rounds(last: int, *, ranks: int, per_rank: int, microbatches: int) -> tuple[int, ...]:
-    """Stages take turns of a round of microbatches until a first one is done (Narayanan et al. 2021).
+    """Each stage takes a round of microbatches in turn until one is done (Narayanan et al. 2021).
 
-    last: the forward passes after the one that brings the first microbatch to the last stage of this rank.
+    last: the number of forward passes after the first microbatch has reached the last stage of this rank.
     """
     in_round = microbatches // max(1, microbatches // ranks)
     passes = min(per_rank * microbatches, (per_rank - 1) * in_round + last)

@@ -47,9 +47,9 @@ def simulate(
     """Run each rank's actions in the order of its schedule, as soon as their inputs have arrived.
 
     action_s: seconds of an action of a kind on a stage. transfer_s: seconds from one stage to a neighbouring
-    stage on another rank; transfers run beside the computation, and a link takes several at once. at_once:
-    how many ranks compute at full speed at the same time, if they share cores; None: all. spans: gets every
-    action, if it is a list.
+    stage on another rank; transfers and computation run at the same time, and a link takes several transfers
+    at once. at_once: how many ranks compute at full speed at the same time, if they share cores; None: all.
+    spans: a list to which every action is added.
 
     Raises ValueError if ranks wait for each other.
     """
@@ -95,7 +95,7 @@ class _Sharing:
         self._spans = spans
         self._left = [deque(order) for order in orders(pipeline)]
         self._running: dict[int, float] = {}  # rank -> seconds that its action needs on a core of its own
-        self._starts_s: dict[int, float] = {}  # of these actions
+        self._starts_s: dict[int, float] = {}  # rank -> when its running action started
         self._busy_s = [0.0] * pipeline.ranks
         self._now_s = 0.0
 
@@ -111,7 +111,7 @@ class _Sharing:
         return PlannedTimeline(self._now_s, tuple(self._busy_s))
 
     def _start_ready(self) -> list[float]:
-        """Start the next actions whose inputs are there; returns when the inputs of others arrive."""
+        """Start the next actions whose inputs have arrived; returns the arrival times of other inputs."""
         arrivals_s = []
         for rank, order in enumerate(self._left):
             if rank in self._running or not order:
@@ -141,7 +141,7 @@ class _Sharing:
 
 
 class _Inputs:
-    """The ends of the actions so far, and what they make ready."""
+    """The end times of the actions so far, and when the inputs of other actions are ready."""
 
     def __init__(self, pipeline: Pipeline, transfer_s: Callable[[int, int], float]) -> None:
         self.ends: dict[Action, float] = {}
@@ -155,7 +155,7 @@ class _Inputs:
         }
 
     def ready_s(self, action: Action) -> float | None:
-        """When the action's input is on its rank; None if what makes it has not run."""
+        """When the action's input is on its rank; None if the action that makes this input has not run."""
         kind, stage, microbatch = action
         if kind is FORWARD and stage == 0:
             return 0.0

@@ -1,6 +1,6 @@
 """The bytes of parameters, gradients and optimizer state on every device, exactly.
 
-`rank_state_bytes` of `summary.json` has the measured ones (`training/state_bytes.py`).
+`rank_state_bytes` of `summary.json` has the measured bytes (`training/state_bytes.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class Division:
-    """How a layout divides the weights of a model. Raises ConfigError if stages are more than blocks."""
+    """How a layout divides a model's weights. Raises ConfigError for more stages than blocks."""
 
     config: RunConfig
     layout: Layout
@@ -81,7 +81,7 @@ class Division:
         return [weight for weight in weights if self.model.tied.get(weight.name) not in names]
 
     def settings(self, weight: Weight) -> Settings:
-        """How the optimizer updates it; a copy of a tied weight as the weight."""
+        """How the optimizer updates `weight`; a copy of a tied weight has the settings of the original."""
         optimizer, dims = self.config.optimizer, len(weight.shape)
         name = self.model.tied.get(weight.name, weight.name) if optimizer.groups else ""  # for the rules
         if (name, dims) not in self._settings:
@@ -89,7 +89,7 @@ class Division:
         return self._settings[name, dims]
 
     def distributed(self, weight: Weight) -> bool:
-        """Whether it is a DTensor, of which ranks may hold parts."""
+        """Whether `weight` is a DTensor, so that ranks may hold parts of it."""
         experts = weight.of_experts and self.layout.expert > 1
         return self.layout.by_fully_shard or self.layout.tensor > 1 or experts
 
@@ -99,7 +99,7 @@ class Division:
         return chunk(first, holding.model.get(SLICE, WHOLE)), *others
 
     def unsliced_shape(self, weight: Weight, holding: Holding) -> Shape:
-        """The shape of that part while fully_shard has gathered it."""
+        """The shape of a device's part of `weight` while fully_shard has gathered its slices."""
         shape, parts = list(weight.shape), holding.model
         if weight.tensor_dim is not None:
             shape[weight.tensor_dim] = chunk(shape[weight.tensor_dim], parts.get(LAYER, WHOLE))
@@ -108,7 +108,7 @@ class Division:
         return tuple(shape)
 
     def alike(self, stages: tuple[int, ...], holding: Holding) -> Hashable:
-        """The same for devices whose parts of these stages have the same shapes."""
+        """A key that is equal for devices whose parts of these stages have the same shapes."""
         slices, layer, experts = (holding.model.get(kind, WHOLE) for kind in (SLICE, LAYER, EXPERTS))
         key = (stages, layer.indices, experts.indices)
         if key not in self._firsts:
@@ -119,8 +119,8 @@ class Division:
     def gradient_shape(self, weight: Weight, holding: Holding) -> Shape:
         """The shape of the rank's part, except for an embedding that is split by rows.
 
-        Its gradient is a whole matrix, this rank's term of a sum, until fully_shard or the exchange of tied
-        weights makes a slice of it.
+        The embedding's gradient is a whole matrix, this rank's term of a sum, until fully_shard or the
+        exchange of tied weights makes a slice of it.
         """
         layout, tied = self.layout, self.model.tied
         rows = weight.part == STEM and layout.tensor > 1 and not layout.by_fully_shard
@@ -133,7 +133,7 @@ class Division:
         return tuple(holding.model.get(kind, WHOLE).indices[0] for kind in (SLICE, EXPERTS, LAYER))
 
     def degrees(self, weight: Weight, holding: Holding) -> Place:
-        """The degree of each of those axes; 1 where it does not split this weight."""
+        """The degree of each axis of `place`; 1 for an axis that does not split this weight."""
         slices, experts, tensor = (holding.model.get(kind, WHOLE).of for kind in (SLICE, EXPERTS, LAYER))
         return slices, experts if weight.of_experts else 1, 1 if weight.tensor_dim is None else tensor
 
@@ -147,12 +147,12 @@ class States:
 
     @property
     def unknown(self) -> list[str]:
-        """Optimizers whose state is not known; it counts as none."""
+        """Optimizers whose state is not known. Their state counts as 0 bytes."""
         return sorted(self._targets - KINDS.keys())
 
     @property
     def has_owners(self) -> bool:
-        """Whether the update of some weights is left to one of the ranks that hold parts of them."""
+        """Whether some weights have an owner: one of the ranks that hold parts, which alone updates them."""
         return not WHOLE_KINDS.isdisjoint(self._targets) and any(
             map(self._has_owner, self._division.model.weights)
         )
@@ -163,7 +163,7 @@ class States:
         return {self._division.settings(weight).target for weight in self._division.model.weights}
 
     def alike(self, holding: Holding) -> Hashable:
-        """The same for devices that hold the same."""
+        """A key that is equal for devices that hold the same."""
         stages = holding.model.get(STAGE, WHOLE).indices
         shapes = self._division.alike(stages, holding)
         return shapes, self._owned_bytes(holding), holding.keeps, holding.samples is None
@@ -194,7 +194,7 @@ class States:
         return total
 
     def _has_owner(self, weight: Weight) -> bool:
-        """Whether the ranks that hold parts of it leave its update to one of them."""
+        """Whether only one of the ranks that hold parts of `weight` updates it."""
         if WHOLE_KINDS.isdisjoint(self._targets):
             return False
         return self._division.distributed(weight) and self._division.settings(weight).target in WHOLE_KINDS

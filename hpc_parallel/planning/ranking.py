@@ -13,7 +13,7 @@ from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import printable
 from hpc_parallel.record.metrics_file import milliseconds, size
 
-TOGETHER = 3  # times that a training pass costs, in forward passes (PaLM, Chowdhery et al. 2022)
+TOGETHER = 3  # a forward and a backward pass cost this many forward passes (PaLM, Chowdhery et al. 2022)
 RECOMPUTED = 1 / (TOGETHER + 1)  # the share of the computation that full recomputation adds
 SMALL = 0.05  # a share of a step that does not count as a limit
 ALIKE = 0.01  # a relative difference of steps that a plan can't tell apart
@@ -38,7 +38,7 @@ def mfu(work: Work, step: StepTime, hardware: Hardware) -> float:
 
 
 def parts_s(work: Work, step: StepTime) -> dict[str, float]:
-    """The seconds of a step by what the mean device does; their sum is the step's time."""
+    """The seconds of a step by what an average device does; their sum is the step's time."""
     bubble_s = step.timeline.bubble_share * step.timeline.total_s
     computed_s = step.total_s - bubble_s - step.exposed_s - step.update_s
     again_s = RECOMPUTED * computed_s if work.recompute else 0.0
@@ -49,7 +49,7 @@ def parts_s(work: Work, step: StepTime) -> dict[str, float]:
 
 
 def limit(work: Work, step: StepTime) -> str:
-    """What costs most beside computation, with its share of the step: memory, bubble, network or batch.
+    """What costs most after computation, with its share of the step: memory, bubble, network or batch.
 
     memory: blocks are computed again. batch: a bubble that only more samples shorten, because microbatches
     have one sample.

@@ -78,7 +78,7 @@ def sequence_of(config: RunConfig) -> int | None:
 
 
 def work_of_run(config: RunConfig, *, model: ModelWeights | None = None) -> Work:
-    """The step of a configuration that `unplanned` accepts. model: its weights, if they are known already."""
+    """The step of a configuration that `unplanned` accepts. model: the model's weights, if known already."""
     plan = Plan.of(config)
     layout, batch = plan.layout, plan.batch
     ddp, types = not layout.by_fully_shard, types_of(config, layout)
@@ -130,7 +130,7 @@ def _blocks(config: RunConfig, layout: Layout, model: ModelWeights | None) -> tu
 
 
 def assumptions(config: RunConfig, hardware: Hardware) -> Iterator[str]:
-    """What the plan of this configuration takes for granted."""
+    """The assumptions of the plan of this configuration."""
     yield "This is a prediction. Validation is not in it."
     yield _origin(hardware)
     if config.strategy.expert != 1:
@@ -157,7 +157,7 @@ def _compiled(config: RunConfig, hardware: Hardware) -> str:
 
 
 def _origin(hardware: Hardware) -> str:
-    """Whose runs the coefficients come from."""
+    """Says which machine's runs the coefficients come from."""
     calibration = hardware.calibration
     if calibration is None:
         return f"This hardware is {NOT_CALIBRATED}. Expect larger errors."

@@ -1,7 +1,8 @@
 """Search the layouts of a number of devices for the fastest ones that fit.
 
-Best first: the candidate with the least lower bound is refined next, from a layout with its microbatches over
-a schedule to a simulated step. The first steps that leave the queue are therefore those of a full search.
+Best first: the search always refines the entry with the least lower bound. It refines a layout with a
+microbatch size to a schedule, and a schedule to a simulated step. The first steps that leave the queue are
+therefore the results of a full search.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hpc_parallel.planning.step_time import StepTerms, StepTime
 from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import Problem
 
-NEAR = 8  # layouts that are looked at for the one that needs least memory
+NEAR = 8  # how many layouts are compared to find the one that needs least memory
 DOUBLINGS = 6  # of the nodes, to find out how many are enough
 _Refine = Callable[[], Iterator["_Entry"]]
 
@@ -49,13 +50,16 @@ class Candidate:
 
     @property
     def overrides(self) -> list[str]:
-        """The overrides that choose this way."""
+        """The overrides that choose this candidate."""
         return overrides_of(self.config)
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """best: the fastest of each `split_of`, in order. nearest: what needs least memory, if none fits."""
+    """best: the fastest candidate of each `split_of`, fastest first.
+
+    nearest: the candidate that needs least memory, if none fits.
+    """
 
     best: list[Candidate]
     nearest: Candidate | None = None
@@ -64,13 +68,14 @@ class SearchResult:
 def search(config: RunConfig, hardware: Hardware, *, choices: Choices, most: int) -> SearchResult:
     """The `most` fastest ways to run a configuration that `unplanned` accepts, one for each `split_of`.
 
-    Its own layout and microbatches are not looked at, but for a microbatch size or a number that is set.
+    The search ignores the layout and the microbatches of the configuration, except a microbatch size or a
+    number of microbatches that is set.
     """
     return _Search(config, hardware, choices).run(most)
 
 
 def enough_nodes(config: RunConfig, hardware: Hardware, *, choices: Choices) -> Candidate | None:
-    """The fastest way to run it on the fewest nodes that have room: twice as many, four times, and so on."""
+    """The fastest candidate on the fewest nodes with room: tries 2, 4, 8, ... times as many nodes."""
     for doublings in range(1, DOUBLINGS + 1):
         larger = replace(config, nodes=config.nodes * 2**doublings)
         if best := search(larger, hardware, choices=choices, most=1).best:
@@ -154,13 +159,13 @@ class _Search:
     def _bounded(
         self, strategy: StrategyConfig, layout: Layout, size: int, checkpointing: str
     ) -> Iterator[_Entry]:
-        """With the times of all stages, gradients and the update, but without a simulation."""
+        """The bound from the times of all stages, gradients and the update, without a simulation."""
         config = self._variants.variant(strategy, size, checkpointing)
         step = StepTerms(work_of_run(config, model=self._model), self.hardware, self._kernels)
         yield self._entry(step.least_s(), layout, refine=partial(self._simulated, config, layout, step))
 
     def _runs(self, strategy: StrategyConfig, layout: Layout, microbatches: int) -> bool:
-        """Whether the schedule can; a quick answer before that of all checks."""
+        """Whether the schedule can run the layout; a quick answer before all checks."""
         if layout.pipeline == 1:
             return True
         late = schedule_of(strategy).splits_backward and layout.by_fully_shard and strategy.reshard
@@ -174,7 +179,7 @@ class _Search:
             yield self._entry(times.total_s, layout, refine=refine)
 
     def _verified(self, config: RunConfig, layout: Layout, work: Work, times: StepTime) -> Iterator[_Entry]:
-        """The candidate, if `run` takes it and it fits."""
+        """The candidate, if `run` accepts it and its memory fits."""
         planned = memory.plan_fullest(config, model=self._model)
         if planned is not None and planned.fullest.total <= self._room and not find_problems(config):
             yield self._entry(times.total_s, layout, candidate=Candidate(config, work, times, planned))
@@ -201,7 +206,7 @@ class _Search:
         return Candidate(config, step.work, step.result(), planned)
 
     def _leanest(self, layout: Layout) -> Iterator[RunConfig]:
-        """With the smallest microbatches and the last kind of checkpointing, over all schedules."""
+        """The variants with the smallest microbatches and the last kind of checkpointing, by schedule."""
         for size in self._variants.microbatch_sizes(layout)[:1]:
             for schedule in self._variants.schedules(layout):
                 strategy = self._variants.strategy(layout, schedule)

@@ -1,4 +1,4 @@
-"""Lower bounds of a step's time, by which a search decides what it looks at next. They need no simulation."""
+"""Lower bounds of a step's time, which decide what a search refines next. They need no simulation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Times:
 
     @property
     def ends_s(self) -> float:
-        """At most, of the embedding and the head."""
+        """An upper bound for the embedding and the head."""
         return self.whole_s - self.blocks * self.block_s
 
     def before_s(self, schedule: str | None) -> float:
@@ -48,8 +48,8 @@ class _Times:
 class _Profile:
     """How a schedule divides the blocks.
 
-    rows: for each stage, the number of blocks before it, and of its rank's blocks from this stage on.
-    in_front: the blocks of the first stage.
+    rows: for each stage, the number of blocks before it, and the number of its rank's blocks from this stage
+    on. in_front: the number of blocks of the first stage.
     """
 
     rows: list[tuple[int, int]]
@@ -61,7 +61,7 @@ def _exceeds(row: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 class Bounds:
-    """Lower bounds for the variants of a configuration. `kernels`: those of `hardware`, shared with steps."""
+    """Lower bounds for the variants of a configuration. `kernels`: the kernel times, shared with steps."""
 
     def __init__(
         self, variants: Variants, model: ModelWeights, hardware: Hardware, *, kernels: Kernels
@@ -109,11 +109,11 @@ class Bounds:
         return self._in_front[layout.pipeline]
 
     def has_blocks(self, strategy: StrategyConfig, layout: Layout) -> bool:
-        """Whether each stage has one."""
+        """Whether each stage has a block."""
         return layout.pipeline == 1 or layout.pipeline * stages_per_rank(strategy) <= self._model.blocks
 
     def _waits_s(self, layout: Layout, times: _Times, blocks: int) -> float:
-        """At least, for gradients that a first stage with so many blocks does not hide."""
+        """The least wait for gradients that a first stage with this number of `blocks` does not hide."""
         if layout not in self._sent_s:
             variants = self._variants
             size, checkpointing = variants.microbatch_sizes(layout)[-1], variants.choices.checkpointing[0]
@@ -140,11 +140,11 @@ class Bounds:
         return self._profiles[key]
 
     def _times(self, layout: Layout, size: int, checkpointing: str) -> _Times:
-        """The devices of one stage compute at the same time; those of others may wait."""
+        """The devices of one stage compute at the same time; the devices of other stages may wait."""
         devices = self._variants.config.devices
         busy = contended(self._hardware, devices=devices / layout.pipeline)
         kernels = self._kernels if busy is self._hardware else None
-        others = 1 if kernels else layout.pipeline  # stages that do not compute meanwhile
+        others = 1 if kernels else layout.pipeline  # with contention, times depend on the number of stages
         key = (others, layout.context, layout.tensor, size, checkpointing)
         if key not in self._known_times:
             flat = Layout(

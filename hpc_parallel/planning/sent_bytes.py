@@ -1,4 +1,4 @@
-"""The bytes that a rank sends in a step, by axes, as far as a plan has a time for the exchange.
+"""The bytes that a rank sends in a step, by axes, in the exchanges that a plan has a time for.
 
 `plan --exact` compares them with the collectives of a traced step.
 """
@@ -19,7 +19,7 @@ from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Pipeline
 from hpc_parallel.planning.split_attention import PlannedSplitAttention
 from hpc_parallel.planning.step_time import StepTerms
 
-SUMS = "over the tensor axis"  # how the names of these exchanges end
+SUMS = "over the tensor axis"  # how the names of sums over this axis end
 
 
 def joined(axes: Iterator[str] | list[str]) -> str:

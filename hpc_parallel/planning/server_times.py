@@ -19,8 +19,8 @@ JOINED, ADDED, DIVIDED = 2, 3, 2  # reads and writes of a byte: copied, added to
 class Serving:
     """The exchange of a step between rank 0 and the `workers` ranks after it.
 
-    trains: rank 0 computes gradients itself. bytes: of all gradients, which are those of all weights, in
-    `messages` messages.
+    trains: whether rank 0 also computes gradients. bytes: the bytes of all gradients, which equal the bytes
+    of all weights. They are sent in `messages` messages.
     """
 
     workers: int
@@ -30,15 +30,15 @@ class Serving:
 
     def collect(self, hardware: Hardware) -> Term:
         """Every worker joins its gradients. The server receives them in turn, adds them, and divides."""
-        added = self.workers if self.trains else self.workers - 1  # the first message is the sum so far
+        added = self.workers if self.trains else self.workers - 1  # the first message starts the sum
         return self._term("gradients to the server", JOINED + ADDED * added + DIVIDED, hardware)
 
     def hand_out(self, hardware: Hardware) -> Term:
-        """The server joins the weights, and sends them to one worker after the other; the last one copies."""
+        """The server joins the weights and sends them to each worker in turn; the last worker copies them."""
         return self._term("weights from the server", 2 * JOINED, hardware)
 
     def _term(self, name: str, moved: int, hardware: Hardware) -> Term:
-        """moved: reads and writes of each byte, beside which nothing is sent."""
+        """moved: the reads and writes of each byte. Nothing is sent at the same time."""
         inside = min(self.workers, hardware.node.devices - 1)
         size = self.bytes / self.messages
         counts = {False: inside, True: self.workers - inside}

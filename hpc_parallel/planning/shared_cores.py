@@ -13,7 +13,7 @@ from hpc_parallel.planning.hardware import Hardware, Host, Link
 
 @dataclass(frozen=True)
 class Loads:
-    """The hardware as a device sees it alone, while its stage of a pipeline computes, and while all do."""
+    """The hardware as a device sees it: alone, while its pipeline stage computes, while all compute."""
 
     alone: Hardware
     stage: Hardware

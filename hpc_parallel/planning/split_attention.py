@@ -16,8 +16,8 @@ from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, ActionKind
 class Message:
     """One kind of message of a block.
 
-    kind: in the forward or the backward pass. count: how many there are. beside: the share of that pass's
-    attention which is computed beside each one.
+    kind: whether it is sent in the forward or the backward pass. count: the number of messages. beside: the
+    share of the pass's attention that is computed while one message is sent.
     """
 
     exchange: GroupExchange
@@ -34,7 +34,7 @@ class PlannedSplitAttention:
     group: GroupShape
 
     def messages(self, kind: ActionKind, attention: str) -> Iterator[Message]:
-        """attention: strategy.context_attention."""
+        """The messages of the pass `kind`. attention: strategy.context_attention."""
         every = {"ring": self._ring, "gather": self._gather, "all_to_all": self._all_to_all}[attention]()
         return (message for message in every if message.kind is kind)
 
@@ -54,7 +54,7 @@ class PlannedSplitAttention:
         return precise_bytes(self._bytes)
 
     def _ring(self) -> Iterator[Message]:
-        """Each hop is beside the computation with the last keys and values, but the last one of gradients."""
+        """Each hop overlaps the attention to the last keys and values, except the gradients' last hop."""
         hops, beside = self.group.ranks - 1, 1 / self.group.ranks
         yield Message(self._hop("keys and values", self._bytes), FORWARD, hops, beside)
         both = self._hop("keys, values and gradients", self._bytes + self._precise)

@@ -21,7 +21,7 @@ from hpc_parallel.planning.work import Work
 
 @dataclass(frozen=True)
 class StepTime:
-    """The parts of a step's time. exposed_s: communication beside which a device does not compute."""
+    """The parts of a step's time. exposed_s: communication during which a device does not compute."""
 
     timeline: PlannedTimeline
     gradients_s: float
@@ -35,20 +35,20 @@ class StepTime:
 
 
 def step_time(work: Work, hardware: Hardware) -> StepTime:
-    """Raises KeyError if the data sheet has no peak for the precision."""
+    """The planned time of a step. Raises KeyError if `hardware` has no peak for the precision."""
     return StepTerms(work, hardware).result()
 
 
 class StepTerms:
     """The terms of a step, collected while they are computed.
 
-    kernels: those of other steps on the same hardware, whose times need not be computed again.
+    kernels: the kernel times of other steps on the same hardware, which need not be computed again.
     """
 
     def __init__(self, work: Work, hardware: Hardware, kernels: Kernels | None = None) -> None:
         ranks = work.tensor * work.alike
         everyone = contended(hardware, devices=work.computing)
-        # A stage of a pipeline computes beside as many others as the simulation shows.
+        # The simulation shows how many stages of a pipeline compute at the same time.
         stage = contended(hardware, devices=ranks) if work.pipeline > 1 else everyone
         self.work, self.hardware = work, stage
         self._loads = Loads(hardware, stage, everyone)
@@ -80,7 +80,7 @@ class StepTerms:
         )
 
     def spans(self) -> list[Span]:
-        """Every action of the pipeline's ranks; of one rank without a pipeline."""
+        """Every action of the pipeline's ranks; without a pipeline, of one rank."""
         spans: list[Span] = []
         self._simulated(spans)
         return [span for span in spans if span.end_s > span.start_s]
@@ -109,9 +109,9 @@ class StepTerms:
     def least_s(self) -> float:
         """A lower bound of the step's time, which needs no simulation.
 
-        From the first forward pass of a stage on, its rank computes it and its later stages for all
-        microbatches; the last gradient then goes back through the stages before it. Gradients of weights
-        alone may be computed meanwhile.
+        From the first forward pass of a stage on, the stage's rank computes this stage and its later stages
+        for all microbatches. Then the last gradient goes back through the stages before this stage.
+        Meanwhile, the rank may still compute gradients of weights.
         """
         stages = range(self._last + 1)
         links_s = {} if self.work.blocking else self.exchanges.stage_to_stage_s
@@ -136,11 +136,11 @@ class StepTerms:
 
     @property
     def _on_cpu(self) -> bool:
-        """A CPU has no queue of launches, and torch no streams there: what a device does comes in turn."""
+        """A CPU has no queue of launches, and torch has no streams on it: all its work runs in turn."""
         return self.hardware.device.is_cpu
 
     def _together_s(self, device_s: float, host_s: float) -> float:
-        """Computation and its launches, which a GPU overlaps unless the host reads the sizes of messages."""
+        """Computation plus launches. A GPU overlaps them unless the host reads the sizes of messages."""
         if self._on_cpu or self.work.expert > 1:
             return device_s + host_s
         return _overlapped(device_s, host_s, sharpness=self.hardware.host.sharpness)
@@ -154,7 +154,7 @@ class StepTerms:
         forward_s = self._sum_s("block forward") + sums_s
         backward_s = self._sum_s("block backward") + sums_s
         split, unfused_s = work.tensor > 1, share.unfused * host.unfused_s
-        gathers = exchanges.gathers_blocks  # forward; again, with a sum of gradients, backward
+        gathers = exchanges.gathers_blocks  # once forward; once backward, with a sum of gradients
         host_forward_s = host.forward_s + (2 * split + gathers) * host.collective_s + unfused_s
         host_backward_s = host.backward_s + (4 * split + 2 * gathers) * host.collective_s + 2 * unfused_s
         if work.context > 1:
@@ -187,7 +187,7 @@ class StepTerms:
         }
 
     def _action_s(self, kind: ActionKind, stage: int) -> float:
-        """The time of a stage: the host launches its operations in order, the device runs them in order."""
+        """The time of an action. The host launches its operations in order; the device runs them in order."""
         if not SCHEDULES[self.work.schedule].splits_backward:
             return 0.0 if kind is WEIGHTS else self._whole_s(kind, stage)
         if kind is FORWARD:
@@ -201,7 +201,7 @@ class StepTerms:
         return self._stages_s[kind, stage]
 
     def _compute_s(self, kind: ActionKind, stage: int) -> float:
-        """Stages between the ends with as many blocks take the same time."""
+        """Stages between the ends take the same time if they have the same number of blocks."""
         alike = (kind, self.work.blocks[stage], stage == 0, stage == self._last)
         if alike not in self._alike_s:
             self._alike_s[alike] = self._blocks_and_ends_s(kind, stage)
@@ -228,7 +228,7 @@ class StepTerms:
         return device_s
 
     def _waited_s(self, kind: ActionKind, stage: int, compute_s: float) -> float:
-        """With what an action of a pipeline waits for, and the delay of the slowest node."""
+        """`compute_s` with the waits of a pipeline's action and the delay of the slowest node."""
         seconds = compute_s
         if self.work.pipeline > 1:
             seconds += self.hardware.host.action_s

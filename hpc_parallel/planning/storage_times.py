@@ -1,4 +1,4 @@
-"""What a training waits for beside its steps: checkpoints, and input that is not read in time.
+"""How long a training waits in addition to its steps: for checkpoints, and for input that is read too late.
 
 The rates are those of `storage` in the hardware's file; a wait whose rate is not measured is not counted.
 """
@@ -27,9 +27,9 @@ COPIED_TWICE = 2  # a processor's copy reads and writes
 
 @dataclass(frozen=True)
 class Wait:
-    """Seconds that some steps of a training wait beside their work; None if they are not known.
+    """Seconds that some steps of a training wait in addition to their work; None if they are not known.
 
-    text, formula: for a reader; of an unknown one, why it is not counted.
+    text, formula: text for the user; if the seconds are not known, the reason why they are not counted.
     """
 
     seconds: float | None
@@ -39,7 +39,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class CheckpointBytes:
-    """total: of a checkpoint. most: what the rank that writes most of it writes."""
+    """total: the bytes of a checkpoint. most: the bytes of the rank that writes most."""
 
     total: int
     most: int
@@ -55,14 +55,15 @@ class StorageTimes:
     hardware: Hardware
 
     def training_s(self, steps: float) -> float:
-        """The time of so many steps, with the waits that are known."""
+        """The time of this number of steps, with the waits that are known."""
         waits = (self.checkpoints(steps), self.input(steps))
         return steps * self.step_s + sum(wait.seconds or 0.0 for wait in waits)
 
     def checkpoints(self, steps: float) -> Wait:
-        """One each `training.checkpoint_every` steps and after the last one, for which the run always waits.
+        """One each `training.checkpoint_every` steps and one after the last step.
 
-        Another one that is written while the training goes on is copied first, and waits for the one before.
+        The run always waits for the last checkpoint. The other checkpoints may be written while the training
+        goes on. Each of them is copied first, and waits for the checkpoint before it.
         """
         every, sizes = self.config.training.checkpoint_every, self._checkpoint
         if every is None:
@@ -79,7 +80,7 @@ class StorageTimes:
         return Wait(seconds, share_text, f"{saves - 1} x {text} + the last one, {self._write_s(sizes):.4g} s")
 
     def input(self, steps: float) -> Wait:
-        """A batch is read while the step before it runs; what takes longer is waited for."""
+        """A batch is read while the step before it runs. If reading takes longer, the run waits for it."""
         target = self.config.data.get("_target_") if isinstance(self.config.data, dict) else None
         if target == TextDataConfig._target_:
             return Wait(0.0, "in memory before the first step", "no reads")
@@ -108,14 +109,14 @@ class StorageTimes:
         return next((name for name in names if getattr(storage, name) is None), None)
 
     def _write_s(self, sizes: CheckpointBytes) -> float:
-        """The rank that writes most, or the storage that all of them share."""
+        """The time of the rank that writes most, or of the storage that all ranks share."""
         storage = self.hardware.storage
         assert storage.write_bytes_per_s is not None
         assert storage.together_bytes_per_s is not None
         return max(sizes.most / storage.write_bytes_per_s, sizes.total / storage.together_bytes_per_s)
 
     def _save_s(self, sizes: CheckpointBytes, every: int) -> tuple[float, str]:
-        """Seconds that the training waits for each but the last one, and their formula."""
+        """Seconds that the training waits for each checkpoint but the last one, and their formula."""
         storage, write_s = self.hardware.storage, self._write_s(sizes)
         assert storage.write_bytes_per_s is not None
         assert storage.together_bytes_per_s is not None
@@ -140,10 +141,11 @@ class StorageTimes:
 
 
 def checkpoint_bytes(config: RunConfig) -> CheckpointBytes | None:
-    """The weights and the optimizer's state of a decoder, without what is small: random states, the index.
+    """The weights and the optimizer's state of a decoder, without small parts: random states, the index.
 
-    Of the ranks that hold the same part of a tensor one writes it; which one depends on its name, so they
-    share the bytes about evenly, but for tensors that are large. None without the optimizer's state.
+    Among the ranks that hold the same part of a tensor, the tensor's name decides which one writes it. So
+    these ranks write about the same number of bytes, unless a tensor is large. None if the optimizer's state
+    is not known.
     """
     shape = sample_shape_of(config.model, config.data)
     model = None if shape is None else weights_of(config.model, sample_shape=shape)
@@ -154,8 +156,8 @@ def checkpoint_bytes(config: RunConfig) -> CheckpointBytes | None:
     if whole is None:
         return None
     total = whole[0].parameters + whole[0].optimizer
-    ranks = config.devices // layout.pipeline  # with a part of the same stages
-    if config.strategy.execution == PARAMETER_SERVER:  # which alone has the optimizer's state
+    ranks = config.devices // layout.pipeline  # the ranks that hold parts of the same stages
+    if config.strategy.execution == PARAMETER_SERVER:  # only the server has the optimizer's state
         return CheckpointBytes(total, whole[0].optimizer + whole[0].parameters // ranks)
     stages = _states_of(config, Layout(pipeline=layout.pipeline), model) or []
     even = max(stage.parameters + stage.optimizer for stage in stages) // ranks

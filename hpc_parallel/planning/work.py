@@ -14,15 +14,16 @@ from hpc_parallel.planning.pipeline_orders import Pipeline
 class Work:
     """One step.
 
-    data: all parts of the batch. context: all parts of a sequence, which exchange keys and values by
-    `attention`. `shard` of the devices in a row that hold the same weights slice them (ZeRO-3). recompute:
-    blocks run forward again in the backward pass. blocking: a stage waits until what it sends has arrived.
-    bucket_bytes: gradients are averaged in such messages beside the backward pass of the last microbatch;
-    None: after it. blocks: the number in each stage. stream_bytes: the bytes of a number that one stage sends
-    to the next. gradient_bytes: the bytes of a number in the gradients that devices exchange. compressed: but
-    their means are in bfloat16. rounding: how the blocks' linear products round to float8. workers: those
-    that send gradients to a parameter server, which is one more device, or the first of `data`; 0 without
-    one. expert: the devices in a row that split the experts, and have a part of the batch each. compiled:
+    data: the number of parts of the batch. context: the number of parts of a sequence, whose devices exchange
+    keys and values by `attention`. shard: how many consecutive devices with the same weights slice them
+    (ZeRO-3). recompute: blocks run forward again in the backward pass. blocking: a stage waits until its
+    message has arrived. bucket_bytes: the size of the messages that average gradients during the backward
+    pass of the last microbatch; None: they are averaged after it. blocks: the number of blocks in each stage.
+    stream_bytes: the bytes of a number that one stage sends to the next. gradient_bytes: the bytes of a
+    number in the gradients that devices exchange. compressed: the means of gradients are exchanged in
+    bfloat16 instead. rounding: how the blocks' linear products round to float8. workers: how many ranks send
+    gradients to a parameter server, which is one more device or the first of `data`; 0 without a server.
+    expert: how many consecutive devices split the experts; each of them has a part of the batch. compiled:
     torch.compile compiles blocks and loss.
     """
 
@@ -55,8 +56,8 @@ class Work:
     def repeated_sums(self) -> float:
         """How many of a block's two sums over the tensor axis recomputation repeats.
 
-        torch stops at the last number that it needs, before it sums the block's result: with
-        `sequence_parallel` it has gathered the parts of the sequence by then. Megatron repeats all.
+        torch stops at the last number that it needs, before it sums the block's result. With
+        `sequence_parallel`, it has gathered the parts of the sequence by then. Megatron repeats both sums.
         """
         if not self.recompute:
             return 0.0

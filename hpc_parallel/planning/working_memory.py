@@ -1,4 +1,4 @@
-"""What a step needs for a while beside its state and its activations, estimated for each device."""
+"""The temporary memory of a step, in addition to state and activations, estimated for each device."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ def gathered_weights(division: Division, stages: tuple[int, ...], holding: Holdi
 
 
 def embedding_gradient(division: Division, stages: tuple[int, ...], holding: Holding, *, again: bool) -> int:
-    """What comes last of a backward pass, beside the gradient that stays: that of the embedding.
+    """Temporary bytes for the embedding's gradient, which a backward pass computes last.
 
-    A tied head's part waits for it. again: it is added to that of earlier microbatches.
+    The part of a tied head waits for this gradient. again: it is added to the gradient of earlier
+    microbatches. The gradient that stays is not included.
     """
     ends = [weight for weight in division.weights(stages) if weight.part == STEM and len(weight.shape) > 1]
     numbers = sum(math.prod(division.unsliced_shape(weight, holding)) for weight in ends)
@@ -52,7 +53,7 @@ def embedding_gradient(division: Division, stages: tuple[int, ...], holding: Hol
 
 
 def gradient_messages(division: Division, stages: tuple[int, ...], holding: Holding) -> int:
-    """Gradients on their way to other devices, beside those that the device keeps."""
+    """Gradients on their way to other devices, in addition to the gradients that the device keeps."""
     config, layout = division.config, division.layout
     numbers = [math.prod(division.gradient_shape(weight, holding)) for weight in division.optimized(stages)]
     bucket = int(config.strategy.bucket_mb * MB)
@@ -60,7 +61,7 @@ def gradient_messages(division: Division, stages: tuple[int, ...], holding: Hold
         return 2 * max(bucket, max(numbers) * division.number_bytes)
     if config.strategy.execution != SPMD:
         return 0
-    if layout.by_fully_shard:  # of the ends and a block, and the block's in the type in which they are summed
+    if layout.by_fully_shard:  # of the ends and a block, and the block's again in the type of the sum
         blocks, ends = _gathered(division, stages, holding)
         gathered_bytes = _gathered_bytes(division)
         return (max(blocks) + ends) * gathered_bytes + max(blocks) * division.number_bytes
@@ -72,9 +73,9 @@ def gradient_messages(division: Division, stages: tuple[int, ...], holding: Hold
 
 
 def loss_buffers(division: Division, *, samples: int, sample_shape: tuple[int, ...]) -> int:
-    """Logits, their logarithms and gradients, for the tokens that exist at a time; 0 for other models.
+    """Logits, their logarithms and gradients, for the tokens that exist at a time; 0 for models of images.
 
-    Beside what is kept for the backward pass (`activations.Kept.head`).
+    These bytes do not include what is kept for the backward pass (`activations.Kept.head`).
     """
     config, layout = division.config, division.layout
     if len(sample_shape) > 1:
@@ -91,12 +92,12 @@ def loss_buffers(division: Division, *, samples: int, sample_shape: tuple[int, .
     chunks = max(1, -(-tokens * rows * 4 // chunk))
     number = half + 2 * types.precise  # of logits as they are and in float32, and of logarithms
     total = rows * dim * types.precise if chunks > 1 else 0  # the gradient of the weight so far
-    kept = rows * dim * (types.product if types.cast else types.precise)  # when all chunks are done
+    kept = rows * dim * (types.product if types.cast else types.precise)  # part of `Kept.head`
     return max(-(-tokens // chunks) * rows * number + total - kept, rows * dim * types.precise)
 
 
 def _projection(division: Division) -> Weight:
-    """The weight of the logits; the stem has it if it is tied."""
+    """The weight of the logits. If it is tied, the stem has it."""
     last = division.model.weights[-1]
     return last if len(last.shape) > 1 else division.model.weights[0]
 

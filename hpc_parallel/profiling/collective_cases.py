@@ -1,7 +1,7 @@
 """The collectives that `task=collectives` times: their buffers and expected values.
 
-Sizes are those of NVIDIA's nccl-tests (PERFORMANCE.md): of an all-gather, reduce-scatter or all-to-all, the
-array of all ranks together; of the others, the array of one rank.
+Sizes are those of NVIDIA's nccl-tests (PERFORMANCE.md). An all-gather, reduce-scatter or all-to-all has the
+size of the array of all ranks together. Other collectives have the size of the array of one rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from hpc_parallel.strategies.groups import backend_of
 
 EXACT_INTEGERS = {torch.float32: 2**24, torch.bfloat16: 2**8}  # up to here each integer has its own value
-LATE_S = 0.1  # by which one rank comes late to the barrier that is checked
+LATE_S = 0.1  # the delay of one rank when a barrier is checked
 MOST_VALUES = 251  # a prime: the period of a pattern does not fit the powers of two of chunks
 
 
@@ -230,7 +230,7 @@ def barrier(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
         if group.rank == group.ranks - 1:
             time.sleep(LATE_S)
         run()
-        return time.perf_counter() - started > LATE_S / 2  # half: this rank may have left the first one late
+        return time.perf_counter() - started > LATE_S / 2  # half: this rank may leave the first barrier late
 
     return CollectiveCase(0, run, is_right)
 

@@ -14,7 +14,7 @@ from hpc_parallel.profiling.links import Pair, slow_hosts, slow_pairs
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.groups import backend_of
 
-MOST_TRIES = 3  # of all links, while one seems slow
+MOST_TRIES = 3  # measurements of all links, while a link seems slow
 REPEATS = 3
 
 
@@ -28,11 +28,11 @@ def link_rates(
 ) -> dict[Pair, float]:
     """Pair of hosts -> bytes per second in each direction, both at the same time; a collective call.
 
-    All pairs of a round exchange at the same time. While a link seems slow, all are measured again, and the
-    fastest time of each counts, because noise seldom comes three times to the same one.
+    All pairs of a round exchange at the same time. While a link seems slow, all links are measured again. The
+    fastest time of each link counts, because noise seldom slows the same link three times.
 
-    first_ranks: the first rank of each host; rounds: of `links.rounds`, all or some of them;
-    is_late: whether the rest is left out, a collective call.
+    first_ranks: the first rank of each host; rounds: all or some rounds of `links.rounds`;
+    is_late: whether to leave out the remaining rounds, a collective call.
     """
     rank = dist.get_rank()
     if backend_of(device.type) == "gloo":
@@ -68,7 +68,7 @@ def swap(send: Tensor, receive: Tensor, peer: int) -> None:
 
 
 def fastest_s(run: Callable[[], object], *, device: torch.device) -> float:
-    """The shortest of REPEATS times in seconds, after one that connects the ranks."""
+    """The shortest of REPEATS times in seconds, after one run that connects the ranks."""
     times = []
     for _ in range(REPEATS + 1):
         synchronize(device)

@@ -46,7 +46,7 @@ def slow_pairs(rates: Rates) -> dict[Pair, float]:
 def usual_rate(rates: Rates) -> float:
     """The median over hosts of each host's fastest link.
 
-    With one slow host of three, two of the three links are slow, so the median of all links would be too.
+    With one slow host of three, two of the three links are slow, so the median of all links would be slow.
     """
     hosts = {host for pair in rates for host in pair}
     return median(max(rate for pair, rate in rates.items() if host in pair) for host in hosts)

@@ -22,7 +22,7 @@ class MachineComparison:
 
 
 def compare(rows: Rows, *, machine: MachineConfig, device_type: str) -> MachineComparison:
-    """Compare the rows of `collectives.json` with the profile; nothing happens without a profile."""
+    """Compare the rows of `collectives.json` with the profile. Without a profile, nothing is predicted."""
     if not machine.collectives:
         return MachineComparison([None] * len(rows), [])
     if machine.device_type not in (None, device_type):
@@ -59,8 +59,8 @@ def _missing(rows: Rows, machine: MachineConfig) -> Iterator[str]:
 def _slower(rows: Rows, predictions: Sequence[PredictedTime | None], *, title: str) -> Iterator[str]:
     """Yields a line for each collective of each group that takes much longer than predicted.
 
-    Small sizes, whose time is mostly latency, and large ones are judged apart: a slow link shows in large
-    ones only. The median size counts, because single sizes are noisy.
+    Small sizes, whose time is mostly latency, and large sizes are judged separately, because a slow link
+    slows only large sizes. The median size counts, because single sizes are noisy.
     """
     halves: dict[tuple[str, str], dict[bool, list[tuple[float, int]]]] = defaultdict(
         lambda: defaultdict(list)

@@ -26,8 +26,8 @@ class FittedLink:
 def fit_link(points: Sequence[tuple[float, float]]) -> FittedLink | None:
     """Fit `points` (bytes on the bus, seconds); None for fewer than two sizes.
 
-    The sum of squared relative errors is smallest, so that small and large sizes count alike. Neither
-    figure is negative.
+    The fit minimises the sum of squared relative errors, so that small and large sizes count alike. Neither
+    latency nor bandwidth is negative.
     """
     if len({size for size, _ in points}) < 2:
         return None

@@ -28,7 +28,7 @@ from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.mesh import axis_of
 from hpc_parallel.strategies.ranges import Action, ActionTimes, recorded_actions
 
-WARM_UP = 2  # steps: a validation follows the first step, and a pipeline infers its shapes again after it
+WARM_UP = 2  # steps: a validation follows the first step; after it, a pipeline infers its shapes again
 
 
 class Measurement:
@@ -103,7 +103,7 @@ class Measurement:
             torch.cuda.synchronize(self._device)
 
     def figures(self) -> dict[str, Any]:
-        """Returns the measured keys of `summary.json`, the same on all ranks. All must call it together."""
+        """Returns the measured keys of `summary.json`, the same on all ranks. All ranks call it together."""
         return self._bytes() | self._shares()
 
     def _bytes(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Measurement:
     def schedule_chart(self) -> StepTimeline | None:
         """Returns the content of `timeline.json`: the work of the first pipeline in the last timed step.
 
-        The same on all ranks; all must call it together. None if there is no pipeline or no timed step.
+        Returns the same on all ranks, which must call it together. None without a pipeline or a timed step.
         """
         local: RankTimeline | None = None
         if self._timelines and 0 in self._pipeline:
