@@ -138,7 +138,7 @@ def publish(
 ) -> None:
     """Turn the `unfinished_folder` into a checkpoint: write its manifest, rename it, write its marker.
 
-    Each of these three steps is on the disk before the next one begins.
+    Each of these three changes is on the disk before the next one begins.
 
     files: name -> its `bytes` and its CHECKSUM; about: further entries of the manifest.
     """

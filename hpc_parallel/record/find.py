@@ -52,7 +52,7 @@ def find_all(words: Sequence[str]) -> list[Match]:
 
 
 def find_run(word: str) -> RecordedRun:
-    """The run that `word` names. Raises NoRunError if it names none, ConfigError if it names several."""
+    """The run that `word` names. Raises NoRunError if there is none, ConfigError if there are several."""
     match = _find(word)
     if len(match.runs) != 1:
         raise ConfigError([_several(word, [label(run.path) for run in newest_first(match.runs)])])
