@@ -1,7 +1,7 @@
 """Times the parts of a step on every rank from time to time, and names ranks that stay slower than others.
 
-Timing makes a step longer. The next step is timed when the extra time of a timed step is less than half a
-per cent of the time since the last timed step, or since the start.
+Timing makes a step longer. The next step is timed when this extra time is less than half a per cent of the
+time since the last timed step, or since the start.
 """
 
 from __future__ import annotations

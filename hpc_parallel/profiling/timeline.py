@@ -205,7 +205,7 @@ def ends_of_backward(calls: Sequence[Event], *, collectives: Sequence[Event]) ->
     """Find the waits of DistributedDataParallel for its buckets, at the end of each backward pass.
 
     DistributedDataParallel waits inside the autograd engine, and no event records these waits. They are the
-    times after the last node of a backward pass when a collective runs and nothing is called.
+    times after the last node of a backward pass, while a collective runs and nothing is called.
     """
     running = union(spans(event for event in collectives if event.name not in PEER_TO_PEER))
     nodes = sorted((call.start, call.end) for call in calls if call.name.startswith(ENGINE))

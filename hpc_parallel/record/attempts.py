@@ -57,7 +57,7 @@ class History:
     restarts: int = 0
     lost_steps: int = 0
     started: str | None = None  # ISO 8601, UTC; None before the first start
-    job_ids: tuple[str, ...] = ()  # of Slurm, in order
+    job_ids: tuple[str, ...] = ()  # Slurm's job ids, in order
 
 
 def begin(

@@ -195,7 +195,7 @@ def clear(folder: Path) -> None:
 
 
 def set_aside_after(folder: Path, *, step: int) -> None:
-    """Rename all checkpoints that are newer than `step`, which are damaged, so that they do not count.
+    """Rename all checkpoints newer than `step`, so that they do not count: all of them are damaged.
 
     `publish` removes them once it has written a checkpoint of their step or a later one.
     """

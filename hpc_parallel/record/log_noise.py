@@ -2,8 +2,7 @@
 
 torch's store looks up the host name of each connection (c10d/socket.cpp, `formatSockAddr`). If the site's DNS
 has no name for the address, the store warns and uses the address. The environment variable that hides this
-line hides every other warning too. Therefore the line is left out only when a log is shown. The file keeps
-the line.
+line hides every other warning too. Commands that show a log therefore leave the line out. The file keeps it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the source files of a folder in which git finds no checkout of this user, if the files are few."""
+"""Finds the source files of a folder that is in no git checkout of this user, if the files are few."""
 
 from __future__ import annotations
 

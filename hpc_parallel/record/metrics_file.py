@@ -85,7 +85,7 @@ class MetricsReader:
     """Reads the lines that a running run has added since the last read. The file may have any length.
 
     A restart replaces the file by one without the steps that are trained again. The reader still returns each
-    line only once: it knows a line by its step and its time.
+    line only once: it identifies a line by its step and its time.
     """
 
     def __init__(self, path: Path) -> None:

@@ -17,7 +17,7 @@ MOST_HOSTS, MOST_PARTS, MOST_SHAPES, MOST_LETTERS = 6, 64, 8, 40
 
 @dataclass(frozen=True)
 class Transport:
-    """What carries the data: `transport` in `environment.json`. None means unknown, or not with NCCL."""
+    """What carries the data: `transport` in `environment.json`. None: unknown, or NCCL is not used."""
 
     library: str = "NCCL"
     version: str | None = None

@@ -1,6 +1,7 @@
 """The owner of a run folder: one process or job at a time, so that no two of them write the same checkpoints.
 
-`owner.json` names a process of this user or a Slurm job. After its end, it is no longer the owner.
+`owner.json` names a process of this user or a Slurm job. Once that process or job has ended, it is no longer
+the owner.
 """
 
 from __future__ import annotations

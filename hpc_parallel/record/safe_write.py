@@ -21,7 +21,7 @@ def replacing(path: Path, *, mode: int = 0o600) -> Iterator[BinaryIO]:
     """Open a new binary file that replaces `path` atomically if the block ends without an error.
 
     A reader sees the old content or the new, never a part. While the file is written, only this user can
-    access it. Before the rename, it gets `mode` without the bits of the process's umask.
+    access it. Before the rename, the file gets `mode` without the bits of the process's umask.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     temporary = Path(name)

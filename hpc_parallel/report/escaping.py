@@ -1,4 +1,4 @@
-"""Escape the text of runs: markup, links and HTML have no effect in Markdown, nor have formulas in CSV."""
+"""Escape the text of runs: it must not act as markup, link or HTML in Markdown, or as a formula in CSV."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class Row:
 
     @cached_property
     def settings(self) -> tuple[object, ...]:
-        """All that decides the work of a step and its device. Runs with equal settings compare in speed.
+        """All that decides the work of a step and its device: speeds with equal settings are comparable.
 
         Two runs with the same settings may differ in how a step is computed (strategy, devices, microbatches,
         compilation, recomputation), and in numbers that change no speed, such as the learning rate.

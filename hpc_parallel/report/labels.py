@@ -37,7 +37,7 @@ class Label:
     """
 
     parts: Sequence[str]
-    options: Sequence[str] = ()  # those of `parts`
+    options: Sequence[str] = ()  # the options in `parts`
     run_id: str = ""
 
     def __str__(self) -> str:
