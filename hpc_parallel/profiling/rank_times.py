@@ -1,7 +1,7 @@
 """Times the parts of a step on every rank from time to time, and names ranks that stay slower than others.
 
-A timed step takes longer than others. The next step is timed when this extra time is less than half a per
-cent of the time since the last timed step, or since the start.
+Timing makes a step longer. The next step is timed when this extra time is less than half a per cent of the
+time since the last timed step, or since the start.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from hpc_parallel.profiling.slow_ranks import SAMPLES, Accusations, RankTime, Sl
 from hpc_parallel.profiling.timeline import Timeline, length
 from hpc_parallel.strategies import exchange
 
-FIRST_STEP = 20  # since the start, at the earliest
-LEAST_STEPS = 20  # from one timed step to the next
+FIRST_STEP = 20  # the earliest timed step since the start
+LEAST_STEPS = 20  # at least this many from one timed step to the next
 COST = 0.005  # extra time of the timed steps, as a share of the time of all steps
 KEPT = 100  # timed steps in the record
 MOST_RECORDS = 8_000  # entries (a rank in a step) in the file: `read_json` takes files up to 8 MiB
 
 
 class RankTimes:
-    """The timed steps of a training; the same steps on all ranks."""
+    """The timed steps of a training. All ranks time the same steps."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class RankTimes:
         """on: whether any step is timed; role: ranks with the same role have the same work (a stage).
 
         profiled: the steps that another profiler watches. expected_s: returns the expected seconds of a timed
-        step, before the first one is timed. `leave_out` is called with the seconds of each timed step;
-        `write`, on rank 0, with the record.
+        step, before the first one is timed. `leave_out` is called with the seconds of each timed step.
+        Rank 0 calls `write` with the record.
         """
         self._host, self._role, self._device, self._profiled = host, role, device, profiled
         self._leave_out, self._device_state, self._write = leave_out, device_state, write
@@ -109,7 +109,7 @@ class RankTimes:
         self._before_s, self._usual_s = 0.0, math.inf
 
     def _paid(self, last: int, *, took_s: float, earliest: int) -> int:
-        """The next step to time: far enough after the `last` one that COST holds. The same on all ranks."""
+        """The next step to time, late enough after step `last` to respect COST. All ranks get the same."""
         extra = exchange.all_gather_numbers([took_s / self._usual_s - 1], device=torch.device("cpu"))[0]
         return self._free(max(earliest, last + math.ceil(max(extra) / COST)))
 

@@ -41,7 +41,7 @@ def parts(events: Sequence[Event], *, on_gpu: bool) -> dict[str, int]:
 
 
 def describe(events: Sequence[Event], *, steps: int, on_gpu: bool) -> str:
-    """A table for people: milliseconds of one step, the share, and what it means."""
+    """A table for people: for each use of time, its milliseconds per step, its share, and its meaning."""
     by_use = parts(events, on_gpu=on_gpu)
     total = sum(by_use.values())
     rows = [

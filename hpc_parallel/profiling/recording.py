@@ -1,4 +1,4 @@
-"""Records a window of steps for a profiler, on the ranks that were chosen; nothing on any other."""
+"""Records a window of steps for a profiler, only on the chosen ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpc_parallel.torch_internals import record_memory, write_memory
 
 
 class Recording:
-    """The window of this rank: each of its steps, with the fetch of its batch."""
+    """The recorded window of this rank: each step of the window, with the fetch of its batch."""
 
     def __init__(
         self, config: ProfileConfig, *, folder: Path, rank: int, device: torch.device,
@@ -111,7 +111,7 @@ class _Trace:
 
 
 def _write_beside(path: Path, write: Callable[[Path], object]) -> None:
-    """Let torch write a file under another name, and give it its own when it is complete."""
+    """Let torch write a file under a temporary name, and rename the file when it is complete."""
     half_written = path.with_name(f".{path.name}")
     write(half_written)
     half_written.chmod(0o600)

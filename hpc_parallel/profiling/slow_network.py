@@ -1,7 +1,7 @@
-"""A host whose network is slow: found by its links, which are measured when all ranks begin to wait long.
+"""Finds hosts with a slow network: measures the links when all ranks begin to wait long.
 
-A slow link makes every rank wait, so the times of a step can't tell whose it is. They tell when to look: the
-rank that waits least waits long too, and longer than before.
+A slow link makes every rank wait, so the times of a step can't show which host has the slow link. They show
+when to measure the links: when even the rank that waits least waits long, and longer than before.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from hpc_parallel.profiling.links import Pair, rounds, slow_hosts, usual_rate
 from hpc_parallel.profiling.slow_ranks import NETWORK, RankTime, SlowRank
 
 LARGE = 0.5  # waits as a multiple of a rank's own time, if no earlier step is known
-LEAST = 0.1  # smaller waits are not worth a look
-GROWTH = 2.0  # times the waits of earlier steps
-MOST_CHECKS = 4  # of the links in one training
+LEAST = 0.1  # smaller waits do not start a check
+GROWTH = 2.0  # larger multiples of the waits of earlier steps start a check
+MOST_CHECKS = 4  # checks of the links in one training
 MOST_ROUNDS = 5  # links of each host in one check
 KEPT = 10  # waits of earlier steps
 MESSAGE_BYTES = 2**20
@@ -24,7 +24,7 @@ Measure = Callable[[Sequence[int], Sequence[Sequence[Pair]]], Mapping[Pair, floa
 
 
 class SlowNetwork:
-    """Decides from times that all ranks have gathered, so all ranks decide the same."""
+    """Decides from times that all ranks have gathered, so all ranks make the same decision."""
 
     def __init__(self, measure: Measure) -> None:
         """measure: the rates of links, given the first rank of each host and the rounds of pairs."""
@@ -35,9 +35,10 @@ class SlowNetwork:
         self._named: list[SlowRank] = []
 
     def find_slow(self, times: Sequence[RankTime]) -> list[SlowRank]:
-        """The hosts whose links were slow twice in a row, by their first ranks; a collective call.
+        """The hosts whose links were slow in two checks in a row, by their first ranks; a collective call.
 
-        They stay named while all ranks wait long. Empty for two hosts: nothing tells whose link is slow.
+        The hosts stay named while all ranks wait long. The list is empty for two hosts: their link can't show
+        which of them is slow.
         """
         hosts: dict[str, int] = {}
         for time in times:
@@ -65,7 +66,7 @@ class SlowNetwork:
         rates = self._measure(first_ranks, rounds(len(hosts))[:MOST_ROUNDS])
         slow = slow_hosts(rates)
         if not slow:
-            self._calm, self._suspects = [waits], set()  # a training that waits this long with sound links
+            self._calm, self._suspects = [waits], set()  # this training waits this long with sound links
             return
         usual = usual_rate(rates)
         usual_s = MESSAGE_BYTES / usual
@@ -78,5 +79,5 @@ class SlowNetwork:
 
 
 def least_waits(times: Sequence[RankTime]) -> float:
-    """The waits of the rank that waits least, as a multiple of its own time: a slow rank waits little."""
+    """The waits of the rank that waits least, as a multiple of its own time. A slow rank waits little."""
     return min((time.wait_s / time.own_s for time in times if time.own_s > 0), default=0.0)

@@ -1,4 +1,4 @@
-"""Which rank is slower than the others, and by what: judged from the times of the same steps on all ranks."""
+"""Finds ranks that are slower than others, and the cause, from the times of the same steps on all ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from hpc_parallel.record.recorded_slow_ranks import MOST_ACCUSATIONS
 from hpc_parallel.record.values import finite
 
-SLOW = 1.1  # times the median
-SAMPLES = 3  # in a row: fewer may be noise
-LEAST_S = 1e-3  # shorter differences are not worth a word
+SLOW = 1.1  # as a multiple of the median
+SAMPLES = 3  # timed steps in a row: fewer may be noise
+LEAST_S = 1e-3  # shorter differences are not reported
 COMPUTE, DATA, NETWORK = "compute", "data", "network"  # causes
 
 
@@ -39,8 +39,8 @@ class RankTime:
 class SlowRank:
     """factor: own time as a multiple of the median of the same role.
 
-    If the cause is NETWORK, rank is the first of its host, and the times are those of 1 MiB over its links
-    and over others.
+    If the cause is NETWORK, `rank` is the first rank of its host. The times are then those of 1 MiB over the
+    host's links and over other links.
     """
 
     rank: int

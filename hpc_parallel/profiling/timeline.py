@@ -29,7 +29,7 @@ BACKWARD = "backward pass"
 WAITS = (
     WAIT,
     "_c10d_functional::wait_tensor",
-)  # the second: in functional collectives, such as DTensor's
+)  # the second name: waits in functional collectives, such as DTensor's
 ENGINE = "autograd::engine::evaluate_function"
 PEER_TO_PEER = ("gloo:send", "gloo:recv")
 COMMUNICATION = ("c10d::", "_c10d_functional::", "gloo:", "nccl:", "record_param_comms")
@@ -114,11 +114,11 @@ class Timeline:
     def read(cls, events: Sequence[Event], *, on_gpu: bool, actions: Sequence[Action] = ()) -> Timeline:
         """Read one step from `events`.
 
-        On a CPU, waiting time is what the host's wait calls take. On a GPU, NCCL kernels count too.
+        On a CPU, waiting time is the time of the host's wait calls. On a GPU, NCCL kernels count too.
         gloo's own ranges are not usable: under load they begin and end late, during the computation.
 
-        actions: those of a pipeline on a GPU since the step began. The profiler's ranges on a GPU are not
-        usable: they miss the kernels of a backward pass (strategies/ranges.py).
+        actions: the actions of a pipeline on a GPU, timed from the start of the step. The profiler's ranges
+        on a GPU are not usable: they miss the kernels of a backward pass (strategies/ranges.py).
         """
         (step,) = [event for event in events if event.name == STEP and not event.on_device]
         host = (event for event in events if event.thread == step.thread and not event.on_device)
@@ -204,8 +204,8 @@ def chunk_of(name: str) -> tuple[int, str, int | None] | None:
 def ends_of_backward(calls: Sequence[Event], *, collectives: Sequence[Event]) -> list[Interval]:
     """Find the waits of DistributedDataParallel for its buckets, at the end of each backward pass.
 
-    It waits inside the autograd engine, and no event records these waits. They are the times after the last
-    node of a backward pass in which a collective runs and nothing is called.
+    DistributedDataParallel waits inside the autograd engine, and no event records these waits. They are the
+    times after the last node of a backward pass, while a collective runs and nothing is called.
     """
     running = union(spans(event for event in collectives if event.name not in PEER_TO_PEER))
     nodes = sorted((call.start, call.end) for call in calls if call.name.startswith(ENGINE))

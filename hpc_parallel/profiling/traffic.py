@@ -1,9 +1,10 @@
-"""Counts the bytes between ranks: what each collective of a step sends and receives by its best algorithm.
+"""Counts the bytes that each collective of a step sends and receives with its best algorithm.
 
-They are counted where torch dispatches collectives, so those of DistributedDataParallel, of DTensor and of
-pipelines are included. Volumes are those of ring algorithms (NVIDIA nccl-tests, PERFORMANCE.md): for n ranks
-and S bytes, an all-reduce moves 2 (n-1)/n S through each rank, and an all-gather or reduce-scatter (n-1)/n S
-of the entire array. A backend may move more: gloo runs a reduce-scatter as an all-reduce.
+The bytes are counted where torch dispatches collectives. The collectives of DistributedDataParallel, DTensor
+and pipelines are therefore included. The counts are those of ring algorithms (NVIDIA nccl-tests,
+PERFORMANCE.md): for n ranks and an entire array of S bytes, an all-reduce moves 2 (n-1)/n S through each
+rank, and an all-gather or reduce-scatter moves (n-1)/n S. A backend may move more: gloo runs a reduce-scatter
+as an all-reduce.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Rule = Callable[[Mapping[str, Any], GroupPosition], Moved]
 
 
 class Traffic(DispatchMode):
-    """Counts the bytes that this rank moves while it is active, by kind of collective."""
+    """While active, counts the bytes that this rank moves, by kind of collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class Traffic(DispatchMode):
         return True
 
     def _count(self, kind: str, moved: Moved, group: ProcessGroup) -> None:
-        """`moved` in one call over `group`."""
+        """Count the bytes that one call over `group` moved."""
         self.sent[kind] += round(moved.sent)
         self.received[kind] += round(moved.received)
 
@@ -69,7 +70,7 @@ class Traffic(DispatchMode):
 
 
 def _group(arguments: Mapping[str, Any]) -> ProcessGroup:
-    """The process group of a collective, which has it as an object or by name among its arguments."""
+    """The process group of a collective. An argument of the collective is the group or its name."""
     return group_of(arguments["process_group"] if "process_group" in arguments else arguments["group_name"])
 
 
@@ -135,7 +136,7 @@ def to_root(name: str) -> Rule:
 
 
 def exchanged(arguments: Mapping[str, Any], place: GroupPosition) -> Moved:
-    """Lists with one tensor for each rank."""
+    """The arguments are lists with one tensor for each rank."""
     sent, received = arguments["input_tensors"], arguments["output_tensors"]
     return Moved(
         bytes_of(sent) - bytes_of(sent[place.rank]), bytes_of(received) - bytes_of(received[place.rank])
@@ -168,8 +169,7 @@ def receives(name: str) -> Rule:
     return lambda arguments, place: Moved(0, bytes_of(arguments[name]))
 
 
-# Keys are operators of torch and of strategies/row_counts.py; the rules name their arguments. A barrier
-# carries no bytes.
+# Keys are operators of torch and of strategies/row_counts.py. Each rule names an argument of its operator.
 KINDS: dict[str, tuple[str, Rule]] = {
     "c10d::allreduce_": ("all_reduce", ring_reduce("tensors")),
     "c10d::allreduce_coalesced_": ("all_reduce", ring_reduce("tensors")),

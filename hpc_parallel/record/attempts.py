@@ -31,7 +31,7 @@ class Start:
     began: str  # ISO 8601, UTC
     job_id: Annotated[str, job_id] | None
     after_step: int | None
-    lost_steps: int  # that it trains again
+    lost_steps: int  # steps that this start trains again
     warnings: tuple[str, ...] = ()  # about damaged checkpoints
 
 
@@ -57,7 +57,7 @@ class History:
     restarts: int = 0
     lost_steps: int = 0
     started: str | None = None  # ISO 8601, UTC; None before the first start
-    job_ids: tuple[str, ...] = ()  # of Slurm, in order
+    job_ids: tuple[str, ...] = ()  # Slurm's job ids, in order
 
 
 def begin(
@@ -75,7 +75,7 @@ def begin(
 
 
 def keep_metrics(folder: RunFolder, *, until: int) -> int:
-    """Remove the metrics of steps after `until`; returns how many steps that are."""
+    """Remove the metrics of steps after `until`; returns the number of these steps."""
     lines = MetricsReader(folder.metrics).read()
     kept = [line for line in lines if line["step"] <= until]
     content = "".join(json.dumps(line) + "\n" for line in kept).encode()
@@ -103,9 +103,10 @@ def recent_ends(folder: RunFolder) -> list[End]:
 
 
 def earlier_starts(folder: RunFolder) -> int:
-    """How many starts came before the one that runs now, whether or not it has recorded its begin.
+    """The number of starts before the current one. The current start may not have recorded its begin yet.
 
-    Every start but the first follows an end or a user who started the run again, or both.
+    Before every start except the first, the file has an end, a record that a user started the run again, or
+    both.
     """
     by_hand = ["resumed" in line for line in read_lines(folder.attempts) if "resumed" in line or _end(line)]
     return sum(this or not following for this, following in pairwise([*by_hand, False]))
@@ -123,7 +124,7 @@ def ends(folder: RunFolder) -> list[End]:
 
 
 def history(folder: RunFolder, *, environment: Mapping[str, str] = MappingProxyType({})) -> History:
-    """The starts together.
+    """A summary of all starts.
 
     environment: Slurm's variables of a job that may have ended before it could record its start.
 
@@ -149,7 +150,7 @@ def _end(line: Mapping[str, Any]) -> End | None:
 
 
 def _content(path: Path) -> bytes:
-    """The whole file. The run belongs to this user, so its length is not limited."""
+    """The content of the file. The run belongs to this user, so the length of the file is not limited."""
     try:
         with open_regular(path) as file:
             return file.read()

@@ -138,7 +138,7 @@ def publish(
 ) -> None:
     """Turn the `unfinished_folder` into a checkpoint: write its manifest, rename it, write its marker.
 
-    Each of these is on the disk before the next begins.
+    Each of these three changes is on the disk before the next one begins.
 
     files: name -> its `bytes` and its CHECKSUM; about: further entries of the manifest.
     """
@@ -146,7 +146,7 @@ def publish(
     manifest = json.dumps({"step": step, **about, "files": files}, indent=1) + "\n"
     write_text(written / MANIFEST, manifest)
     sync_folder(written)
-    if path.is_symlink() or path.is_file():  # not a checkpoint (`skipped`), but it has the name of this one
+    if path.is_symlink() or path.is_file():  # not a checkpoint (`skipped`), but named like this one
         path.rename(folder / f"not-a-checkpoint-{path.name}")
     elif path.exists():  # a damaged checkpoint, whose step was trained again
         (path / MARKER).unlink(missing_ok=True)
@@ -195,7 +195,7 @@ def clear(folder: Path) -> None:
 
 
 def set_aside_after(folder: Path, *, step: int) -> None:
-    """Rename the damaged checkpoints, which are all that are newer than `step`, so that they do not count.
+    """Rename all checkpoints newer than `step`, so that they do not count: all of them are damaged.
 
     `publish` removes them once it has written a checkpoint of their step or a later one.
     """
@@ -216,7 +216,7 @@ def checksum(path: Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write a folder's entries to the disk; a new name in it is not durable before that."""
+    """Write a folder's entries to the disk. Until then, a new name in the folder is not durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -24,9 +24,9 @@ class CollectiveRow:
     operation: str
     dtype: str
     size_bytes: int
-    count: int | None = None  # numbers of one rank; `redop` and `wrong` are nccl-tests' columns too
+    count: int | None = None  # elements of one rank; `count`, `redop` and `wrong` are nccl-tests' columns
     redop: str | None = None  # `sum` or `none`
-    wrong: int | None = None  # values
+    wrong: int | None = None  # number of wrong values
     time_s: float  # the median of all batches
     spread: float  # (largest - smallest) / median
     rounds: int
@@ -45,13 +45,13 @@ Rows = Sequence[CollectiveRow]
 
 @dataclass(frozen=True)
 class Collectives:
-    """The content of `collectives.json`. warnings: what takes longer than a machine profile says."""
+    """The content of `collectives.json`. warnings: what takes longer than a machine profile predicts."""
 
     device: str | None = None
     backend: str | None = None
     sum: CollectiveRow | None = None  # the all-reduce that comes first
     rows: Annotated[tuple[CollectiveRow, ...], first(MOST_ROWS)] = ()
-    left_out: str | None = None  # with the reason
+    left_out: str | None = None  # what was left out, with the reason
     warnings: Annotated[tuple[str, ...], first(MOST_WARNINGS)] = ()
 
     @classmethod

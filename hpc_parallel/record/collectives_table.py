@@ -84,7 +84,7 @@ def _compared(row: CollectiveRow) -> tuple[str, str]:
 
 
 def grouped(rows: Rows, *keys: str) -> list[tuple[tuple[str, ...], list[CollectiveRow]]]:
-    """The rows by the printable values of `keys`, in the order of their first rows."""
+    """Group the rows by the printable values of `keys`. The groups are in the order of their first rows."""
     groups: dict[tuple[str, ...], list[CollectiveRow]] = {}
     for row in rows:
         groups.setdefault(tuple(printable(getattr(row, key)) for key in keys), []).append(row)

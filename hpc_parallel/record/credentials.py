@@ -1,4 +1,4 @@
-"""Recognise credentials: files that are not copied into run folders, settings that must stay in them."""
+"""Recognise credentials: files that are not copied to run folders, and settings that must not leave them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HARMLESS = (
     "*.py", "*.pyi", "*.ipynb", "*.c", "*.h", "*.cc", "*.cpp", "*.cu", "*.cuh", "*.rs", "*.go", "*.java",
     "*.js", "*.ts", "*.md", "*.rst", "*.html", "*.example", "*.sample", "*.template",
 )  # fmt: skip
-# One expression for all patterns: each name of a checkout is compared at every start.
+# One expression for all patterns, because each file name of a checkout is compared at every start.
 _FILES, _HARMLESS = (re.compile("|".join(map(translate, patterns))) for patterns in (FILES, HARMLESS))
 # Matches keys with underscores. `pad_token` and `eos_token_id` are settings of a model and must not match.
 _KEY = re.compile(
@@ -62,7 +62,10 @@ def public_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_credentials(value: Any) -> Any:
-    """Remove keys and texts that look like credentials from a plain value; such a text alone becomes None."""
+    """Remove keys and texts that look like credentials from a plain value.
+
+    If `value` itself is such a text, the result is None.
+    """
     if isinstance(value, Mapping):
         return {
             key: without_credentials(item) for key, item in value.items()

@@ -1,6 +1,6 @@
 """How busy, full and hot the devices of a run were: from `rank_times.json`, which may hold anything.
 
-Of a script, each rank has a file of its own, which may hold anything too.
+If the run is a script, each rank has its own file instead, which may hold anything too.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ FIGURES: Mapping[str, tuple[str, Callable[[float], str], Callable[..., tuple[flo
 
 
 def device_lines(folder: RunFolder) -> list[tuple[str, str]]:
-    """Title and text of each figure: the median of all devices, and the worst one with its rank.
+    """Title and text of each figure: the median of all devices, and the worst value with its rank.
 
-    A device counts with the median of its timed steps. Empty if no device was seen.
+    The value of a device is the median of its timed steps. The list is empty if no device was measured.
     """
     samples = TimedSteps.read(folder).samples
     states = _of_script(folder) if samples is None else [state for step in samples for state in step.ranks]
@@ -45,7 +45,7 @@ def device_lines(folder: RunFolder) -> list[tuple[str, str]]:
 
 
 def device_file(folder: RunFolder, *, rank: int) -> Path:
-    """Where the parent of a script's rank keeps the figures of its device."""
+    """The file in which the parent process of a script's rank keeps the figures of the rank's device."""
     return folder.logs / f"rank-{rank}.device.json"
 
 

@@ -22,7 +22,7 @@ class Follower:
 
 @dataclass(frozen=True)
 class Failure:
-    """The root cause: `failure.json`. `rank`, `host` and `node` are None if it blames no rank."""
+    """The root cause: `failure.json`. `rank`, `host` and `node` are None if no rank is to blame."""
 
     rank: int | None = None
     host: str | None = None
@@ -34,7 +34,7 @@ class Failure:
     traceback: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)  # depends on the kind
     followers: tuple[Follower, ...] = ()
-    line: str | None = None  # that names the root cause
+    line: str | None = None  # a line of text that names the root cause
 
     @classmethod
     def read(cls, folder: RunFolder) -> Failure | None:
@@ -53,12 +53,12 @@ class Stop:
     """
 
     signal: str | None = None  # its name; None if a script asks for a new start by its exit code
-    step: int | None = None  # whose checkpoint is complete
-    kept: str | None = None  # of a task that can't continue
+    step: int | None = None  # the step whose checkpoint is complete
+    kept: str | None = None  # what was kept of a task that can't continue
     code: int | None = None  # exit code of a script, as in subprocess
     time: str | None = None  # ISO 8601, UTC
-    how: str | None = None  # in words of supervise/restart.py; from here on after the job has ended
-    line: str | None = None
+    how: str | None = None  # a constant of supervise/restart.py; known only after the job has ended
+    line: str | None = None  # known only after the job has ended
 
     @classmethod
     def read(cls, folder: RunFolder) -> Stop | None:

@@ -42,5 +42,5 @@ class Environment:
 
     @property
     def places(self) -> list[Place]:
-        """That of each rank, by rank."""
+        """The place of each rank, by rank."""
         return [place or Place() for place in self.ranks]

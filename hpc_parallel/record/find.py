@@ -36,7 +36,7 @@ def newest_first(runs: Iterable[RecordedRun]) -> list[RecordedRun]:
 
 
 def find_all(words: Sequence[str]) -> list[Match]:
-    """Find each word: a path, a run id, a job id or a unique part of a name.
+    """Find what each word names. A word is a path, a run id, a job id or a unique part of a name.
 
     Raises ConfigError with every word that is unknown or ambiguous, and similar names.
     """
@@ -52,7 +52,7 @@ def find_all(words: Sequence[str]) -> list[Match]:
 
 
 def find_run(word: str) -> RecordedRun:
-    """The run that `word` names. Raises NoRunError if it names none, ConfigError if it names several."""
+    """The run that `word` names. Raises NoRunError if there is none, ConfigError if there are several."""
     match = _find(word)
     if len(match.runs) != 1:
         raise ConfigError([_several(word, [label(run.path) for run in newest_first(match.runs)])])
@@ -60,9 +60,10 @@ def find_run(word: str) -> RecordedRun:
 
 
 def path_of(word: str) -> Path:
-    """The path that `word` is, or the run folder that it names; a path where nothing is if it names none.
+    """The path `word` if it exists, or else the run folder that `word` names.
 
-    Raises ConfigError if it names several runs.
+    If `word` names no run, returns the path, which does not exist. Raises ConfigError if `word` names several
+    runs.
     """
     path = _path(word)
     if os.path.lexists(path):
@@ -112,7 +113,10 @@ def _path(word: str) -> Path:
 
 
 def _runs_in(path: Path) -> list[RecordedRun]:
-    """`find_runs`. A sweep also has runs without a folder: refused, or removed before they started."""
+    """As `find_runs`, and also the runs of a sweep that have no folder.
+
+    Such runs were refused, or removed before they started.
+    """
     sweep = sweep_of(path)
     return find_runs(path) if sweep is None else [read_run(run.run_dir) for run in sweep.runs]
 
@@ -140,8 +144,8 @@ def _run(run: RecordedRun) -> Match:
 def _fitting(word: str) -> list[Callable[[str], bool]]:
     """Rules that match a name, the strictest first: the whole name, the whole run id, a part.
 
-    Digits alone may be a mistyped job id. They match the beginning of a run id, which is its date, and not
-    its random end.
+    A word of digits may be a mistyped job id. It matches only the beginning of a run id, which is a date. It
+    does not match the random end.
     """
 
     def holds(name: str) -> bool:
@@ -159,7 +163,7 @@ def _of(job: str, word: str) -> bool:
 
 
 def _sweeps(word: str) -> list[Path]:
-    """The sweep folders in `runs/sweeps`, and `runs/<word>`, where hydra.sweep.dir may have put one."""
+    """The sweep folders in `runs/sweeps`, and `runs/<word>` if hydra.sweep.dir has put a sweep there."""
     usual = sorted((Path(entry.path) for entry in list_folder(RUNS / "sweeps")), reverse=True)
     places = dict.fromkeys([*usual, RUNS / word])
     return [path.absolute() for path in places if is_sweep_folder(path)]
@@ -185,7 +189,7 @@ def _unknown(word: str, runs: Mapping[str, RecordedRun]) -> str:
 
 
 def near_runs(word: str) -> list[str]:
-    """The names of up to three runs that are like `word`, else of the newest."""
+    """The names of up to three runs that are similar to `word`, or else of the three newest runs."""
     return _near(word, {label(run.path): run for run in newest_first(find_runs(RUNS))})
 
 
@@ -208,5 +212,5 @@ def _started(path: Path) -> float:
 
 
 def is_one(named: Match) -> bool:
-    """Whether it is one run or one sweep, and not a folder that contains several."""
+    """Whether `named` is one run, sweep or job array, and not a folder that contains several runs."""
     return named.path is None or is_run(named.path) or is_sweep_folder(named.path)

@@ -1,8 +1,8 @@
-"""A warning of torch's that every rank prints and that means nothing for a run.
+"""A warning of torch that every rank prints and that means nothing for a run.
 
-torch's store asks for the host name of each connection (c10d/socket.cpp, `formatSockAddr`) and warns if the
-site's DNS has none for the address; it then uses the address. The environment variable that hides this line
-hides every other warning too, so the line is left out where a log is shown. The file keeps it.
+torch's store looks up the host name of each connection (c10d/socket.cpp, `formatSockAddr`). If the site's DNS
+has no name for the address, the store warns and uses the address. The environment variable that hides this
+line hides every other warning too. Commands that show a log therefore leave the line out. The file keeps it.
 """
 
 from __future__ import annotations

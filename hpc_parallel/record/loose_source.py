@@ -1,4 +1,4 @@
-"""The source in a folder that git does not know, or knows as somebody else's: its files, if they are few."""
+"""Finds the source files of a folder that is in no git checkout of this user, if the files are few."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-MOST_FILES = 2_000  # more is a home directory or a data set
-MOST_BYTES = 2**20  # of a file that is copied; a larger one is data, to which the copy has a link
+MOST_FILES = 2_000  # a folder with more files is a home directory or a data set
+MOST_BYTES = 2**20  # of a file that is copied; a larger file is data, and the copy has a link to it
 _CORE_NAME = re.compile(r"core(\.\d+)?")
 _ELF_TYPE_END, _ET_CORE = 18, 4
 _NO_SOURCE = ("__pycache__", "node_modules")
@@ -30,8 +30,8 @@ class LooseSource:
 def loose_source(folder: Path, *, most_bytes: int, leave_out: Callable[[Path], bool]) -> LooseSource:
     """Look for the files of `folder`, without hidden ones and virtual environments.
 
-    most_bytes: of all files that are copied; leave_out: whether a folder and all below it is no source. A
-    folder without any Python file has no source.
+    most_bytes: the limit for all copied files together; leave_out: whether a folder and everything below it
+    is no source. A folder without any Python file has no source.
     """
     names: list[str] = []
     for name in _walk(folder, leave_out):
@@ -48,9 +48,9 @@ def loose_source(folder: Path, *, most_bytes: int, leave_out: Callable[[Path], b
 
 
 def is_core_file(path: str | Path) -> bool:
-    """Whether the kernel wrote it when a process was aborted: the memory of that process, not source.
+    """Whether `path` is a core dump: the memory of an aborted process, which the kernel wrote.
 
-    It is an ELF file of type 4 (man 5 elf) with the name `core` or `core.PID` (man 5 core).
+    A core dump is an ELF file of type 4 (man 5 elf) with the name `core` or `core.PID` (man 5 core).
     """
     if not _CORE_NAME.fullmatch(os.path.basename(path)):
         return False

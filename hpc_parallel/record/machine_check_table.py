@@ -38,7 +38,7 @@ class RankRates:
 
 @dataclass(frozen=True)
 class HostLink:
-    """In each direction between two hosts."""
+    """The rate in each direction between two hosts."""
 
     hosts: tuple[str, ...]
     bytes_per_s: float
@@ -49,7 +49,7 @@ class DirectReads:
     """Reads into device memory."""
 
     reads_bytes_per_s: Reads = field(default_factory=dict)
-    not_measured: str | None = None  # why
+    not_measured: str | None = None  # the reason
     mode: str | None = None
 
 
@@ -84,7 +84,7 @@ def _with_values(record: RankRates | DirectReads) -> dict[str, Any]:
 
 
 def machine_lines(measured: MeasuredMachine) -> list[str]:
-    """The medians, what was found, and a flag that leaves the slow hosts out."""
+    """The medians, the findings, and a Slurm flag that excludes the slow hosts."""
     return [*_medians(measured), *_findings(measured)]
 
 
@@ -119,7 +119,7 @@ def _median(title: str, rows: Sequence[RankRates], key: str, *, scale: float, un
 
 
 def _scaling(reads: Mapping[str, float]) -> Iterator[str]:
-    """Whether most processes read as many times as fast as one.
+    """How many times as fast the largest number of processes reads as one process.
 
     reads: number of processes -> bytes per second of all of them.
     """
@@ -134,7 +134,7 @@ def _scaling(reads: Mapping[str, float]) -> Iterator[str]:
 
 
 def _direct_reads(direct: DirectReads) -> Iterator[str]:
-    """The same into device memory, and whether GPUDirect Storage was used."""
+    """The rates of reads into device memory, and whether GPUDirect Storage was used."""
     for readers, rate in _reads(direct.reads_bytes_per_s).items():
         yield f"read into the GPU by kvikio, processes on each host = {readers}: {rate / 1e6:.0f} MB/s"
     if direct.not_measured:

@@ -22,37 +22,37 @@ _MAX_TAIL_BYTES = MIB  # the last whole line is searched in this many bytes
 
 @dataclass(frozen=True)
 class MetricsLine:
-    """One line. Anybody may have written it: what it does not have, or with another type, is None.
+    """One line, which anybody may have written. Values that are missing or have another type are None.
 
-    Models, callbacks and scripts add keys of their own: `values` has all.
+    Models, callbacks and scripts add their own keys. `values` has all keys.
     """
 
     values: Mapping[str, Any]
     step: int
-    steps: int | None = None  # of a measuring task: the number of its rows
+    steps: int | None = None  # the number of rows of a measuring task
     time: str | None = None  # ISO 8601, UTC
     loss: float | None = None
     validation_loss: float | None = None
     step_time_s: float | None = None
-    timed_steps: Any = 1  # without those that a profiler made slower
+    timed_steps: Any = 1  # without the steps that a profiler made slower
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     batch_size: float | None = None
     latency_s: float | None = None
     latency_p99_s: float | None = None
     measured: Annotated[tuple[Any, ...], first(MOST_CELLS)] = ()  # the cells of a row for the screen
-    time_left_s: float | None = None  # that a measuring task will take at most
+    time_left_s: float | None = None  # the longest time that a measuring task will still take
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> MetricsLine:
-        """The line of a table that has a step, as all have that this module reads."""
+        """The line with these values. They must have a step, as all lines that this module reads do."""
         line = build(cls, {**values, "values": values})
         assert line is not None
         return line
 
     @property
     def cells(self) -> list[str]:
-        """The cells of a measured row; empty if the line has none, or something else in their place."""
+        """The cells of a measured row; empty if the line has none, or if they are not a list."""
         return list(map(printable, self.measured))
 
     @property
@@ -84,8 +84,8 @@ class MetricsLine:
 class MetricsReader:
     """Reads the lines that a running run has added since the last read. The file may have any length.
 
-    A restart replaces the file by one without the steps that are trained again. Lines that this reader has
-    returned before are not returned again: two lines differ in their step or their time.
+    A restart replaces the file by one without the steps that are trained again. The reader still returns each
+    line only once: it identifies a line by its step and its time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -151,9 +151,9 @@ def last_line(path: Path) -> dict[str, Any] | None:
 
 
 def described(line: MetricsLine, *, steps: int) -> list[str]:
-    """What a line says, the most important first: `step 120/600`, `loss 2.413`, `512 samples/s`.
+    """The parts of a line as text, the most important first: `step 120/600`, `loss 2.413`, `512 samples/s`.
 
-    Or what another task has measured.
+    The parts are the cells of the row if a measuring task wrote the line.
     """
     if line.cells:
         return [line.of_total, *line.cells]
@@ -173,7 +173,7 @@ def described(line: MetricsLine, *, steps: int) -> list[str]:
 
 
 def fitting(parts: Sequence[str], *, columns: int) -> str:
-    """As many of the first parts as a line of `columns` characters has room for; the first in any case."""
+    """Join as many of the first parts as fit into `columns` characters. The first part is always shown."""
     line = "".join(parts[:1])
     for part in parts[1:]:
         if len(line) + len(SEPARATOR) + len(part.rstrip()) > columns:
@@ -194,7 +194,7 @@ def duration(seconds: float) -> str:
 
 
 def figure(value: float, *, digits: int = 4) -> str:
-    """Format with so many significant digits, without an exponent from 0.0001 up: 1520, not 1.52e+03."""
+    """Format with `digits` significant digits. From 0.0001 up, there is no exponent: 1520, not 1.52e+03."""
     if abs(value) >= 10 ** (digits - 1):
         return f"{value:.0f}"
     return f"{value:.{digits}g}"

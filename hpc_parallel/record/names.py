@@ -11,7 +11,7 @@ RUNS = Path("runs")  # the default folder of the command `run`
 
 
 def label(path: Path) -> str:
-    """The short name of a run or sweep: its path from `runs/`, else from this folder, else the full path.
+    """The short name of a run or sweep: its path relative to `runs/`, or else as in `from_here`.
 
     Commands accept the name: it is never a flag, a job id, another existing path, or a home folder.
     """
@@ -22,7 +22,7 @@ def label(path: Path) -> str:
 
 
 def from_here(path: Path) -> str:
-    """The path from the current folder if it is inside, else the full path."""
+    """The path relative to the current folder if it lies inside, or else the full path."""
     return _from(Path.cwd(), path) or str(path)
 
 
@@ -32,7 +32,7 @@ def is_job_id(name: str) -> bool:
 
 
 def command_on(path: Path, command: str, *flags: str) -> str:
-    """The shell command line that applies `command` (status, logs, cancel) to this run or sweep."""
+    """The shell command line that applies `command` (status, logs, cancel) to the run or sweep at `path`."""
     return shlex.join(["python", "-m", "hpc_parallel", command, label(path), *flags])
 
 

@@ -1,6 +1,6 @@
 """The network of a run as text: what carries its data, and how the parts of its hosts are connected.
 
-`environment.json` may come from anybody, so that each value is checked.
+Anybody may have written `environment.json`, so each value is checked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_HOSTS, MOST_PARTS, MOST_SHAPES, MOST_LETTERS = 6, 64, 8, 40
 
 @dataclass(frozen=True)
 class Transport:
-    """What carries the data: `transport` of `environment.json`; None: not known, or not with NCCL."""
+    """What carries the data: `transport` in `environment.json`. None: unknown, or NCCL is not used."""
 
     library: str = "NCCL"
     version: str | None = None
@@ -27,8 +27,8 @@ class Transport:
     nvls_available: bool | None = None
     rings: bool | None = None
     trees: bool | None = None
-    pairs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # of PAIRS -> carrier -> channels
-    gpudirect: Mapping[str, str] = field(default_factory=dict)  # of PAIRS -> state
+    pairs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # pair -> carrier -> channels
+    gpudirect: Mapping[str, str] = field(default_factory=dict)  # pair (in PAIRS) -> state
     problem: str | None = None
 
 
@@ -47,7 +47,7 @@ class RecordedPart:
 
 @dataclass(frozen=True)
 class Topology:
-    """Hosts with the same parts, and the connection of each part with each."""
+    """Hosts with the same parts, and the connection between each two parts."""
 
     hosts: tuple[str, ...] = ()
     parts: tuple[RecordedPart, ...] = ()

@@ -1,6 +1,7 @@
-"""The owner of a run folder: one process or job at a time, so that no two write the same checkpoints.
+"""The owner of a run folder: one process or job at a time, so that no two of them write the same checkpoints.
 
-`owner.json` names a process of this user or a Slurm job. One that has ended is no longer the owner.
+`owner.json` names a process of this user or a Slurm job. Once that process or job has ended, it is no longer
+the owner.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import job_id as job_id_of
 from hpc_parallel.slurm.jobs import job_state
 
-CLUSTERS = "SLURM_CLUSTERS"  # the variable by which all commands of Slurm ask another one
+CLUSTERS = "SLURM_CLUSTERS"  # the environment variable that makes Slurm's commands use another cluster
 MAX_PID = 2**31 - 1  # the largest that kill(2) accepts
 
 
@@ -49,7 +50,7 @@ class Owner:
     """The content of `owner.json`: a job, or a process. Keys whose value is None are not written."""
 
     job_id: Annotated[str, job_id_of] | None = None
-    clusters: str | None = None  # of the job, if SLURM_CLUSTERS named the Slurm that has it
+    clusters: str | None = None  # of the job, if SLURM_CLUSTERS named its cluster
     host: str | None = None
     pid: int | None = None
     began: str | None = None  # None: the process has ended
@@ -94,7 +95,7 @@ def take(folder: RunFolder) -> None:
 
 
 def hand_to_process(folder: RunFolder, pid: int) -> None:
-    """Make a child of this process the owner, before it takes the run itself."""
+    """Make a child of this process the owner, before the child takes the run itself."""
     replace(_process(pid), folder=folder.path.stat().st_ino).write(folder)
 
 
@@ -129,9 +130,9 @@ def release(folder: RunFolder) -> None:
 
 
 def hold_by_job(folder: RunFolder, job_id: str) -> None:
-    """Make the job of this process the owner. Raises OwnedError if another job is active there.
+    """Make the job of this process the owner. Raises OwnedError if another active job is the owner.
 
-    A process that started the run inside an allocation of its own (`launcher=local`) stays its owner.
+    A process that started the run inside its own allocation (`launcher=local`) stays the owner.
     """
     with locked(folder.path):
         before = Owner.read(folder) or Owner()
@@ -150,7 +151,7 @@ def hand_to_job(folder: RunFolder, job_id: str) -> None:
 
 
 def elsewhere(owner: Owner | None) -> str | None:
-    """Why this shell can't ask for the job of `owner`: another Slurm has it. None if it can."""
+    """Why this shell can't query the job of `owner`: it is on another cluster. None if the shell can."""
     here = os.environ.get(CLUSTERS) or None
     if owner is None or owner.job_id is None or (clusters := owner.clusters) == here:
         return None
@@ -181,7 +182,7 @@ def living_owner(folder: RunFolder) -> str | None:
 
 
 def refusal(folder: RunFolder) -> str | None:
-    """Why `owner.json` can't be trusted to name what to end: it is not this user's own file."""
+    """Why the owner that `owner.json` names must not be ended: the file is not this user's own."""
     user = os.geteuid()
     try:
         statuses = {path: path.lstat() for path in (folder.path, folder.owner)}
@@ -198,9 +199,10 @@ def refusal(folder: RunFolder) -> str | None:
 def end_process(folder: RunFolder, owner: Owner) -> str | None:
     """Send SIGTERM to the process that owns the run.
 
-    The signal goes to a process descriptor: the pid can't be reused between the checks and the signal.
+    The signal goes to a process file descriptor (pidfd), so the pid can't be reused between the checks and
+    the signal.
 
-    Returns why the process may not be that run's, or None.
+    Returns why the process may not belong to the run, or None.
     """
     process = owner.pid
     assert process is not None

@@ -1,6 +1,7 @@
-"""What a run does beside its steps, at its start and end: a line of text in `phase`, replaced at each phase.
+"""What a run does at its start and end, outside its steps: a line in `phase`, which each phase replaces.
 
-Its writer is the process that starts the ranks, then rank 0. Anyone may have written what is read.
+First the process that starts the ranks writes the line, and then rank 0. A reader must not trust the line,
+because anyone may have written it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ _MOST_BYTES = 100
 
 
 def note_phase(folder: RunFolder, text: str) -> None:
-    """Say what begins now. A full disk must not end a run, so errors are ignored."""
+    """Record what begins now. A full disk must not end a run, so errors are ignored."""
     with suppress(OSError):
         write_text(folder.phase, f"{text}\n")
 
 
 def read_phase(folder: RunFolder) -> str | None:
-    """What the run does now; None if it has not said it."""
+    """What the run does now; None if the run has not recorded it."""
     try:
         content = read_head(folder.phase, limit_bytes=_MOST_BYTES)
     except (OSError, DamagedError):

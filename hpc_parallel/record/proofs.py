@@ -1,4 +1,7 @@
-"""Which models were seen to equal one device on which layouts: one small file each in this user's cache."""
+"""Records which models gave the same results as one device on which layouts.
+
+Each proof is one small file in this user's cache.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def is_proven(key: str, *, folder: Path) -> bool:
 
 
 def record_proof(key: str, *, folder: Path, about: Mapping[str, object]) -> None:
-    """Record the proof. A folder that can't be written costs the next run a few seconds, and nothing else."""
+    """Record the proof. If the folder can't be written, the next run only takes a few seconds longer."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_json(folder / f"{key}.json", {**about, "time": datetime.now(UTC).isoformat()})

@@ -21,7 +21,7 @@ from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.snapshot import Snapshot
 
 PREDICTED = "predicted"  # the key of the figures that were planned before the start
-DIFF_BYTES = 4 * 2**20  # so that environment.json stays within the limits of record/safe_read.py
+DIFF_BYTES = 4 * 2**20  # of a diff: environment.json must stay within the limits of record/safe_read.py
 GitState = Callable[[Path], dict[str, Any]]
 _HEADER = re.compile(r"^(Name|Version):[ \t]*(.*?)[ \t]*$", re.MULTILINE)
 
@@ -40,8 +40,9 @@ def origin(
     command: null for the command line of this process.
     state: `source_state`, or a version that caches git's answers for many runs.
 
-    `import_path` lists what `rerun` imports from, relative to the run folder if it is kept there. It is
-    null if no source was to be kept, and empty if all source is installed.
+    `import_path` lists the folders from which `rerun` imports. A folder that is kept in the run folder is
+    given relative to it. `import_path` is null if no source was to be kept, and empty if all source is
+    installed.
     """
     state = state or source_state
     record: dict[str, Any] = {
@@ -83,7 +84,7 @@ def read_environment(folder: RunFolder) -> dict[str, Any]:
 
 
 def _source_of_first_run(first: RunFolder, *, folder: RunFolder, config_dir: Path | None) -> dict[str, Any]:
-    """The entries of a run that keeps the source of `first` again: the checkouts of today do not run."""
+    """The entries of a run that copies the source kept with `first`. The current checkouts are not used."""
     environment = read_json(first.environment) or {}
     entries = {key: environment.get(key) for key in ("git_commit", "git_diff", "checkouts")}
     if config_dir is not None and config_dir.is_relative_to(first.code):  # the copy holds it too
@@ -96,12 +97,15 @@ def installed_packages() -> dict[str, str]:
     return dict(_installed_packages())
 
 
-@cache  # three readers in a rank, and hundreds of small files, often on a network
+@cache  # a rank reads them three times: hundreds of small files, often on a network file system
 def _installed_packages() -> list[tuple[str, str]]:
-    """By name. `Distribution.metadata` parses each file as a mail, which takes ten times as long."""
+    """Names and versions, sorted by name.
+
+    `Distribution.metadata` would parse each file as an e-mail, which takes ten times as long.
+    """
     packages = []
     for distribution in distributions():
-        # As importlib looks for it: of a wheel, of a folder .egg-info, and a file .egg-info.
+        # In the order of importlib: the file of a wheel, the file in a folder .egg-info, a file .egg-info.
         texts = map(distribution.read_text, ("METADATA", "PKG-INFO", ""))
         text = next(filter(None, texts), "")
         head = dict(_HEADER.findall(text.partition("\n\n")[0]))

@@ -15,14 +15,14 @@ _MOST_CHARACTERS = 500  # of a line
 
 
 class OutputTail:
-    """Reads the lines that were added to a log since the last read; of many, only the last ones."""
+    """Reads the lines that were added to a log since the last read. Of long output, it reads only the end."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset_bytes = size_of(path)  # what an earlier start has printed is not shown
 
     def read(self, *, last: bool = False) -> list[str]:
-        """The new lines. last: also one without its line end, because nothing will follow."""
+        """The new lines. last: include an unfinished last line, because nothing will follow."""
         try:
             with open_regular(self._path) as file:
                 end = file.seek(0, os.SEEK_END)
@@ -43,7 +43,7 @@ class OutputTail:
 def last_output(folder: RunFolder) -> str | None:
     """The last line that rank 0 has printed, escaped; None if it has printed none.
 
-    It is in the log that was written last: many scripts print their progress to stderr.
+    The log that was written last is read first, because many scripts print their progress to stderr.
     """
     logs = [folder.log(0, stream) for stream in ("out", "err")]
     for log in sorted(logs, key=_written_ns, reverse=True):

@@ -1,7 +1,7 @@
 """Runs as their folders describe them, for commands that read them during or after the run.
 
-A folder may be incomplete or belong to another user. A missing file reads as None or empty. So does a
-file that can't be read, which `damaged` lists. Nothing is unpickled or executed.
+A folder may be incomplete or belong to another user. A file that is missing or can't be read reads as None or
+empty. `damaged` lists the files that can't be read. Nothing is unpickled or executed.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class RecordedRun:
 
     @cached_property
     def totals(self) -> Summary:
-        """The same with checked types; without values if it can't be read."""
+        """`summary` with checked types; without values if the file can't be read."""
         return build(Summary, self.summary) or Summary()
 
     @cached_property
@@ -112,7 +112,7 @@ class RecordedRun:
 
     @property
     def root_cause(self) -> Failure | None:
-        """The same with checked types."""
+        """`failure` with checked types."""
         return build(Failure, self.failure)
 
     @cached_property
@@ -121,13 +121,13 @@ class RecordedRun:
 
     @property
     def cause(self) -> str | None:
-        """One line about why it failed, or else why it stopped."""
+        """One line about why the run failed, or else why it stopped."""
         ending = self.stopped if self.failure is None else self.root_cause
         return None if ending is None else ending.line
 
     @cached_property
     def owner(self) -> Owner | None:
-        """The process or job that runs it or ran it last (`record/owner.py`)."""
+        """The process or job that executes the run or did so last (`record/owner.py`)."""
         return self._read(self.folder.owner, lambda _: Owner.read(self.folder))
 
     @cached_property
@@ -136,32 +136,32 @@ class RecordedRun:
 
     @cached_property
     def ran_on(self) -> Environment:
-        """The same with checked types; without values if it can't be read."""
+        """`environment` with checked types; without values if the file can't be read."""
         return build(Environment, self.environment) or Environment()
 
     @cached_property
     def attempts(self) -> History:
-        """Its starts together."""
+        """A summary of all starts of the run."""
         return self._read(self.folder.attempts, lambda _: attempts.history(self.folder)) or History()
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """Every whole line."""
+        """Every whole line of `metrics.jsonl`."""
         return self._read(self.folder.metrics, read_metrics) or []
 
     @cached_property
     def last_metrics(self) -> dict[str, Any] | None:
-        """The last whole line; only the end of the file is read."""
+        """The last whole line of `metrics.jsonl`. Only the end of the file is read."""
         return self._read(self.folder.metrics, last_line)
 
     @cached_property
     def newest_line(self) -> MetricsLine | None:
-        """The same with checked types."""
+        """`last_metrics` with checked types."""
         return MetricsLine.of(self.last_metrics) if self.last_metrics is not None else None
 
     @property
     def job_ids(self) -> list[str]:
-        """Slurm's job ids in order, with the newest also if it waits for its first start."""
+        """Slurm's job ids in order. The newest job is included even while it waits for its first start."""
         jobs = [*self.attempts.job_ids, self.owner and self.owner.job_id]
         return list(dict.fromkeys(job for job in jobs if job))
 
@@ -201,7 +201,7 @@ def read_run(path: Path) -> RecordedRun:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is a run folder, also half-written or copied without its empty folders.
+    """Whether a folder is a run folder, even if it is half-written or a copy without the empty folders.
 
     False for a folder that this user may not read.
     """

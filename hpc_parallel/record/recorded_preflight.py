@@ -26,12 +26,12 @@ class HostFinding:
     host: str
     what: str
     harmful: bool = False
-    excludable: bool = True  # whether a start without the host would be free of this
+    excludable: bool = True  # whether a start without the host avoids the problem
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """What commands show of the file."""
+    """The parts of the file that commands show."""
 
     findings: Annotated[tuple[HostFinding, ...], first(MOST_FINDINGS)] = ()
     differences: Differences = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Preflight:
 
 
 def finding_lines(folder: RunFolder) -> list[tuple[str, str]]:
-    """Host and what is wrong with it; empty if nothing is or the file can't be read."""
+    """Each host and its problem; empty if there is no problem or the file can't be read."""
     findings = Preflight.read(folder).findings
     return [
         (printable(finding.host), printable(finding.what))
@@ -58,9 +58,9 @@ def difference_lines(folder: RunFolder) -> list[str]:
 
 
 def difference_table(differences: Differences) -> list[str]:
-    """One row for each name, one column for each group of hosts that have the same versions of all.
+    """One row for each name, and one column for each group of hosts whose versions are all the same.
 
-    differences: None for a version that is missing.
+    differences: a version is None if it is missing.
     """
     rows = dict(islice(differences.items(), MOST_READ))
     every_host = dict.fromkeys(host for by_host in rows.values() for host in by_host)

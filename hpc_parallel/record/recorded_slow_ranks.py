@@ -68,7 +68,7 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """The file. `samples` and `accused` are None if no rank was timed."""
+    """The content of `rank_times.json`. `samples` and `accused` are None if no rank was timed."""
 
     samples: Annotated[tuple[TimedStep, ...], _newest] | None = None
     slow: Annotated[tuple[Slow, ...], first(MOST_RANKS)] = ()

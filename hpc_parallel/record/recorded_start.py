@@ -66,7 +66,7 @@ def read_start(folder: RunFolder, *, key: str, shared_folder: bool = False) -> R
 
 
 def grants_trust(overrides: Sequence[str], value_of: Callable[[str], Any]) -> bool:
-    """Whether the user typed `launcher.shared_folder=true`; the last of several counts."""
+    """Whether the user typed `launcher.shared_folder=true`. If there are several values, the last counts."""
     typed = [override for override in overrides if key_of(override) == SHARED_FOLDER and "=" in override]
     return bool(typed) and value_of(typed[-1]) is True
 
@@ -83,7 +83,10 @@ def _other_owner(folder: RunFolder) -> str | None:
 
 
 def _is_harmless(override: str) -> bool:
-    """Whether it sets a plain value of a key in HARMLESS, or chooses its group by name (never by a path)."""
+    """Whether an override sets a plain value below a key in HARMLESS, or chooses that group by its name.
+
+    A choice by a path is not harmless.
+    """
     key, _, value = override.partition("=")
     root, dot, _ = key_of(key).partition(".")
     names_function = key_of(key) == "optimizer.schedule" and "." in value  # it would be imported

@@ -57,12 +57,12 @@ def profiles(folder: RunFolder) -> list[str]:
 
 
 def _rows_so_far(folder: RunFolder, summary: Summary) -> Rows:
-    """The measured rows of `task=collectives` that was killed before it could write its tables."""
+    """The rows that `task=collectives` measured before it was killed, without having written its tables."""
     return [] if summary.steps or summary.completed else rows_of(read_metrics(folder.metrics))
 
 
 def collectives(measured: Collectives, folder: RunFolder) -> list[str]:
-    """The all-reduce of 2^20 numbers, a short table, and where the full one is."""
+    """The all-reduce of 2^20 numbers, a short table, and the path of the full table."""
     lines = [first_line(measured.sum)] if measured.sum is not None else []
     lines += short_table(measured.rows)
     lines += [f"WARNING: {printable(line)}" for line in measured.warnings if line]

@@ -1,4 +1,4 @@
-"""The run folder: the only way in which the login half passes data to the worker half, and back."""
+"""The run folder. The login half and the worker half exchange data only through it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpc_parallel.record.safe_write import write_text
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The files of a run. Each is written under a temporary name and renamed, so no reader sees a part."""
+    """The files of a run. Each is written under a temporary name and renamed, so readers see whole files."""
 
     path: Path
 
@@ -78,7 +78,7 @@ class RunFolder:
 
     @property
     def timeline(self) -> Path:
-        """When each stage of a pipeline did what, in one step that was profiled."""
+        """The work of each stage of a pipeline over time, in one profiled step."""
         return self.path / "timeline.json"
 
     @property
@@ -87,7 +87,7 @@ class RunFolder:
 
     @property
     def compiled(self) -> Path:
-        """What torch.compile made, for all ranks and later starts (`training.compile`)."""
+        """The output of torch.compile, for all ranks and later starts (`training.compile`)."""
         return self.path / "compiled"
 
     @property
@@ -102,7 +102,7 @@ class RunFolder:
 
     @property
     def rank_times(self) -> Path:
-        """The parts of some steps on every rank, and which ranks were slow."""
+        """The times of the parts of some steps on every rank, and the ranks that were slow."""
         return self.path / "rank_times.json"
 
     @property
@@ -117,7 +117,7 @@ class RunFolder:
 
     @property
     def collectives_table(self) -> Path:
-        """The same as a table of nccl-tests."""
+        """The rows of `collectives` as a table in the form of nccl-tests."""
         return self.path / "collectives.txt"
 
     @property
@@ -127,17 +127,17 @@ class RunFolder:
 
     @property
     def hardware(self) -> Path:
-        """The file of `hardware/` that `task=calibrate` measured."""
+        """A file for `hardware/` with the values that `task=calibrate` measured."""
         return self.path / "hardware.yaml"
 
     @property
     def calibration(self) -> Path:
-        """The rows behind it, and the lines that `show` prints."""
+        """The measured rows behind `hardware`, and the lines that `show` prints."""
         return self.path / "calibration.json"
 
     @property
     def preflight(self) -> Path:
-        """What the hosts said of themselves at the start, and which of them were accused."""
+        """What the hosts reported at the start, and the hosts that were accused."""
         return self.path / "preflight.json"
 
     @property
@@ -182,7 +182,8 @@ class RunFolder:
 
         Raises FileExistsError if the folder is not empty: a run is never overwritten.
         """
-        for parent in reversed(self.path.parents):  # whatever the umask: who can write them controls the run
+        # Parents are not group-writable under any umask: a user who can write to them controls the run.
+        for parent in reversed(self.path.parents):
             if not parent.exists():
                 parent.mkdir(mode=0o755, exist_ok=True)
         self.path.mkdir(mode=0o700, exist_ok=True)
@@ -214,13 +215,13 @@ class RunFolder:
             for path in (self.code, *self.outcome):
                 if path.exists():
                     path.rename(_numbered(path, number))
-            for path in (self.environment, self.config):  # the configuration last: its copies are counted
+            for path in (self.environment, self.config):  # config last: `_count_set_aside` counts its copies
                 if path.exists():
                     write_text(_numbered(path, number), read_text(path))
         except BaseException:  # a full disk, Ctrl-C
             self._restore(number)
             raise
-        with suppress(OSError):  # of the last start, and only for people: it must not stop a new start
+        with suppress(OSError):  # the phase is only for people: an error must not prevent a new start
             self.phase.unlink(missing_ok=True)
 
     def put_back(self) -> None:

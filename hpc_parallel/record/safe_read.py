@@ -24,13 +24,13 @@ YAML_BYTES = MIB // 4  # of one YAML file, which takes ten times longer to parse
 LINES_BYTES = 32 * MIB  # of one file of JSON lines, all of which are kept in memory
 MAX_LINES = 500_000
 MAX_DEPTH = 64  # config.yaml nests 6 deep
-MAX_TABLES = 500_000  # and lists in one JSON text: an empty one takes 30 times its bytes in memory
+MAX_TABLES = 500_000  # tables and lists in one JSON text: an empty one takes 30 times its bytes in memory
 MAX_YAML_TABLES = 5_000
 MAX_INTEGER = 2**63 - 1  # larger integers have no use here, and str() refuses those of over 4,300 digits
 
 T = TypeVar("T")
-TAIL_BYTES = MIB  # that are read from the end of a file
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # eight times as fast, if libyaml is there
+TAIL_BYTES = MIB  # read from the end of a file
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # with libyaml, it is eight times as fast
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
 # YAML that may nest deeply or use aliases: many brackets or indicators, deep indents, anchors, tags.
 _YAML_SUSPECT = re.compile(r"[&*!]|^ {64}|(?:[-?:][ \t]+){16}", re.MULTILINE)
@@ -183,7 +183,10 @@ def read_tail(path: Path, *, limit_bytes: int = TAIL_BYTES) -> bytes:
 
 
 def size_of(path: Path) -> int:
-    """The bytes of a log; 0 if there is none. It is opened: an NFS client keeps an old size for a minute."""
+    """The size of a log in bytes; 0 if there is none.
+
+    The log is opened because an NFS client keeps an old size for a minute.
+    """
     with suppress(OSError, DamagedError), open_regular(path) as file:
         return file.seek(0, os.SEEK_END)
     return 0
@@ -208,7 +211,7 @@ def list_folder(path: Path) -> list[os.DirEntry[str]]:
 
 
 def status_of(path: Path) -> os.stat_result | None:
-    """The status of what a path leads to; None if it does not exist, or if this user may not look.
+    """The status of the file or folder at `path`; None if it does not exist, or this user has no access.
 
     `Path.is_file` and `Path.is_dir` of Python 3.11 raise PermissionError inside another user's closed folder.
     """
@@ -219,13 +222,13 @@ def status_of(path: Path) -> os.stat_result | None:
 
 
 def is_file(path: Path) -> bool:
-    """Whether a path that this user may look at leads to a regular file."""
+    """Whether `path` leads to a regular file; False if this user has no access."""
     status = status_of(path)
     return status is not None and stat.S_ISREG(status.st_mode)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a path that this user may look at leads to a folder."""
+    """Whether `path` leads to a folder; False if this user has no access."""
     status = status_of(path)
     return status is not None and stat.S_ISDIR(status.st_mode)
 

@@ -1,7 +1,7 @@
 """Write files in folders where other users may have put links or files of the same name.
 
-The package writes every file with this module: under an unpredictable new name (O_EXCL), followed by a
-rename. A rename replaces a link and never follows it. tests/security/test_writers.py finds code that
+The package writes every file with this module. It creates a file with an unpredictable new name (O_EXCL) and
+then renames it. A rename replaces a link and never follows it. tests/security/test_writers.py finds code that
 bypasses this module.
 """
 
@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 def replacing(path: Path, *, mode: int = 0o600) -> Iterator[BinaryIO]:
     """Open a new binary file that replaces `path` atomically if the block ends without an error.
 
-    A reader sees the old content or the new, never a part. Only this user can access the file while it is
-    written; before the rename it gets `mode` without the bits of the process's umask.
+    A reader sees the old content or the new, never a part. While the file is written, only this user can
+    access it. Before the rename, the file gets `mode` without the bits of the process's umask.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     temporary = Path(name)

@@ -1,7 +1,7 @@
 """The header of a safetensors file: names, shapes and metadata, read without torch.
 
-A safetensors file is eight bytes of length, a table of names in JSON, and the numbers
-(https://huggingface.co/docs/safetensors). Reading it executes nothing.
+A safetensors file has eight bytes for the length of the header, a header in JSON with the names, and the
+numbers (https://huggingface.co/docs/safetensors). Reading it executes nothing.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from hpc_parallel.record.safe_read import MIB, open_regular, parse_json
 from hpc_parallel.record.values import integer, table
 
 LENGTH_BYTES = 8
-MOST_HEADER_BYTES = 16 * MIB  # enough for 100,000 tensors; parsed, it takes up to 30 times as much
+MOST_HEADER_BYTES = 16 * MIB  # enough for 100,000 tensors; the parsed header takes up to 30 times as much
 
 
 def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Returns the shapes by name and the metadata of a safetensors file.
+    """Returns the shapes of the tensors by name, and the metadata of the file.
 
     Raises ValueError if the file has another format or is incomplete, and OSError.
     """

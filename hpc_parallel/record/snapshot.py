@@ -1,4 +1,4 @@
-"""Copy the source that a job runs at its submission, so that later edits do not change a waiting job."""
+"""Copy the source of a job when the job is submitted, so that later edits do not change a waiting job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_NAMES = 5  # files in one message
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Which files are copied to which folders, and where a process then imports from."""
+    """Which files are copied to which folders, and from which folders a process then imports."""
 
     files: Mapping[Path, Sequence[str]]  # checkout -> names of files in it
     copies: Mapping[Path, Path]  # checkout -> its copy
@@ -113,14 +113,14 @@ def plan_snapshot(
     """Plan a copy of every git checkout that this process imports from, without the files that git ignores.
 
     These checkouts are the working directory's (which may hold the user's own model), this package's, and
-    those on `sys.path`. Of a folder that is in no checkout, its few files are copied (loose_source.py). An
-    installed package does not change under a waiting job and is not copied. A process that imports from the
-    source kept with a run (`rerun`) copies that source again and no other.
+    those on `sys.path`. From a folder that is in no checkout, the files are copied if they are few
+    (loose_source.py). An installed package is not copied, because it does not change while a job waits. A
+    process that imports from the source kept with a run (`rerun`) copies only that source.
 
     exclude: patterns of names of files and folders, or of their paths from a checkout's root;
-    credentials: also copy files that look like credentials; also: more folders that are imported from.
+    credentials: also copy files that look like credentials; also: more folders from which runs import.
 
-    Raises ConfigError if more than `most_mb` MiB are left: then the files are not only source.
+    Raises ConfigError if more than `most_mb` MiB are left, because so many bytes are not only source.
     """
     package = Path(__file__).resolve().parents[2]
     imported = list(dict.fromkeys([working_directory, *also, package, *_editable_import_path()]))
@@ -145,7 +145,7 @@ def plan_snapshot(
         _require_source(files, most_mb=most_mb, exclude=exclude)
     copies = {root: destination / name for root, name in _unique_names(list(files)).items()}
     import_path = [copies[root] / path.relative_to(root) for path, root in checkouts.items()]
-    if import_path and is_private(str(working_directory)):  # else other users could add modules there
+    if import_path and is_private(str(working_directory)):  # otherwise other users could add modules
         import_path.append(working_directory)
     origin = RunFolder(code.parent) if code is not None else None
     return Snapshot(
@@ -156,7 +156,7 @@ def plan_snapshot(
 
 
 def _loose_sources(folders: Iterable[Path], destination: Path, *, most_mb: int) -> dict[Path, LooseSource]:
-    """What can be kept of folders in no checkout; nothing where other users could add modules."""
+    """The source in folders that are in no checkout. A folder that others can change counts as empty."""
 
     def leave_out(folder: Path) -> bool:
         return folder == destination or _is_of_ours(folder)
@@ -174,7 +174,7 @@ def _credential_files(source: Mapping[Path, Sequence[str]]) -> tuple[str, ...]:
 
 
 def _unique_names(roots: Sequence[Path]) -> dict[Path, str]:
-    """The last part of each path, with its index if an earlier one is the same."""
+    """The last part of each path, followed by the index of the path if an earlier path ends the same."""
     names = [root.name for root in roots]
     return {
         root: root.name if root.name not in names[:index] else f"{root.name}-{index}"
@@ -198,8 +198,8 @@ def checkout_of(path: Path) -> Path | None:
 def source_files(root: Path) -> list[str]:
     """Names of the existing files that git tracks (also in submodules) or does not ignore.
 
-    Folders of runs and sweeps are left out, because each would otherwise hold a copy of all earlier ones, and
-    so is documentation: no process imports it.
+    Folders of runs and sweeps are left out, because each run would otherwise hold a copy of all earlier ones.
+    Documentation is left out because no process imports it.
     """
     tracked = _git(root, "ls-files", "--cached", "--recurse-submodules", "-z") or ""
     new = _git(root, "ls-files", "--others", "--exclude-standard", "-z") or ""
@@ -222,7 +222,7 @@ def _is_of_ours(folder: Path) -> bool:
 
 
 def _is_sweep(folder: Path) -> bool:
-    """Whether it is a folder of ours, and not the user's with a `sweep.json` of another program."""
+    """Whether `folder` is a sweep folder of this package, and not one with another program's `sweep.json`."""
     try:
         read_sweep(folder)
     except (OSError, DamagedError):
@@ -231,7 +231,7 @@ def _is_sweep(folder: Path) -> bool:
 
 
 def _is_documentation(name: str) -> bool:
-    """Whether it is in the checkout's folder for documentation, and can't be imported."""
+    """Whether the file is in the checkout's folder for documentation, and can't be imported."""
     return name.split("/")[0] in DOCUMENTATION and not name.endswith(".py")
 
 
@@ -244,21 +244,21 @@ def _editable_import_path() -> Iterator[Path]:
 
 
 def _is_installed(folder: Path) -> bool:
-    """Whether it belongs to the Python installation or to a virtual environment."""
+    """Whether the folder belongs to the Python installation or to a virtual environment."""
     pythons = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)}
     return any(folder.resolve().is_relative_to(python) for python in pythons)
 
 
 def _is_source(path: str) -> bool:
-    """Whether it is a file or a link to a folder: git also lists submodules that are not checked out."""
+    """Whether `path` is a file or a link to a folder. git also lists submodules that are not checked out."""
     return (isfile(path) and not is_core_file(path)) or (islink(path) and isdir(path))
 
 
 def _link_target(link: Path, *, root: Path) -> str:
-    """The target of the copy of a link to a folder.
+    """The target for the copy of a link to a folder.
 
-    A link into the checkout becomes a link into the copy. A link outside keeps its target, which is not
-    copied, like an installed package.
+    A link into the checkout becomes a link into the copy. A link to a folder outside keeps its target. The
+    target is not copied, like an installed package.
     """
     target = link.resolve()
     inside = target.is_relative_to(root.resolve())

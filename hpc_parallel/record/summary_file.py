@@ -38,7 +38,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Summary:
-    """The parts of the file that commands show besides its figures; None or empty: not known."""
+    """The parts of the file that commands show besides its figures. Unknown parts are None or empty."""
 
     outcome: str | None = None
     world_size: float | None = None

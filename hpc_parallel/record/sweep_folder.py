@@ -56,7 +56,7 @@ class Sweep:
     skipped: Annotated[tuple[SkippedRun, ...], WHOLE]
 
     def distinct_overrides(self, overrides: Sequence[str]) -> str:
-        """Those overrides of a run that are not common to the whole sweep."""
+        """The overrides of a run that are not common to the whole sweep."""
         shared = common([*(run.overrides for run in self.runs), *(run.overrides for run in self.skipped)])
         return " ".join(override for override in overrides if override not in shared)
 
@@ -89,7 +89,7 @@ def write_sweep(path: Path, sweep: Sweep) -> None:
 
 
 def change_sweep(path: Path, change: Callable[[Sweep], Sweep]) -> None:
-    """Apply `change` to the current manifest under a lock, because several processes may do so at once."""
+    """Apply `change` to the current manifest. A lock is held: several processes may change it at once."""
     with locked(path):
         write_sweep(path, change(read_sweep(path)))
 

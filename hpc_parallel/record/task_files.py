@@ -1,7 +1,7 @@
-"""What tasks leave besides metrics: `generated.jsonl` and `calibration.json`. Anybody may have written them.
+"""Files that tasks write besides metrics: `generated.jsonl` and `calibration.json`.
 
-`record/collectives_file.py` has `collectives.json`, and `record/machine_check_table.py` has
-`machine_check.json`.
+Anybody may have written them. `record/collectives_file.py` has `collectives.json`, and
+`record/machine_check_table.py` has `machine_check.json`.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ MAX_RANKS, MAX_CHUNKS = 256, 10_000
 
 
 class StageWork(NamedTuple):
-    """Work of a stage, in seconds since the start of the step; a list in the file."""
+    """Work of a stage. Times are seconds since the start of the step. In the file, it is a list."""
 
     start_s: float
     end_s: float
     stage: int
-    kind: str  # `strategies.pipeline.busy` lists them
+    kind: str  # `strategies.pipeline.busy` lists the kinds
     microbatch: int | None
 
 
@@ -34,7 +34,7 @@ class RankTimeline:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """The file: the ranks of the first pipeline."""
+    """The content of `timeline.json`: the ranks of the first pipeline."""
 
     ranks: Annotated[tuple[RankTimeline, ...], first(MAX_RANKS), WHOLE]
     columns: tuple[str, ...] = StageWork._fields

@@ -22,13 +22,13 @@ def require_private(path: Path, *, parents: bool = True) -> None:
     """Check that only this user and root can change or replace what is at `path`.
 
     Every folder and link on the path counts: a user who can write to a folder without the sticky bit can
-    rename its entries. Below a folder that only its owner can enter, others reach nothing, whatever the
-    modes there. A group with this user as its only member (as useradd creates, with the user's name)
-    counts as the user.
+    rename its entries. If only its owner can enter a folder, others reach nothing below it, whatever the
+    modes are there. A group with this user as its only member counts as the user (useradd creates such a
+    group with the user's name).
 
     parents: if false, check `path` alone.
 
-    Raises UntrustedError with the first part of the path that fails and a fix; FileNotFoundError.
+    Raises UntrustedError, which names the first part of the path that fails and a fix, and FileNotFoundError.
     """
     user, closed = os.geteuid(), False
     parts = list(_resolution(path)) if parents else [path]
@@ -41,7 +41,7 @@ def require_private(path: Path, *, parents: bool = True) -> None:
             )
         if stat.S_ISLNK(status.st_mode):
             continue  # the mode of a link has no meaning: its folder decides who can change it
-        sticky = status.st_mode & stat.S_ISVTX and index < len(parts) - 1  # only owners rename its entries
+        sticky = status.st_mode & stat.S_ISVTX and index < len(parts) - 1  # only owners can rename entries
         if not closed and not sticky and (writers := _other_writers(status, user=user)):
             suggestion = f"chmod go-w {part}" if status.st_uid == user else "use a folder of your own"
             mode = f"{stat.S_IMODE(status.st_mode):04o}"
@@ -50,9 +50,10 @@ def require_private(path: Path, *, parents: bool = True) -> None:
 
 
 def _is_roots_in_a_container(path: Path, owner: int) -> bool:
-    """Whether root owns a top-level folder, seen from a user namespace without root (Apptainer, podman).
+    """Whether root owns a top-level folder that is seen from a user namespace without root.
 
-    There every unmapped user looks like "nobody" (user_namespaces(7)). Only root creates top-level folders.
+    In such a namespace (Apptainer, podman), every unmapped user looks like "nobody" (user_namespaces(7)).
+    Only root creates top-level folders.
     """
     if len(path.parts) > 2:
         return False

@@ -1,9 +1,9 @@
 """Typed records in JSON files that anybody may have written: a dataclass names the keys and their types.
 
-`build(Failure, table)` and `read_record(Failure, path)` never raise for a value of another type: such a
-value is unknown, and its field keeps the default. A field without a default, and not of a type `X | None`,
-is needed: without a valid value for it there is no record. Keys that the class does not have are ignored, so
-that files of other versions can be read.
+`build(Failure, table)` and `read_record(Failure, path)` never raise for a value of another type. Such a value
+counts as unknown, and its field keeps the default. A field is required if it has no default and its type is
+not `X | None`. If a required field has no valid value, there is no record. Keys that the class does not have
+are ignored, so that files of other versions can be read.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Reader = Callable[[Any], Any]  # gives None for a value of another type
 
 
 def build(kind: type[T], value: Any) -> T | None:
-    """The record in a table; None if it is no table, or lacks a valid value for a field that is needed.
+    """The record in a table; None if `value` is no table, or has no valid value for a required field.
 
     Fields may be int, float (finite), str, bool, Path, Any, another record, `list[X]`, `tuple[X, ...]`,
-    `dict[str, X]` or `Mapping[str, X]`. Items that are no X are left out; with `X | None` they are None and
-    keep their place. A named tuple is a list in the file, with a value for each of its fields.
-    `Annotated[X, function]` applies the function to the raw value first; it returns None to refuse it.
-    `Annotated[tuple[X, ...], WHOLE]` is unknown if any item is no X.
+    `dict[str, X]` or `Mapping[str, X]`. Items that are not an X are left out. With `X | None`, they become
+    None and keep their place. A named tuple is a list in the file, with a value for each of its fields.
+    `Annotated[X, function]` applies the function to the raw value first. The function returns None to refuse
+    the value. `Annotated[tuple[X, ...], WHOLE]` counts as unknown if any item is not an X.
     """
     if not isinstance(value, dict):
         return None
@@ -56,7 +56,7 @@ def read_record(kind: type[T], path: Path) -> T | None:
 
 
 def read_if_possible(kind: type[T], path: Path) -> T | None:
-    """The record in a JSON file; None without a file that can be read."""
+    """The record in a JSON file; None if there is no file or it can't be read."""
     try:
         return read_record(kind, path)
     except (OSError, ValueError):
@@ -64,7 +64,7 @@ def read_if_possible(kind: type[T], path: Path) -> T | None:
 
 
 def write_record(path: Path, record: Any) -> None:
-    """Replace the file atomically by the record, all fields in their order."""
+    """Replace the file atomically by the record. The file has all fields in their order."""
     write_json(path, asdict(record))
 
 
@@ -76,7 +76,7 @@ WHOLE = _Whole()
 
 
 def first(count: int) -> Reader:
-    """For `Annotated`: only this many items of a list are read."""
+    """For `Annotated`: read only the first `count` items of a list."""
     return lambda value: value[:count] if isinstance(value, list) else None
 
 
@@ -102,7 +102,7 @@ _PLAIN: Mapping[Any, Reader] = {
 
 @cache
 def _fields(kind: Any) -> list[tuple[str, Reader, bool, bool]]:
-    """Name and reader of each field, and whether it may be None, and whether it has a default."""
+    """For each field: its name, its reader, whether it may be None, and whether it has a default."""
     hints = get_type_hints(kind, include_extras=True)
     return [
         (field.name, _reader(hints[field.name]), _is_optional(hints[field.name]),
@@ -116,7 +116,7 @@ def _is_optional(hint: Any) -> bool:
 
 
 def _may_be_none(hint: Any) -> bool:
-    """Whether null is a value of these items, and no unknown one."""
+    """Whether null is a valid value of these items, not an unknown one."""
     return hint is Any or _is_optional(hint)
 
 
@@ -151,7 +151,7 @@ def _whole(reader: Reader, values: Any) -> Any:
 
 @cache
 def _columns(kind: Any) -> list[tuple[Reader, bool]]:
-    """Reader of each field of a named tuple, and whether it may be None."""
+    """For each field of a named tuple: its reader, and whether it may be None."""
     return [(_reader(hint), _is_optional(hint)) for hint in get_type_hints(kind).values()]
 
 

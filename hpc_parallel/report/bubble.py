@@ -30,7 +30,7 @@ class PipelineRun:
     row: Row
     microbatches: int
     bubble_share: float
-    peak_memory_bytes: float | None  # None on a CPU, where it contains the interpreter
+    peak_memory_bytes: float | None  # None on a CPU, where the peak would include the interpreter
     formula: float | None  # bubble share from the closed form of its schedule, if there is one
 
 
@@ -38,14 +38,14 @@ class PipelineRun:
 class ScheduleFamily:
     """Runs that differ only in their number of microbatches, sorted by it."""
 
-    words: Sequence[str]  # its label
+    words: Sequence[str]  # the parts of its label
     points: Sequence[PipelineRun]
 
 
 def families(rows: Sequence[Row]) -> list[ScheduleFamily]:
     """The families of completed pipelines with a bubble; empty if there is only one such run.
 
-    On a GPU they also have a peak of memory.
+    On a GPU, each run also has a peak of memory.
     """
     groups: dict[str, list[PipelineRun]] = defaultdict(list)
     for row in rows:
@@ -62,7 +62,7 @@ def families(rows: Sequence[Row]) -> list[ScheduleFamily]:
 def closed_form(schedule: str, *, stages: int, microbatches: int) -> float | None:
     """The bubble share (P-1)/(M+P-1) of GPipe and 1F1B (Huang et al. 2019); None for other schedules.
 
-    It assumes equal stages and links without cost. If microbatches run one after another, M is 1.
+    The formula assumes equal stages and links without cost. If microbatches run one after another, M is 1.
     """
     if schedule not in CLOSED_FORM:
         return None
@@ -86,7 +86,7 @@ def _schedule(row: Row) -> str:
 
 
 def _microbatches(row: Row) -> int | None:
-    """The number of microbatches that the worker made of the global batch; None for an invalid file."""
+    """The number of microbatches into which the worker split the global batch; None for an invalid file."""
     training, strategy = row.section("training"), row.section("strategy")
     schedule = SCHEDULES.get(_schedule(row))
     try:

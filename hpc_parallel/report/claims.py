@@ -38,7 +38,7 @@ class Claim:
     text: str
     measure: Measure | None = None  # None if no figure could decide it
     correction: str = ""
-    study: str = ""  # of `jobs/`, whose runs have the figures for `measure`
+    study: str = ""  # a study in `jobs/` whose runs have the figures for `measure`
 
     @property
     def command(self) -> str:

@@ -1,8 +1,8 @@
-"""A drawing of a layout: what each device holds, and below, in the order of a step, who sends what to whom.
+"""Draws a layout: what each device holds, and which device sends what to which, in the order of a step.
 
-Bars are drawn to one scheme: the whole bar is the whole model (or all samples of a step), and the coloured
-part is what the device holds. Below a device hangs its line. A row of lines with dots is a collective among
-the dotted devices; an arrow is a message.
+In each bar, the whole bar is the whole model (or all samples of a step), and the coloured part is what the
+device holds. A vertical line goes down from each device. A row of lines with dots is a collective among the
+devices with dots. An arrow is a message.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from hpc_parallel.report.svg import Svg, width_of
 MOST_DEVICES = 8
 LABELS = 252  # the width of the column on the left
 MARGIN, PAD, GAP = 16, 8, 10
-WIDE, NARROW = 120, 112  # a device, of up to four and of more
-LEAST = 560  # the width of a drawing
+WIDE, NARROW = 120, 112  # the width of a device: for up to four devices, and for more
+LEAST = 560  # the smallest width of a drawing
 BAR = 20
 LINE = 14  # of small text
 TRACK = 11  # between two lines of one exchange
 ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    # the label of the bar, its colour, and what a device keeps that has it
+    # the label of the bar, its colour, and what a device keeps (any of these) if its bar is coloured
     ("weights", "weights", (WEIGHTS, COPY_OF_WEIGHTS, SHARED)),
     ("gradients", "gradients", (GRADIENTS, MEAN)),
     ("optimizer state", "state", (STATE,)),
@@ -126,7 +126,7 @@ def _places(count: int, devices_per_node: int) -> list[DrawnPlace]:
 
 
 def _description(rows: Sequence[Holding], sent: Sequence[Exchange]) -> str:
-    """The same in words."""
+    """The content of the drawing in words."""
     held = [
         f"{row.devices[0]}{f' ({row.role})' * bool(row.role)} has {row.model_text}, {row.samples_text}"
         for row in rows
@@ -136,7 +136,7 @@ def _description(rows: Sequence[Holding], sent: Sequence[Exchange]) -> str:
 
 
 def _draw_devices(svg: Svg, rows: Sequence[Holding], places: Sequence[DrawnPlace], *, noun: str) -> float:
-    """Nodes, devices and their bars; returns the lower edge."""
+    """Draw the nodes, devices and their bars; returns the lower edge."""
     top = 44.0
     role = LINE * any(row.role for row in rows)
     model_lines = max(len(_model_lines(row)) for row in rows)
@@ -169,7 +169,7 @@ def _label(svg: Svg, y: float, text: str) -> None:
 
 
 def _draw_model(svg: Svg, row: Holding, place: DrawnPlace, *, top: float) -> None:
-    """One bar each for weights, gradients and optimizer state, and what the coloured part is."""
+    """Draw one bar each for weights, gradients and optimizer state, and text about the coloured part."""
     for label, kind, kept in ROWS:
         svg.box(place.x + 6, top, (place.width - 12, BAR), "empty")
         if any(keep in kept for keep in row.keeps):
@@ -214,7 +214,7 @@ def _model_units(row: Holding) -> list[Unit]:
 
 
 def _sample_units(samples: dict[str, Part]) -> list[Unit]:
-    """Samples from the top; of each, positions from left to right. Of images: the grid of tiles."""
+    """Samples from top to bottom, and the positions of each from left to right; for images, the tiles."""
     full = Part((0,), 1)
     batch, rows = samples.get(BATCH, full), samples.get(ROW, full)
     columns = samples.get(COLUMN, samples.get(SEQUENCE, full))
@@ -244,7 +244,7 @@ def _sample_lines(row: Holding) -> list[str]:
 
 
 def _draw_exchanges(svg: Svg, sent: Sequence[Exchange], places: Sequence[DrawnPlace], *, top: float) -> float:
-    """The rows below the devices; returns the lower edge."""
+    """Draw the rows below the devices; returns the lower edge."""
     y, first = top + 8, {row.phase: row for row in reversed(sent)}
     start = top
     marks: list[tuple[float, Exchange]] = []
@@ -283,7 +283,7 @@ def _draw_exchange(svg: Svg, exchange: Exchange, places: Sequence[DrawnPlace], *
 
 
 def _tracks(exchange: Exchange) -> list[list[Sequence[int]]]:
-    """The groups in rows, so that no two of a row lie on each other."""
+    """The groups in rows, so that no two groups of a row overlap."""
     tracks: list[list[Sequence[int]]] = []
     for group in exchange.groups:
         for track in tracks:
@@ -296,7 +296,7 @@ def _tracks(exchange: Exchange) -> list[list[Sequence[int]]]:
 
 
 def colour(what: str) -> str:
-    """The colour of what is sent: that of the bar it belongs to; numbers are grey."""
+    """The colour of what is sent: the colour of the bar to which it belongs. Numbers are grey."""
     if any(word in what for word in ("norm of", "sums", "moments")):
         return "numbers"
     if what.startswith("weights"):

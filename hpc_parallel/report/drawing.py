@@ -1,7 +1,8 @@
-"""Draw the plots of a report: as SVG in the text colour of the page, for wide and narrow screens, and as PNG.
+"""Draw the plots of a report: as SVG for wide and narrow screens, and as PNG.
 
-The colours are those of Okabe and Ito (2008), which colour-blind readers can distinguish; markers, dashes
-and hatches repeat the information. matplotlib is an extra and is imported with this module.
+The text in an SVG has the text colour of the page. The other colours are those of Okabe and Ito (2008), which
+colour-blind readers can distinguish. Markers, dashes and hatches repeat the information. matplotlib is an
+extra and is imported with this module.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "
 COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)
 MARKERS, DASHES = "osD^vPX*", ("-", "--", ":", "-.")
 HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
-WIDTH, NARROW = 9.0, 4.3  # inches: of a plot, and of the same plot on a phone
+WIDTH, NARROW = 9.0, 4.3  # width in inches of a plot, and of the same plot on a phone
 INK = "#0a0b0c"  # placeholder for the text colour of the page
 PNG = {"text.color": "black", "axes.labelcolor": "black", "axes.edgecolor": "black", "xtick.color": "black",
        "ytick.color": "black", "hatch.color": "black", "figure.facecolor": "white"}  # fmt: skip
@@ -45,9 +46,9 @@ COMMON = {
 TITLE_SIZE, CHARACTERS_PER_INCH = 11.5, 10
 STEPS = (1, 2, 5, 10)  # between the ticks of an axis
 MAX_CURVES, MAX_PANELS, MAX_BARS = 18, 6, 40
-MAX_NOTES = 300  # each is compared with all before it
+MAX_NOTES = 300  # each note is compared with all notes before it
 NOTE_SIZE = 8.0  # font size of a note, points
-# Points from a marker to the near lower corner of its note.
+# Offsets in points from a marker to the nearer lower corner of its note.
 NOTE_OFFSETS = ((6, 4), (-6, 4), (6, -11), (-6, -11))
 
 
@@ -97,7 +98,7 @@ def panels_of(items: Sequence[T], key: Callable[[T], object]) -> list[list[T]]:
 
 
 def drawn_of(groups: Iterable[Sequence[object]], count: int) -> str:
-    """A sentence for the caption if these groups have fewer than `count` curves or bars."""
+    """A sentence for the caption if these groups together have fewer than `count` curves or bars."""
     return first_of(sum(map(len, groups)), count)
 
 
@@ -134,7 +135,7 @@ def _titled(figure: Figure, title: str) -> Figure:
 
 
 def _inline(svg: str, title: str) -> str:
-    """The SVG element in the text colour of the page, without group ids, which are the same in all plots."""
+    """The SVG element in the text colour of the page. Group ids are removed: all plots have the same ids."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r'<g id="[^"]*">', "<g>", body).replace(INK, "currentColor")
@@ -165,7 +166,7 @@ def is_wide() -> bool:
 
 
 def add_legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Add a legend below the axes, in columns if there is room, and make the figure taller by it."""
+    """Add a legend below the axes, in columns if there is room, and make the figure taller by its height."""
     short_labels = max(map(len, labels), default=0) <= ROOM
     columns = (4 if max(map(len, labels), default=0) <= 18 else 2) if is_wide() and short_labels else 1
     line = ROOM if not is_wide() else 2 * ROOM
@@ -233,7 +234,7 @@ def first_of(drawn: int, count: int) -> str:
 
 
 def spread(axis: Axis, values: Sequence[float], *, name: str) -> None:
-    """Label the axis; make it logarithmic if the largest value is over five times the smallest.
+    """Label the axis, and make it logarithmic if the largest value is over five times the smallest.
 
     values: positive. A linear axis has margins of 5 % of the largest value, so that nearly equal values look
     close.
@@ -268,8 +269,8 @@ def logarithmic(axis: Axis, values: Sequence[float], *, name: str) -> None:
 def annotate(figure: Figure, axes: Axes, notes: Sequence[Note]) -> None:
     """Write each note where it covers no marker and no other note, or omit it if there is no room.
 
-    Earlier notes are placed first. Their widths are estimated because a backend measures them only at the
-    end.
+    Earlier notes are placed first. The widths of notes are estimated, because a backend measures them only
+    at the end.
     """
     figure.draw_without_rendering()  # the layout determines the distances of markers
     scale = 72 / figure.dpi

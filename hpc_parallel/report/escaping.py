@@ -1,4 +1,4 @@
-"""Escape the text of runs: no markup, link or HTML takes effect in Markdown, and no formula in CSV."""
+"""Escape the text of runs: it must not act as markup, link or HTML in Markdown, or as a formula in CSV."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def markdown(value: Any) -> Markup:
 
 
 def markdown_code(value: Any) -> Markup:
-    """A code span; backticks become apostrophes because they would end it."""
+    """A code span. Backticks would end the span, so they become apostrophes."""
     return Markup(f"`{' '.join(str(value).replace('`', chr(39)).split())}`")
 
 
 def markdown_block(value: Any) -> Markup:
-    """The lines of a fenced block; backticks become apostrophes because they would end it."""
+    """The lines of a fenced block. Backticks would end the block, so they become apostrophes."""
     return Markup(str(value).replace("`", chr(39)))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from hpc_parallel.record.values import number as finite
 
 MAX_COUNT = 2**31  # of devices, samples of a batch, degrees of an axis, steps
-LARGEST, SMALLEST = 1e18, 1e-18  # of a figure, so that ratios and sums are finite
+LARGEST, SMALLEST = 1e18, 1e-18  # limits of a figure, so that ratios and sums are finite
 
 
 def number(value: Any) -> float | None:
@@ -17,5 +17,5 @@ def number(value: Any) -> float | None:
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is a positive integer of a plausible size."""
+    """Whether the value is a positive integer of a plausible size."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT

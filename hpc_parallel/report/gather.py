@@ -68,7 +68,7 @@ class Row:
 
     @property
     def differs(self) -> Sequence[str]:
-        """The options in which it differs from most runs of its strategy."""
+        """The options in which the run differs from most runs of its strategy."""
         return self.names.options
 
     @property
@@ -77,7 +77,7 @@ class Row:
 
     @property
     def folder(self) -> str:
-        """The run folder, relative to the working directory if inside it: others may read the report."""
+        """The run folder; relative if it is in the working directory, because others may read the report."""
         path, current = self.run.path, Path.cwd()
         return str(path.relative_to(current) if path.is_relative_to(current) else path)
 
@@ -97,12 +97,12 @@ class Row:
 
     @property
     def hosts(self) -> int:
-        """The number of different hosts of its ranks; 0 if unknown."""
+        """The number of different hosts of the run's ranks; 0 if unknown."""
         return len({place.host for place in self.run.ran_on.places} - {None})
 
     @property
     def on_cpu(self) -> bool:
-        """Whether its devices were processes on a CPU; False if unknown."""
+        """Whether the run's devices were processes on a CPU; False if unknown."""
         return self.run.ran_on.cuda is None
 
     @property
@@ -123,7 +123,7 @@ class Row:
 
     @property
     def cause(self) -> str | None:
-        """One line about why it failed."""
+        """One line about why the run failed."""
         return self.run.cause
 
     @property
@@ -133,7 +133,7 @@ class Row:
 
     @property
     def workload(self) -> tuple[str, str, str]:
-        """What it computes: figures of the same workload are comparable."""
+        """What the run computes: figures of the same workload are comparable."""
         sections = (self.config.get(key) for key in ("task", "model", "data"))
         task, model, data = (
             repr(flatten(part)) if isinstance(part, dict) else repr(part) for part in sections
@@ -160,7 +160,7 @@ class Row:
 
     @cached_property
     def settings(self) -> tuple[object, ...]:
-        """All that decides the work of a step and the device that does it: then speeds are comparable.
+        """All that decides the work of a step and its device: speeds with equal settings are comparable.
 
         Two runs with the same settings may differ in how a step is computed (strategy, devices, microbatches,
         compilation, recomputation), and in numbers that change no speed, such as the learning rate.
@@ -169,14 +169,14 @@ class Row:
 
     @cached_property
     def loss_settings(self) -> str:
-        """All that decides the loss after a number of samples."""
+        """All settings that decide the loss after a number of samples."""
         start = {key: self.config.get(key) for key in ("seed", "weights")}
         return identity({**self._computation(), **start})
 
     def _computation(self, *, optimizer_without: Sequence[str] = ()) -> dict[str, Any]:
         """The sections that decide what a step computes, without keys that change no result.
 
-        Sections about the site and its supervision (cluster, preflight, fabric, profile) are not among them.
+        Sections about the site and its supervision (cluster, preflight, fabric, profile) are not included.
         """
         return {
             **{key: self.config.get(key) for key in ("task", "model", "data")},
@@ -186,7 +186,7 @@ class Row:
 
     @property
     def machine(self) -> tuple[object, ...]:
-        """What a device is: its name, and the cores of its process. None where it is not recorded."""
+        """The kind of device: its name, and the cores of its process. A part that is not recorded is None."""
         cores = self.section("launcher").get("cpus_per_device")
         return self.run.ran_on.device, self.on_cpu, repr(cores)
 
@@ -212,7 +212,7 @@ def without(section: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
 
 
 def gather(folders: Sequence[Path]) -> Gathered:
-    """Read the runs of run folders, sweep folders, and folders that contain such folders, each run once."""
+    """Read each run once: from run folders, sweep folders, and folders that contain such folders."""
     runs = list({run.path: run for folder in folders for run in find_runs(folder)}.values())
     labels = labels_of(runs, [str(Layout(**_layout(run))) for run in runs])
     rows = [
@@ -230,7 +230,7 @@ def gather(folders: Sequence[Path]) -> Gathered:
 
 
 def _command(sweep: Sweep) -> str:
-    """The command as typed, without values that may hold a credential: others may read the report."""
+    """The command as typed. Values that may hold a credential are hidden: others may read the report."""
     return shlex.join((*RUN_COMMAND, *without_secret_values(sweep.command)))
 
 
@@ -279,7 +279,7 @@ def _figure(key: str, value: Any) -> float | None:
 
 
 def _is_layout(layout: Any) -> bool:
-    """An axis that did not exist when the run was recorded may be missing."""
+    """Whether `layout` is valid. It may lack axes that did not exist when the run was recorded."""
     has_axes = isinstance(layout, dict) and bool(layout) and set(layout) <= set(AXES)
     return has_axes and all(map(is_count, layout.values()))
 
@@ -291,7 +291,7 @@ def _devices(run: RecordedRun) -> int | None:
 
 
 def _summary_so_far(run: RecordedRun) -> dict[str, Any]:
-    """The summary that a run without one would have now."""
+    """The summary that a run without a summary would have now."""
     history = asdict(run.attempts)
     try:
         return summarise(
@@ -315,7 +315,7 @@ def _layout(run: RecordedRun) -> dict[str, int]:
 def device_hours(run: RecordedRun, *, devices: int | None) -> float | None:
     """The hours from each start to its end, times the devices; None if an end is unknown.
 
-    A run that still runs or was interrupted is counted up to its last line of metrics.
+    The hours of a run that still runs or was interrupted end at its last line of metrics.
     """
     try:
         starts = [_time(start.began) for start in attempts.starts(run.folder)]
@@ -351,7 +351,7 @@ def _sweeps(folders: Sequence[Path]) -> dict[Path, Sweep]:
 
 
 def _left_out(sweep: Sweep, paths: Set[Path]) -> Iterable[tuple[str, str]]:
-    """The distinct overrides of each run that the report lacks, and the reason."""
+    """For each run of the sweep that the report lacks: its distinct overrides, and the reason."""
     for skipped in sweep.skipped:
         yield sweep.distinct_overrides(skipped.overrides), " ".join(skipped.problems)
     for run in sweep.runs:

@@ -1,4 +1,4 @@
-"""Labels that tell runs apart: what differs between them, and not what they have in common."""
+"""Labels that distinguish runs: they show what differs between the runs, and not what is the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPEEDLESS = (
 OPTIMIZER_SPEEDLESS = (
     "learning_rate", "weight_decay", "betas", "eps", "schedule", "warmup_steps", "final_share", "decay_share",
 )  # fmt: skip
-# Keys in which runs of one command differ without computing something else.
+# Keys that may differ between runs of one command although the runs compute the same.
 RUN_KEYS = ("name", "run_dir", "resume", "dry_run", "launcher", "sweep", "nodes", "gpus_per_node", "jobs")
 CLASS = "._target_"
 STRATEGY = ("name", "execution", *AXES)
@@ -37,7 +37,7 @@ class Label:
     """
 
     parts: Sequence[str]
-    options: Sequence[str] = ()  # those of `parts`
+    options: Sequence[str] = ()  # the options in `parts`
     run_id: str = ""
 
     def __str__(self) -> str:
@@ -45,14 +45,14 @@ class Label:
 
     @property
     def words(self) -> Sequence[str]:
-        """Its parts and the run id, of which a legend keeps those that differ."""
+        """The parts of the label and the run id. A legend keeps only those that differ."""
         return (*self.parts, *([f"({self.run_id})"] if self.run_id else ()))
 
 
 def labels_of(runs: Sequence[RecordedRun], layouts: Sequence[str]) -> list[Label]:
-    """The label of each run. `layouts`: what is appended to equal labels, before the run id.
+    """The label of each run. layouts: texts that are appended to equal labels, before the run id.
 
-    If most runs of a strategy have no common value of an option, every one of them shows its value.
+    If no value of an option is common to most runs of a strategy, each of these runs shows its value.
     """
     labels = []
     for run, options in zip(runs, _differences(runs), strict=True):
@@ -69,7 +69,7 @@ def labels_of(runs: Sequence[RecordedRun], layouts: Sequence[str]) -> list[Label
 
 
 def _equal(labels: Sequence[Label], suffixes: Sequence[str]) -> list[int]:
-    """Indices of labels that several runs have, and which the suffixes would tell apart."""
+    """Indices of labels that several runs have, if their suffixes would distinguish them."""
     by_label: dict[str, set[str]] = defaultdict(set)
     for label, suffix in zip(labels, suffixes, strict=True):
         by_label[str(label)].add(suffix)
@@ -99,7 +99,7 @@ def _differences(runs: Sequence[RecordedRun]) -> list[Sequence[str]]:
 
 
 def _spelled(options: Mapping[str, Any]) -> Iterator[str]:
-    """`microbatches=8`; for another class only its name, which says more than all of its keys."""
+    """`microbatches=8`. If the class differs, only its name is shown: it says more than all of its keys."""
     classes = {key.removesuffix(CLASS): value for key, value in options.items() if key.endswith(CLASS)}
     for key, value in options.items():
         section = key.partition(".")[0]
@@ -121,7 +121,7 @@ def _options_of(run: RecordedRun) -> dict[str, Any]:
 def titles_of_work(runs: Sequence[RecordedRun], *, with_batch: bool = True) -> list[str]:
     """What differs between runs of different work: `task=infer`, `layers=12, width=768`.
 
-    `with_batch`: whether another global batch is other work.
+    with_batch: whether a different global batch is different work.
     """
     works = [
         {
@@ -143,7 +143,10 @@ def titles_of_work(runs: Sequence[RecordedRun], *, with_batch: bool = True) -> l
 
 
 def legend(labels: Iterable[Sequence[str]]) -> list[str]:
-    """The texts of a legend: of each label the parts that not all have, cut to ROOM and still different."""
+    """The texts of a legend: the parts of each label that are not common to all labels.
+
+    The texts are cut to ROOM characters, but stay different.
+    """
     parts = [tuple(label) for label in labels]
     common = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
     distinct = [[word for word in label if word not in common] for label in parts]

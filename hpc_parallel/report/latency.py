@@ -34,10 +34,14 @@ class LatencyCurve:
 
 
 def curves(rows: Sequence[Row]) -> list[LatencyCurve]:
-    """The curve of every run with timings, also while it runs; the newest line of a batch size counts."""
+    """The curve of every run with timings, even while the run continues.
+
+    The newest line of each batch size counts.
+    """
     result = []
     for row in rows:
-        lines = (MetricsLine.of(line) for line in row.run.metrics if "batch_size" in line)  # few of 500,000
+        # Only a few of up to 500,000 lines have this key. The others are skipped first.
+        lines = (MetricsLine.of(line) for line in row.run.metrics if "batch_size" in line)
         points = {point.batch_size: point for line in lines if (point := _timing(line))}
         if points:
             result.append(LatencyCurve(row, [points[size] for size in sorted(points)[:MAX_SIZES]]))

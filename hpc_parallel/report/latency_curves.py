@@ -62,9 +62,9 @@ def _figure(curves: Sequence[LatencyCurve], of_kinds: Sequence[WorkKind]) -> Fig
 
 
 def _draw(axes: Axes, curves: Sequence[LatencyCurve], unit: Unit, *, first: int) -> list[Note]:
-    """Draw curves; returns the batch sizes to write beside them, those of the ends first.
+    """Draw curves; returns the batch sizes to write beside them. The ends of the curves come first.
 
-    Batch sizes grow by factors, and so do latency and throughput: both axes are logarithmic.
+    Batch sizes, latency and throughput grow by factors. Both axes are therefore logarithmic.
     """
     points = [point for curve in curves for point in curve.points]
     logarithmic(axes.xaxis, [point.samples_per_s for point in points], name="throughput, samples/s")

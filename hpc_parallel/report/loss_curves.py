@@ -1,6 +1,6 @@
 """The losses of training and validation over the samples consumed, with a panel for each kind of work.
 
-A user's own script may tell its steps only: a panel with such a run has steps.
+A user's own script may report only its steps. The x-axis of a panel with such a run shows steps.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def plots(rows: Sequence[Row]) -> Iterator[Plot]:
 
 
 def axis_of(rows: Sequence[Row]) -> str:
-    """The key of AXES over which the curves of one panel are drawn: all runs must have it."""
+    """The key of AXES over which the curves of one panel are drawn. All runs of the panel must have it."""
     return "samples" if all(points(row, TRAINING, over="samples") for row in rows) else "step"
 
 
@@ -81,7 +81,7 @@ def _figure(of_kinds: Sequence[WorkKind], *, validated: bool) -> Figure:
         axes.set_xlabel(AXES[over])
         axes.set_ylabel("loss")
         axes.margins(x=0.02)
-        if len(of_kinds) > 1:  # colours repeat in the panels, so that each has its own legend
+        if len(of_kinds) > 1:  # colours repeat in the panels, so each panel has its own legend
             names = legend(words_of(kind.rows))
             axes.legend(drawn, names, fontsize=8, loc="upper right")
         else:

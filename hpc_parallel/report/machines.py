@@ -17,7 +17,7 @@ MOST_TOPOLOGIES = 6
 
 
 def machines(rows: Sequence[Row]) -> list[tuple[Row, list[str]]]:
-    """The runs that measured their machines, with their lines."""
+    """The runs that measured their machines, with the lines of each run."""
     measured = [(row, _lines(row)) for row in rows]
     return [(row, lines) for row, lines in measured if lines]
 
@@ -38,7 +38,7 @@ class Networks:
 
 
 def networks(rows: Sequence[Row]) -> Networks | None:
-    """None if no run has recorded anything."""
+    """The networks of the runs; None if no run has recorded anything."""
     lines = [
         [
             *transport_lines(row.run.ran_on.transport),

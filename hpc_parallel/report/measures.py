@@ -12,9 +12,9 @@ from hpc_parallel.report.spread import NOISE
 from hpc_parallel.report.tables import Series, digits, spread_text, unit_of
 
 BACKED, CONTRADICTED, EVEN, OPEN = "backed", "contradicted", "no difference seen", "not measured here"
-NO_VERDICT = "no verdict on a CPU"  # its figure includes the interpreter, libraries and malloc's cache
-ONE_MACHINE = "no verdict: one machine"  # its nodes are processes on the same host
-NO_FIGURE = "no figure decides it"  # of a claim without a measure
+NO_VERDICT = "no verdict on a CPU"  # the memory includes the interpreter, libraries and malloc's cache
+ONE_MACHINE = "no verdict: one machine"  # the run's nodes are processes on the same host
+NO_FIGURE = "no figure decides it"  # the verdict on a claim without a measure
 CLOSE_TO_IDEAL = 0.8  # smallest efficiency that counts as "n times as fast"
 FEW_DEVICES = 8  # largest number of devices for the claim of near-ideal speed-up
 FIGURE_NAMES = {  # key -> name, kind of unit
@@ -23,7 +23,7 @@ FIGURE_NAMES = {  # key -> name, kind of unit
     "state_bytes": ("weights, gradients and optimizer state per device", "bytes"),
     "bubble_share": ("bubble", "share"),
     "exposed_communication_share": ("exposed communication", "share"),
-    # Not the share, which would compare steps of unequal length.
+    # Seconds, because shares would compare steps of unequal length.
     "exposed_communication_s": ("exposed communication of a step", "seconds"),
     "traffic_bytes": ("traffic per step", "bytes"),
     "busiest_rank_traffic_bytes": ("traffic of the busiest rank", "bytes"),
@@ -52,7 +52,7 @@ Measure = Callable[[Runs], Evidence]
 def versus(strategy: str, other: str, key: str, *, more: bool) -> Measure:
     """Whether one strategy has a larger (or smaller) figure than another.
 
-    Runs of the same work on the same number of devices are compared; the pair with most devices counts.
+    Runs of the same work on the same number of devices are compared. The pair with the most devices counts.
     """
 
     def measure(runs: Runs) -> Evidence:
@@ -76,7 +76,7 @@ def versus(strategy: str, other: str, key: str, *, more: bool) -> Measure:
 
 
 def slower_across_machines(strategy: str) -> Measure:
-    """Whether n machines with a device each have less throughput than one machine with n devices."""
+    """Whether n machines with one device each have less throughput than one machine with n devices."""
     key = "samples_per_s"
 
     def measure(runs: Runs) -> Evidence:
@@ -114,13 +114,13 @@ def _against(key: str, a: Row, b: Row) -> str:
 
 
 def in_one_unit(kind: str, *values: tuple[float, str]) -> str:
-    """Values and the names of what has them: `4.00 MB (worker) against 8.00 MB (server)`."""
+    """Values, each with the name of what has it: `4.00 MB (worker) against 8.00 MB (server)`."""
     unit = unit_of(kind, (value for value, _ in values))
     return " against ".join(f"{unit.show(value)} {unit.name} ({name})" for value, name in values)
 
 
 def _are_even(key: str, a: Row, b: Row) -> bool:
-    """Whether the difference of two runs shows nothing."""
+    """Whether the difference between two runs is too small to show anything."""
     x, y = _value(key, a), _value(key, b)
     varies = key == "samples_per_s" and a.spread.overlaps(b.spread)
     return varies or abs(x - y) <= NOISE * max(x, y)
@@ -191,7 +191,7 @@ def workers_near_ideal(runs: Runs) -> Evidence:
 
 
 def workers(row: Row) -> int:
-    """The devices that compute; a dedicated server is none of them."""
+    """The number of devices that compute, without a dedicated server."""
     return math.prod(row.layout.values()) if row.layout else 0
 
 

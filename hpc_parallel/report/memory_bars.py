@@ -1,4 +1,4 @@
-"""Memory per device: what GPUs allocated at most, and the state that was counted on any device.
+"""Memory per device: the most that GPUs allocated, and the state that was counted on any device.
 
 The peak of a process on a CPU contains the interpreter and its libraries, and is not drawn.
 """

@@ -20,7 +20,7 @@ from hpc_parallel.report.rank_state import RankState, rank_states
 from hpc_parallel.report.spread import NOISE
 
 SERVER = "parameter_server"
-SPLITTING_AXES = ("pipeline", "tensor")  # of a hybrid: their product is the number of parts of the model
+SPLITTING_AXES = ("pipeline", "tensor")  # the product of their degrees is the number of parts of the model
 
 
 def workers_hold_no_optimizer(runs: Runs) -> Evidence:
@@ -50,7 +50,7 @@ def workers_hold_less_than_a_replica(runs: Runs) -> Evidence:
 
 
 def _served(rows: Sequence[Row]) -> Iterator[tuple[Row, RankState, RankState]]:
-    """Runs of a parameter server, its server, and the worker that holds most; most devices first."""
+    """Each run of a parameter server, with its server and the worker that holds most; most devices first."""
     for row in sorted(measured(rows, SERVER, "state_bytes"), key=lambda row: -(row.devices or 0)):
         server, *others = rank_states(row.run.totals)
         if others:
@@ -66,9 +66,10 @@ def _holds_less(a: tuple[float, str], b: tuple[float, str]) -> Evidence:
 
 
 def hybrid_keeps_memory(runs: Runs) -> Evidence:
-    """Whether a hybrid's fullest device holds no more than model parallelism's with as many parts or stages.
+    """Whether a hybrid's fullest device holds no more than the fullest device of model parallelism.
 
-    Its own parts are its stages times the parts of each layer; replicas split nothing.
+    The model-parallel run has as many parts as the hybrid has parts or stages. The hybrid's parts are its
+    stages times the parts of each layer; replicas split nothing.
     """
     name, kind = FIGURE_NAMES["state_bytes"]
     pairs = [

@@ -14,7 +14,7 @@ MOST = 20
 
 @dataclass(frozen=True)
 class OwnMetrics:
-    """A table: its columns, and a line for each run that has at least one of them."""
+    """A table: its columns, and a line for each run that has at least one of these metrics."""
 
     names: Sequence[str]
     lines: Sequence[tuple[Row, Sequence[float | None]]]

@@ -1,4 +1,4 @@
-"""Render one report in three forms: a self-contained HTML page, the same as Markdown, and CSV."""
+"""Render one report in three forms: a self-contained HTML page, the same content as Markdown, and CSV."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def alternatives_of(folders: Sequence[Path]) -> str:
 
 
 def _unmeasured(drawn: Set[str]) -> list[tuple[str, str]]:
-    """The titles of the sections without a figure, and why they have none."""
+    """The titles of the sections without a plot, and why they have none."""
     return [text for section, text in SECTIONS.items() if section not in drawn]
 
 

@@ -1,4 +1,4 @@
-"""The page of a plan, before there is a run: figures, memory, one step and numbers of nodes."""
+"""The page of a plan, before there is a run: figures, memory, one step, and different numbers of nodes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PlannedFigure(Protocol):
 
 @dataclass(frozen=True)
 class RoleBytes:
-    """Devices that hold the same, and the bytes of each kind."""
+    """Devices that hold the same, and the bytes that they hold of each kind."""
 
     label: str
     kinds: Mapping[str, int]
@@ -42,7 +42,7 @@ class RoleBytes:
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """The plan on a number of nodes. efficiency: tokens/s of a device, relative to the fewest nodes."""
+    """The plan on a number of nodes. efficiency: tokens/s per device, relative to the fewest nodes."""
 
     nodes: int
     devices: int
@@ -57,8 +57,8 @@ class ScalingPoint:
 class PlanPage:
     """What the page shows.
 
-    lines: the text below the title. ranks: those of a step. left_out: why numbers of nodes are not in
-    `sizes`. notes: what the plan takes for granted.
+    lines: the text below the title. ranks: the ranks of one step. left_out: why some numbers of nodes are not
+    in `sizes`. notes: what the plan assumes.
     """
 
     title: str

@@ -47,7 +47,7 @@ PARTS = {  # what a bar shows -> its kinds, colour, hatch
     ),
     "workspaces, context, slack": (("workspaces", "device context", "allocator slack"), "#999999", "--"),
 }  # fmt: skip
-MAX_RANKS, MAX_CHUNKS = 16, 800  # of a drawn step: more are too narrow to be seen
+MAX_RANKS, MAX_CHUNKS = 16, 800  # in the drawing of a step: more would be too narrow to be seen
 
 
 def draw(page: PlanPage) -> list[Plot]:
@@ -100,7 +100,10 @@ def _step(page: PlanPage) -> Iterator[Plot]:
 
 
 def drawable(ranks: Sequence[RankTimeline]) -> tuple[list[RankTimeline], float | None]:
-    """At most MAX_RANKS ranks, evenly spaced, and the time after MAX_CHUNKS chunks if they have more."""
+    """At most MAX_RANKS ranks, evenly spaced. If they have more than MAX_CHUNKS chunks, the step is cut.
+
+    Returns the ranks and the time of the cut, or None without a cut.
+    """
     last = len(ranks) - 1
     chosen = sorted({round(at * last / (MAX_RANKS - 1)) for at in range(MAX_RANKS)})
     kept = [ranks[at] for at in chosen]
