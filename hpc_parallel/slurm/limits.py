@@ -71,7 +71,8 @@ def limits(*, partition: str | None, gpus: bool = True, gpu_type: str | None = N
     kinds = [kind for kind in listed if kind.is_in(partition)]
     memory_mb = max((kind.memory_mb for kind in kinds), default=0)
     minutes = [minutes_of(kind.time) for kind in kinds]
-    lists_gpus = any(gpu_count(kind.gres, gpu_type=gpu_type) for kind in listed)  # if not, no GPUs are known
+    # If sinfo lists no GPU in any partition, the site does not count GPUs, so there is no limit.
+    lists_gpus = any(gpu_count(kind.gres, gpu_type=gpu_type) for kind in listed)
     most_gpus = max((gpu_count(kind.gres, gpu_type=gpu_type) for kind in kinds), default=None)
     return Limits(
         nodes=max(_nodes_by_partition(kinds).values(), default=None),

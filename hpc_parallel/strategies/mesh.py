@@ -35,7 +35,7 @@ def build_host_mesh(nodes: int, *, device_type: str) -> DeviceMesh:
 def slicing_axis(mesh: DeviceMesh) -> DeviceMesh | None:
     """The axis over which fully_shard slices weights; None if the layout has no shard axis.
 
-    The axes that split samples join `shard` in it, because their ranks use the same weights.
+    It joins `shard` with the axes that split samples, because their ranks use the same weights.
     """
     return None if axis_of(mesh, "shard") is None else joint(mesh, "shard", *SAMPLE_AXES)
 
@@ -64,7 +64,7 @@ def joint(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
 
 
 def name_of(axis: DeviceMesh) -> str:
-    """The name of a one-dimensional mesh; of several axes made one, their names joined."""
+    """The name of a one-dimensional mesh. If it joins several axes, the name joins their names."""
     assert axis.mesh_dim_names is not None
     return axis.mesh_dim_names[0]
 
