@@ -105,5 +105,5 @@ def _ping(*, within_s: float) -> bool:
 
 
 def minute() -> int:
-    """A number that changes once a minute. A cached function with this argument keeps its result so long."""
+    """A number that changes once a minute. A cached function with this argument keeps results that long."""
     return int((time.monotonic() - _BEGAN_S) / _KEPT_S)

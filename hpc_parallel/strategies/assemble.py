@@ -212,7 +212,7 @@ def surround(
     microbatches: int,
     finds_unused: bool,
 ) -> ForwardBackward:
-    """Add to `schedule` the work before and after it of ranks that share its samples.
+    """Wrap `schedule` in the work that ranks with the same samples do before and after it.
 
     The arguments are those of `build_forward_backward`.
     """

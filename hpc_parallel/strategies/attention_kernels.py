@@ -45,8 +45,8 @@ class Kernel(Protocol):
 class Fused:
     """A kernel of torch, through its operators for both passes (`torch_internals`).
 
-    grouped: whether several query heads may share a key-value head; if not, `kv` is repeated for each of
-    them. lse_unit: the rows of the kernel's `lse` are padded to a multiple of this.
+    grouped: whether several query heads may share a key-value head; if not, `kv` is repeated for each query
+    head. lse_unit: the rows of the kernel's `lse` are padded to a multiple of this.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ def kernel_for(query: Tensor) -> Kernel:
     """The kernel for queries of this device, dtype and width.
 
     Strips serve the cases for which no fused kernel is used: float64 on a GPU, widths that are not aligned,
-    and ROCm, because its `lse` was never compared with ours.
+    and ROCm, whose `lse` has never been compared.
     """
     if query.device.type == "cpu":
         return CPU_FLASH

@@ -41,7 +41,7 @@ def slicing_axis(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh of fully_shard: the slicing axis, preceded by its replicas."""
+    """The mesh of fully_shard: the replicate axis, if there is one, and then the slicing axis."""
     slices, replicas = slicing_axis(mesh), axis_of(mesh, "replicate")
     assert slices is not None
     return slices if replicas is None else torch_internals.concatenate([replicas, slices])

@@ -1,8 +1,9 @@
 """Attention over a sequence that is split over devices, forward and backward.
 
 `Ring` (Liu et al. 2023) sends keys and values around the devices. Each hop overlaps with the computation on
-the previous keys and values. `Gather` collects all keys and values on every device in one collective. Both
-use a fused kernel if there is one (`attention_kernels.py`), and add up parts in float32 or better.
+the keys and values that arrived last. `Gather` collects all keys and values on every device in one
+collective. Both use a fused kernel if there is one (`attention_kernels.py`), and add up parts in float32 or
+better.
 
 The zig-zag (Llama 3, Dubey et al. 2024, section 3.3.2) gives device r of P the slices r and 2P-1-r of 2P: an
 early slice, which sees few keys, and a late slice, which sees many. For the keys of any other device, exactly

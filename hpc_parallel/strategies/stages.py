@@ -88,8 +88,8 @@ def divide(
 
     Parts that share a weight are in one stage, except for stem and head, which have a copy each.
 
-    Raises ConfigError if the model has too few blocks, or if shared weights leave too few places to cut. Both
-    are known only after the model is built.
+    Raises ConfigError if the model has too few blocks, or if shared weights leave too few places to cut. This
+    is known only after the model is built.
     """
     between = separable(model)
     if _within(model):
