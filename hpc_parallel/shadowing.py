@@ -11,15 +11,15 @@ import os
 import sys
 
 _ENDINGS = (".py", ".pyc", ".so")
-# Imported although no code names them: Hydra's plugins, and what packages register with torch.
+# No code names these modules, but they are imported: Hydra's plugins, and what packages register with torch.
 _SCANNED = (".dist-info", ".egg-info", ".egg-link", "hydra_plugins")
 
 
 def guard_import_path(package: str) -> None:
     """Remove a folder that other users can write to from the import path of `python -m hpc_parallel...`.
 
-    package: the folder of this package. If it is in the current folder, all of the code is; then this process
-    ends with exit code 2 if another user's module would hide an installed one.
+    package: the folder of this package. If it is in the current folder, that folder stays on the import path,
+    and this process ends with exit code 2 if another user's module would hide an installed one.
     """
     if sys.flags.safe_path or not sys.path:
         return
@@ -70,7 +70,7 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 
 
 def _is_module(entry: os.DirEntry[str]) -> bool:
-    """Whether it can be imported. A folder needs an __init__, or an installed module comes first."""
+    """Whether the entry can be imported. A folder without __init__ does not hide an installed module."""
     if entry.name.endswith((*_ENDINGS, *_SCANNED)):
         return True
     return any(child.name.startswith("__init__.") for child in _entries(entry.path))
@@ -88,7 +88,7 @@ def _is_own(status: os.stat_result) -> bool:
 
 
 def _is_own_group(group: int) -> bool:
-    """Whether the user is the group's only member, as useradd creates it (see record/trust.py)."""
+    """Whether the user is the group's only member. useradd creates such a group (see record/trust.py)."""
     import grp  # safe: the current folder is not on the import path
     import pwd
 

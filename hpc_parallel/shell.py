@@ -21,7 +21,7 @@ from hpc_parallel.record.safe_read import DamagedError
 
 
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """The parser of `python -m hpc_parallel NAME`. The description keeps its lines."""
+    """The parser of `python -m hpc_parallel NAME`. The description keeps its line breaks."""
     return argparse.ArgumentParser(
         prog=f"python -m hpc_parallel {name}",
         description=description,
@@ -36,7 +36,7 @@ def run_command(work: Callable[[], int]) -> int:
     prints nothing and returns 1. If the reader closes the pipe early (`| head`), the exit code is 0, because
     the reader has what it wants.
     """
-    # While Python ends, a Ctrl-C would kill the process: the exit code would not be that of the command.
+    # Ignore Ctrl-C while Python exits: it would kill the process and replace the command's exit code.
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     _open_closed_streams()
     _escape_what_streams_cannot_encode()

@@ -46,7 +46,7 @@ def predictions(rows: Sequence[Row]) -> list[Prediction]:
     for row in rows:
         predicted = row.run.totals.predicted
         for key in PREDICTABLE:
-            # The peak of a process contains the interpreter: no prediction does.
+            # On a CPU the measured peak includes the interpreter. A prediction does not include it.
             process = key == "peak_memory_bytes" and row.on_cpu
             if not process and (value := number(predicted.get(key))) is not None and value >= 0:
                 result.append(Prediction(row, key, value, row.figures[key]))

@@ -1,4 +1,7 @@
-"""What each rank of a run held: `rank_state_bytes` of `summary.json`, which anybody may have written."""
+"""The bytes of state on each rank, from `rank_state_bytes` of `summary.json`.
+
+Anybody may have written this file, so its values are checked.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ def rank_states(summary: Summary) -> Sequence[RankState]:
 
 
 def fullest(summary: Summary) -> float | None:
-    """Bytes of the rank that held most; None if they are unknown."""
+    """The bytes of the rank with the most state; None if unknown."""
     return max((state.total for state in rank_states(summary)), default=None)
 
 

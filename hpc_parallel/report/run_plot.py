@@ -1,7 +1,7 @@
 """Draw the plots of one run into its `plots/`: `python -m hpc_parallel.report.run_plot RUN_FOLDER`.
 
-Rank 0 starts this module as a process of its own at the end (worker/run_plots.py). Without matplotlib it
-draws nothing.
+Rank 0 starts this module in a separate process at the end of the run (worker/run_plots.py). Without
+matplotlib it draws nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hpc_parallel.report.gather import gather
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Draw the run folder that is the only argument."""
+    """Draw the plots of the run folder, which is the only argument."""
     (path,) = arguments
     if find_spec("matplotlib") is not None:
         draw(RunFolder(Path(path)))
 
 
 def draw(folder: RunFolder) -> None:
-    """Write the plots of the run's losses, if it logged two, of its collectives and of its links."""
+    """Write the plots of the run's losses (if it logged at least two), its collectives and its links."""
     from hpc_parallel.report import collective_plots, link_heat_maps, loss_curves
 
     rows = gather([folder.path]).rows

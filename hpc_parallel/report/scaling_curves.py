@@ -81,7 +81,7 @@ def _draw(rates: Axes, efficiencies: Axes, series: Sequence[Series], *, first: i
 
 
 def count_devices(axes: Axes, ticks: Sequence[int]) -> None:
-    """Make the horizontal axis one of devices, with these ticks."""
+    """Make the horizontal axis show the number of devices, with these ticks."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, labels=[str(tick) for tick in ticks])
     axes.xaxis.set_minor_formatter(NullFormatter())

@@ -1,4 +1,4 @@
-"""Runs that differ in their seed only: the mean of their figures, and its spread."""
+"""The mean and the standard deviation of figures over runs that differ only in their seed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PooledFigure:
 
     @property
     def deviation(self) -> float:
-        """The standard deviation of the runs, with n - 1."""
+        """The sample standard deviation of the runs (divisor n - 1)."""
         return stdev(self.values)
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Pool:
 
     label: str
     seeds: Sequence[int]
-    figures: Sequence[PooledFigure]  # of KEYS that all runs have
+    figures: Sequence[PooledFigure]  # the figures of KEYS that all runs have
 
 
 def pools(rows: Sequence[Row]) -> list[Pool]:

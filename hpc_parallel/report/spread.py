@@ -10,7 +10,7 @@ from typing import Any
 from hpc_parallel.report.figures import is_count, number
 
 NOISE = 0.05  # relative: a smaller difference between two measured figures is noise
-ROUNDING = 2**-8  # relative: bfloat16 can't tell such losses apart
+ROUNDING = 2**-8  # relative: bfloat16 can't tell apart losses that differ by less
 FEWEST_LINES = 3  # with fewer timed lines of metrics, a range says nothing
 
 
@@ -19,7 +19,7 @@ class Spread:
     """The throughput of the timed steps of one run.
 
     A line of `metrics.jsonl` has the mean of its timed steps. At least half of these means are in `limits`
-    (samples/s), and so is their median. None: too few lines to tell.
+    (samples/s), and so is their median. `limits` is None if there are too few lines.
     """
 
     timed_steps: int = 0
@@ -38,7 +38,10 @@ class Spread:
 
 
 def throughput_spread(lines: Sequence[Mapping[str, Any]]) -> Spread:
-    """The spread over all lines after the first, which contains the warm-up (as `samples_per_s` does)."""
+    """The spread over all lines except the first, which contains the warm-up.
+
+    `samples_per_s` leaves out the first line too.
+    """
     timed_steps, rates = 0, []
     for line in lines[1:]:
         rate, steps = number(line.get("samples_per_s")), line.get("timed_steps", 1)

@@ -25,26 +25,26 @@ class TableColumn:
 
     key: str
     title: str
-    kind: str  # of its unit: count, rate, seconds, bytes, share, loss, hours
+    kind: str  # the kind of its unit: count, rate, seconds, bytes, share, loss, hours
     best: Callable[[Sequence[float]], float]  # max or min
     competes: Callable[[Row], bool] = lambda row: True  # whether the figure is meaningful for a run
     same_samples: bool = False  # comparable only after the same number of samples
     timed: bool = False  # equal if the ranges of throughput overlap
-    noise: float = 0.0  # relative difference that shows nothing; 0 for what is counted
+    noise: float = 0.0  # a relative difference up to this is a tie; 0 for counted figures
 
 
 def _parallel(row: Row) -> bool:
-    """Whether several processes communicate: transfers inside one process are not measured as waiting."""
+    """Whether several processes communicate. Transfers inside one process are not measured as waiting."""
     return row.processes > 1
 
 
 def _sends(row: Row) -> bool:
-    """Whether its devices have separate weights: threads on a CPU (dataparallel) share them."""
+    """Whether the run's devices have separate weights. Threads on a CPU (dataparallel) share the weights."""
     return (row.devices or 1) > 1 and not (row.on_cpu and row.processes == 1)
 
 
 def _on_device(row: Row) -> bool:
-    """Whether its peak is of the device: on a CPU it is of the process, with the interpreter."""
+    """Whether the peak is the memory of the device. On a CPU it is the memory of the whole process."""
     return not row.on_cpu
 
 
@@ -157,7 +157,7 @@ def column_of(key: str) -> TableColumn:
 
 
 def _has_figure(column: TableColumn, row: Row) -> bool:
-    """Whether it is measured, and not the zero of a run for which it has no meaning."""
+    """Whether the figure is measured. A zero does not count if the figure has no meaning for the run."""
     value = row.figures[column.key]
     return value is not None and (value != 0 or column.competes(row))
 
@@ -177,19 +177,19 @@ def spread_text(row: Row, key: str) -> str:
 
 
 def best_of(column: TableColumn, rows: Sequence[Row], unit: Unit) -> set[int]:
-    """Indices of the best rows with the same settings, and of those that can't be told apart from them.
+    """Indices of the best rows in each group with the same settings, and of the rows that are tied with them.
 
-    A figure that only one run has is never the best. Runs that are equal in the digits shown are tied;
-    speeds also if their ranges overlap, and other measured figures if they differ by less than the noise. If
-    all runs are equal in the digits shown, none is the best.
+    A figure that only one run has is never the best. Runs that are equal in the digits shown are tied.
+    Speeds are also tied if their ranges overlap. Other measured figures are also tied if they differ by less
+    than the noise. If all runs are equal in the digits shown, none is the best.
     """
     return {index for leaders, _ in _races(column, rows, unit) for index in leaders}
 
 
 def _starred(column: TableColumn, rows: Sequence[Row], unit: Unit) -> set[int]:
-    """Indices of the rows that get a star: the best if it can be told apart from all others.
+    """Indices of the rows that get a star: the best row of each group, if no other row is tied with it.
 
-    Equal counts share the star. A speed needs a known spread, as do all its rivals.
+    Equal counts share the star. A speed gets a star only if its spread and those of all others are known.
     """
     exact = not column.timed and not column.noise
     return {
@@ -241,7 +241,7 @@ class Point:
     global_batch_size: int
     samples_per_s: float  # median of the runs
     speedup: float  # over the fewest devices of the series
-    efficiency: float  # speedup by the ratio of devices
+    efficiency: float  # speedup divided by the ratio of devices
     runs: Sequence[Row]
 
     @property
@@ -297,7 +297,7 @@ def scaling(rows: Sequence[Row]) -> list[Series]:
 
 
 def _by_shape(groups: Groups) -> Groups:
-    """Divide the groups that reach one number of devices in two ways: 1 x 4 is not 4 x 1."""
+    """Divide each group in which the same number of devices has different shapes, such as 1 x 4 and 4 x 1."""
     divided: Groups = defaultdict(lambda: defaultdict(list))
     for key, by_devices in groups.items():
         ambiguous = any(len({row.shape for row in rows}) > 1 for rows in by_devices.values())
@@ -358,7 +358,7 @@ def _series(kind: str, axis: str, by_devices: dict[int, list[Row]], shape: str) 
 def _identity_without_devices(row: Row) -> str:
     """All that determines the speed of a step, without the number of devices.
 
-    Numbers of the optimizer, such as the learning rate, are often scaled with the batch.
+    It leaves out the optimizer's numbers, such as the learning rate: they are often scaled with the batch.
     """
     parts = {
         "training": without(row.section("training"), (*SPEEDLESS, "global_batch_size")),

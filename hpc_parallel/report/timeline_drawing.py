@@ -31,7 +31,7 @@ from hpc_parallel.report.gather import Row, timeline
 from hpc_parallel.report.tables import Unit, unit_of
 
 MAX_TIMELINES = 12
-MAX_NUMBERS = 100  # microbatch numbers per rank: more have room only if their chunks overlap
+MAX_NUMBERS = 100  # microbatch numbers per rank; more numbers have room only if chunks overlap
 KINDS = {  # kind of a stage's work -> colour, hatch, name
     "forward": (BLUE, "", "forward"),
     "loss": (PURPLE, "xx", "loss"),
@@ -97,7 +97,7 @@ def _draw_microbatches(
     axes: Axes, chunks: Sequence[StageWork], *, y: int, unit: Unit, length_s: float, with_stage: bool
 ) -> None:
     """Write the number of the microbatch on every chunk that has room, up to MAX_NUMBERS."""
-    count, character = 0, 0.011 if is_wide() else 0.03  # the width of one, as a share of the step
+    count, character = 0, 0.011 if is_wide() else 0.03  # a character's width, as a share of the step
     for start, end, stage, _, microbatch in chunks:
         text = "" if microbatch is None else f"{stage}:{microbatch}" if with_stage else f"{microbatch}"
         if (end - start) / length_s > character * (len(text) + 0.4) and count < MAX_NUMBERS:

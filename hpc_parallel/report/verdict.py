@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hpc_parallel.report.gather import Row
 from hpc_parallel.report.tables import TableColumn, Unit, best_of, column_of, digits, spread_text, unit_of
 
-SHOWN_RUNS = 3  # of those that can't be told apart
+SHOWN_RUNS = 3  # the most tied runs that a line names
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class VerdictLine:
 
 @dataclass(frozen=True)
 class VerdictQuestion:
-    """What a line answers."""
+    """The question that a line answers."""
 
     title: str
     key: str  # of the column that answers it
-    what: str = ""  # the figure, after its unit
+    what: str = ""  # the words after the figure and its unit
     unmeasured: str = ""
-    basis: str = ""  # where the figure comes from; a speed has its timed steps and its spread
+    basis: str = ""  # where the figure comes from; if empty: its timed steps and its spread
 
 
 FASTEST = VerdictQuestion(
@@ -111,7 +111,7 @@ def _place(column: TableColumn, row: Row) -> float:
 
 
 def _names(winners: Sequence[Row], tie: str) -> str:
-    """The first winners; `tie`: what is said of several."""
+    """The labels of the first winners. If there are several, `tie` follows in parentheses."""
     names = [row.label for row in winners[:SHOWN_RUNS]]
     if len(winners) == 1:
         return names[0]

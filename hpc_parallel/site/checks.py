@@ -29,7 +29,7 @@ _OF_ONE_HOST = {"tmpfs", "ramfs", "overlay"}  # file systems that other hosts ne
 
 
 def site_lines(run: PreparedRun) -> Iterator[Line]:
-    """All checks of a configuration that is legal, in the order of their causes."""
+    """All checks of a legal configuration, causes before effects."""
     yield Line(OK, "configuration", str(run))
     if run.import_note is not None:
         yield Line(WARNING, "classes", run.import_note)
@@ -49,7 +49,7 @@ def other_lines(run: PreparedRun, *, submits: bool) -> Iterator[Line]:
 
 
 def slurm_lines(run: PreparedRun, *, submits: bool = True) -> Iterator[Line]:
-    """Slurm's version, whether its controller answers, and what it says of this very batch script."""
+    """Slurm's version, whether its controller answers, and whether it accepts this batch script."""
     warnings = [Line(WARNING, "limits", text.partition(" ")[2].strip()) for text in site_warnings(run.config)]
     if not client.is_installed():
         kind = run.config.launcher.kind
@@ -83,7 +83,7 @@ def _start_time(message: str) -> str:
 
 
 def fabric_line(config: RunConfig) -> Line:
-    """The fabric's devices of this login node, compared with what the profile expects."""
+    """The fabric devices of this login node, compared with the fabric that the profile expects."""
     devices, expected = fabric_devices(), config.cluster.fabric
     host_devices = f"this host has {devices.kind} ({devices.describe(devices.kind)})"
     if expected in (AUTO, devices.kind):
@@ -95,7 +95,7 @@ def fabric_line(config: RunConfig) -> Line:
 
 
 def folder_lines(run: PreparedRun) -> Iterator[Line]:
-    """Where the run folder goes: trusted, writable, with space, and seen by other hosts."""
+    """Whether the run folder's parent is trusted, is writable, has space, and is visible to other hosts."""
     config = run.config
     parent = next(path for path in run.folder.path.parents if path.is_dir())
     try:

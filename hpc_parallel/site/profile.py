@@ -1,4 +1,4 @@
-"""A first cluster profile, from what Slurm says of its nodes and partitions."""
+"""A first cluster profile, written from Slurm's records of nodes and partitions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from datetime import date
 
 from hpc_parallel.slurm.records import Partition, SlurmNode, SlurmRecords
 
-_MOST_NAMES = 8  # in a comment
-_WIDTH = 44  # of a line before its comment
+_MOST_NAMES = 8  # the most names in one comment
+_WIDTH = 44  # the width of a line before its comment
 # Words that YAML does not read as text.
 _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"}
 _GROUPED = (
     "# sinfo --json shows only the first node's GPUs of nodes in equal use. For all: --from the output of\n"
     "# scontrol show node."
 )
-_OWN_SHARE = 0.95  # of a node's memory; Slurm and the system keep some for themselves
+_OWN_SHARE = 0.95  # the share of a node's memory for jobs; Slurm and the system keep the rest
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def write_profile(records: SlurmRecords, *, name: str, login: Login, today: date
 
 
 def choose(records: SlurmRecords) -> Partition:
-    """The partition for jobs that name none: with GPUs if there are any, else the default one."""
+    """The partition for jobs that name none: one with GPUs if there is any, otherwise the default one."""
     usable = [
         partition
         for partition in records.partitions.values()
@@ -82,7 +82,7 @@ def _identity(name: str, chosen: Partition, records: SlurmRecords, login: Login)
 
 
 def _requests(chosen: Partition, nodes: Sequence[SlurmNode]) -> Iterator[str]:
-    """What sites may want from every job, with what this partition has."""
+    """The QOS and the constraint, which a site may require, with the values of this partition."""
     if chosen.qos:
         yield _line("qos: null", f"{chosen.name} takes {_listed(chosen.qos)}")
     has_gpus = any(node.gpus for node in nodes)
@@ -150,19 +150,19 @@ def _gpus(chosen: Partition, nodes: Sequence[SlurmNode], records: SlurmRecords) 
 
 
 def _usual_type(nodes: Sequence[SlurmNode]) -> str:
-    """The type of which these nodes have most GPUs; empty if sites name none, or without GPUs."""
+    """The type with the most GPUs in these nodes; empty if the site names no type, or without GPUs."""
     types = sum((Counter(node.gpus) for node in nodes), Counter())
     return types.most_common(1)[0][0] if types else ""
 
 
 def _counts(nodes: Sequence[SlurmNode]) -> list[int]:
-    """The different counts of that type on nodes that have it, rising: a job takes one type."""
+    """The different counts per node of the usual GPU type, ascending. A job uses only one type."""
     kind = _usual_type(nodes)
     return sorted({node.gpus[kind] for node in nodes if kind in node.gpus})
 
 
 def _shares(nodes: Sequence[tuple[SlurmNode, int]]) -> Iterator[str]:
-    """The cores and the memory of one GPU, on the nodes (with their GPUs) where that is least."""
+    """The smallest number of cores and the smallest memory per GPU. nodes: each with its number of GPUs."""
     cpus = min(node.cpus // count for node, count in nodes)
     yield _line(f"cpus_per_device: {max(1, cpus)}", "a node's CPUs, often threads, shared by its GPUs")
     memory_mb = min((node.memory_mb or 0) / count for node, count in nodes)
@@ -210,6 +210,6 @@ def _only(values: Iterable[int]) -> int | None:
 
 
 def plain_name(cluster: str | None, *, taken: Mapping[str, object] | Sequence[str]) -> str:
-    """A file name for a cluster; never that of a profile that comes with this package."""
+    """A file name for a cluster. It is never the name of a profile that comes with this package."""
     name = re.sub(r"[^a-z0-9_-]", "_", (cluster or "").lower())
     return f"{name or 'my'}site" if not name or name in taken else name

@@ -18,7 +18,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.site.line import ERROR, OK, WARNING, Line
 
 PACKAGE = "hpc-parallel"
-_PATIENCE_S = 30.0  # with the packages of a slow file system
+_PATIENCE_S = 30.0  # a slow file system takes long to list the packages
 _LIST = (
     "import json, sys; from importlib.metadata import distributions; json.dump([sys.version.split()[0], "
     "[(d.name, d.version) for d in distributions()]], sys.stdout)"
@@ -84,7 +84,7 @@ def _unmet(requirement: Requirement, packages: Mapping[str, str]) -> str | None:
 
 
 def torch_line(config: RunConfig, packages: Mapping[str, str]) -> Line:
-    """torch's version and what it was built for, by its packages: importing it takes seconds."""
+    """torch's version and build, read from the package list because importing torch takes seconds."""
     installed = packages["torch"]
     build = installed.partition("+")[2]
     nccl = [f"NCCL {number}" for name, number in packages.items() if name.startswith("nvidia-nccl-cu")]

@@ -21,7 +21,7 @@ _AVAILABLE = (
 
 
 def environment_line(config: RunConfig, *, environment: Mapping[str, str] = os.environ) -> Line:
-    """The shell's variables of NCCL, gloo and OpenMP: a job gets them, and no rank replaces one."""
+    """The shell's variables of NCCL, gloo and OpenMP. A job inherits them, and no rank replaces them."""
     inherited = {name: value for name, value in sorted(environment.items()) if _INHERITED.fullmatch(name)}
     if not inherited:
         return Line(OK, "environment", "this shell sets no NCCL_*, GLOO_* or OMP_NUM_THREADS")
@@ -64,7 +64,7 @@ def _has(available: list[str], name: str) -> bool:
 
 
 def scratch_lines(config: RunConfig, *, environment: Mapping[str, str] = os.environ) -> Iterator[Line]:
-    """The folder of each node, which a login node need not have."""
+    """The scratch folder of each node. A login node may lack this folder."""
     if config.cluster.scratch is not None:
         path = Template(config.cluster.scratch).safe_substitute(environment)
         presence = "exists here" if os.path.isdir(path) else "is not on this host"

@@ -1,4 +1,4 @@
-"""Starts Slurm's commands. No other folder starts one: `tests/unit/test_slurm_client.py` searches for it."""
+"""Starts Slurm's commands. No other folder starts one (checked by `tests/unit/test_slurm_client.py`)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(
                     out, err = process.communicate(stdin, timeout=timeout_s)
                     return subprocess.CompletedProcess(command, process.returncode, out, err)
                 except subprocess.TimeoutExpired as error:
-                    reason, stdin = str(error), None  # it was sent
+                    reason, stdin = str(error), None  # stdin has been sent
                 if not is_worth_waiting():
                     break
         finally:  # also after Ctrl-C
@@ -80,7 +80,7 @@ class Inquiry:
 
 
 def printed(*command: str, patience_s: float = _PATIENCE_S) -> str | None:
-    """What a command that only reads prints; None if it is not there, fails or does not answer."""
+    """The output of a command that only reads; None if the command is missing, fails or does not answer."""
     answer = Inquiry(patience_s=patience_s).ask(*command)
     return answer.stdout if answer.returncode == 0 else None
 
@@ -105,5 +105,5 @@ def _ping(*, within_s: float) -> bool:
 
 
 def minute() -> int:
-    """A number that changes once a minute: an argument of answers that are kept that long."""
+    """A number that changes once a minute. A cached function with this argument keeps results that long."""
     return int((time.monotonic() - _BEGAN_S) / _KEPT_S)

@@ -29,7 +29,7 @@ _PERMANENT = {
 class JobState:
     """A job state of Slurm and its reason (why the job waits, or how it ended).
 
-    left_s: until the time limit of a job that runs; None if it has no limit, or Slurm has not said it.
+    left_s: the time until the time limit of a running job; None if the job has no limit, or it is unknown.
     """
 
     state: str
@@ -171,7 +171,7 @@ def _listed(text: str) -> dict[str, JobState]:
 
 
 def _left_s(passed: str, limit: str) -> float | None:
-    """The time until a limit; None for UNLIMITED, and if Slurm has not said both."""
+    """The time until a limit; None if the limit is UNLIMITED, or if one of the two times is missing."""
     passed_s, limit_s = seconds_of(passed), seconds_of(limit)
     return None if passed_s is None or limit_s is None else max(0.0, limit_s - passed_s)
 

@@ -1,4 +1,4 @@
-"""What sinfo lists of partitions: how many nodes, and how much memory, time, GPUs and CPUs they have.
+"""The limits of partitions as sinfo lists them: nodes, memory, time, GPUs and CPUs.
 
 sinfo may not show this user all nodes.
 """
@@ -14,16 +14,17 @@ from hpc_parallel.slurm.client import minute, printed
 from hpc_parallel.slurm.short_forms import gpu_count, minutes_of
 
 _FORMAT = "%P|%D|%m|%l|%G|%c"
-_PATIENCE_S = 5.0  # for what is only a warning or a default: no submission waits long for it
+_PATIENCE_S = 5.0  # short, because the answer is only for a warning or a default
 _KIND_OF_NODE = re.compile(r"^([^|\n]+)\|(\d+)\|(\d+)\+?\|?([^|\n]*)\|?([^|\n]*)\|?(\d*)", re.MULTILINE)
-_UNSET_MB = 1  # what Slurm shows of nodes whose memory the site has not configured
+_UNSET_MB = 1  # Slurm shows this if the site has not configured the memory of a node
 
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes of one partition that sinfo joins: where they differ, it prints the smallest number and a plus.
+    """Nodes of one partition that sinfo joins in one line.
 
-    time: the partition's limit, as Slurm writes it.
+    If the nodes differ in a number, sinfo prints the smallest and a plus. time: the partition's limit, as
+    Slurm writes it.
     """
 
     partition: str
@@ -35,13 +36,16 @@ class NodeKind:
     cpus: int
 
     def is_in(self, partition: str | None) -> bool:
-        """partition: also several with commas; None: the default one."""
+        """partition: one or more names, separated by commas; None: the default partition."""
         return self.partition in partition.split(",") if partition else self.is_default
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The most nodes, memory, GPUs and CPUs of a node, and minutes of a job; None: unknown, or no limit."""
+    """The largest values of a partition; None: unknown, or no limit.
+
+    time_minutes: of a job. memory_mb, gpus_per_node, cpus: of a node.
+    """
 
     nodes: int | None = None
     memory_mb: float | None = None
@@ -52,7 +56,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class NodeShare:
-    """What one device of a node may use. memory_gb: None where the partition's default is left."""
+    """The share of a node that one device may use. memory_gb: None if the partition's default applies."""
 
     cpus: int = 1
     memory_gb: float | None = None
@@ -61,13 +65,14 @@ class NodeShare:
 def limits(*, partition: str | None, gpus: bool = True, gpu_type: str | None = None) -> Limits:
     """The limits of a partition (None: the default one), or the largest of several.
 
-    gpus: whether GPUs are asked for; gpu_type: of this type only.
+    gpus: whether the job requests GPUs. gpu_type: count only GPUs of this type.
     """
     listed = list(node_kinds())
     kinds = [kind for kind in listed if kind.is_in(partition)]
     memory_mb = max((kind.memory_mb for kind in kinds), default=0)
     minutes = [minutes_of(kind.time) for kind in kinds]
-    lists_gpus = any(gpu_count(kind.gres, gpu_type=gpu_type) for kind in listed)  # else the site counts none
+    # If sinfo lists no GPU in any partition, the site does not count GPUs, so there is no limit.
+    lists_gpus = any(gpu_count(kind.gres, gpu_type=gpu_type) for kind in listed)
     most_gpus = max((gpu_count(kind.gres, gpu_type=gpu_type) for kind in kinds), default=None)
     return Limits(
         nodes=max(_nodes_by_partition(kinds).values(), default=None),
@@ -79,7 +84,7 @@ def limits(*, partition: str | None, gpus: bool = True, gpu_type: str | None = N
 
 
 def gpu_counts(*, partition: str | None, gpu_type: str | None) -> list[int]:
-    """The different counts of GPUs that the nodes of a partition (None: the default one) have, rising."""
+    """The different counts of GPUs that the nodes of a partition (None: the default one) have, ascending."""
     kinds = (kind for kind in node_kinds() if kind.is_in(partition))
     return sorted({gpu_count(kind.gres, gpu_type=gpu_type) for kind in kinds} - {0})
 

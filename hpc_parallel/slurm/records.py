@@ -48,9 +48,10 @@ class SlurmNode:
 
 @dataclass(frozen=True)
 class Partition:
-    """time_minutes, max_nodes: the limits of one job; None: no limit. nodes: how many nodes it has.
+    """A partition.
 
-    qos: the qualities of service that its jobs may use; empty: any.
+    time_minutes, max_nodes: the limits of one job; None: no limit. nodes: the number of nodes in the
+    partition. qos: the qualities of service that its jobs may use; empty: any.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Partition:
 
 @dataclass
 class SlurmRecords:
-    """All that was printed. settings: the lines of `scontrol show config`."""
+    """The records from all outputs. settings: the lines of `scontrol show config`."""
 
     settings: dict[str, str] = field(default_factory=dict)
     partitions: dict[str, Partition] = field(default_factory=dict)
@@ -108,7 +109,7 @@ def max_array_size() -> int | None:
 
 
 def read_records(texts: Iterable[str]) -> SlurmRecords:
-    """Join what several commands printed. Raises ValueError if a text is none of their outputs."""
+    """Join the outputs of several commands. Raises ValueError if a text is not such an output."""
     records = SlurmRecords()
     for text in texts:
         if text.lstrip().startswith("{"):
@@ -127,7 +128,7 @@ def _add_text(records: SlurmRecords, text: str) -> None:
     for part in parts:
         fields: dict[str, str] = {}
         for name, value in _FIELD.findall(part):
-            fields.setdefault(name, value)  # a node's Reason and Comment, which are last, are free text
+            fields.setdefault(name, value)  # keep the first: Reason and Comment at the end are free text
         if "NodeName" in fields and "CPUTot" in fields:
             node = _text_node(fields)
             records.nodes[node.name] = node
@@ -218,7 +219,7 @@ def _json_partition(entry: Mapping[str, Any]) -> Partition:
 def _add_row(records: SlurmRecords, row: Mapping[str, Any]) -> None:
     """A row of `sinfo --json` (Slurm 23.02 and newer): nodes of one partition with equal use and state.
 
-    They need not be alike, because sinfo compares the GPUs in use, and not those that a node has.
+    These nodes may differ, because sinfo compares the GPUs in use, not the GPUs that a node has.
     """
     partition = _json_partition(row["partition"])
     records.partitions[partition.name] = partition
@@ -247,5 +248,5 @@ def _number(value: Any) -> int | None:
 
 
 def _memory(megabytes: int | None, kept: int = 0) -> int | None:
-    """What jobs can have of a node's memory, of which Slurm keeps a part for itself."""
+    """A node's memory for jobs, without the part that Slurm keeps for itself; None if unknown."""
     return megabytes - kept if megabytes is not None and megabytes > _UNSET_MB else None

@@ -1,4 +1,4 @@
-"""The environment of sbatch: a job is what its script says, wherever it is submitted from."""
+"""The environment of sbatch. A job follows its script, wherever it is submitted from."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")  # which Slurm, not which job
-# The flag of `SBATCH_<name>` where it is not the name itself (man sbatch, "Input environment variables").
+KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")  # they select a Slurm installation and do not describe a job
+# The flag of `SBATCH_<name>` if it differs from the name (man sbatch, "Input environment variables").
 _FLAGS = {"TIMELIMIT": "time", "NO_REQUEUE": "requeue", "ARRAY_INX": "array", "MEM_PER_NODE": "mem"}
-# Slurm takes one flag of each of these sets.
+# Slurm accepts only one flag of each of these sets.
 _ALTERNATIVES = (
     {"mem", "mem-per-cpu", "mem-per-gpu"},
     {"gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"},
@@ -20,9 +20,10 @@ _SET_FLAG = re.compile(r"^#SBATCH\s+--([a-z-]+)", re.MULTILINE)
 
 
 def submission_environment(environment: Mapping[str, str], *, script: str = "") -> dict[str, str]:
-    """Without the variables of a job that this process runs in, and without `overrides` of the script.
+    """The environment without the variables of the job of this process and `overrides` of the script.
 
-    In an interactive job SLURM_* describes that job, and sbatch and srun take it for wishes (memory, tasks).
+    In an interactive job SLURM_* describes that job. sbatch and srun would read these variables as requests
+    (memory, tasks).
     """
     dropped = overrides(environment, script=script)
     return {
@@ -49,7 +50,7 @@ def _flag(name: str) -> str:
 
 @contextmanager
 def as_submitter(script: str) -> Iterator[None]:
-    """Let the processes that this one starts meanwhile have the environment of sbatch."""
+    """Give the processes that start inside this context the environment of sbatch."""
     before = dict(os.environ)
     for name in before.keys() - submission_environment(before, script=script).keys():
         del os.environ[name]

@@ -23,7 +23,7 @@ def expand_hosts(text: str) -> tuple[str, ...]:
     With several brackets the last one varies fastest. Source: scontrol(1), "show hostnames". The package
     python-hostlist could do this too, but its licence is the GPL.
 
-    Raises ValueError if it is no such list, or too long.
+    Raises ValueError if the text is not such a list or is too long.
     """
     hosts: list[str] = []
     for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
@@ -39,9 +39,9 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 
 
 def expand_numbers(text: str) -> list[str]:
-    """Expand ranges, with the zeros of their first number: 2,08-10,0-4:2 -> 2 08 09 10 0 2 4.
+    """Expand ranges, with the leading zeros of their first number: 2,08-10,0-4:2 -> 2 08 09 10 0 2 4.
 
-    Raises ValueError if it is no such list, or too long.
+    Raises ValueError if the text is not such a list or is too long.
     """
     spans: list[tuple[range, int]] = []
     for item in text.split(","):
@@ -76,7 +76,7 @@ def _require_few(count: int) -> None:
 
 
 def gpus_of(gres: str) -> dict[str, int]:
-    """GPU type -> count of a node, from `gpu:a100:4(S:0-1),gpu:1g.10gb:2`; no type is an empty one."""
+    """GPU type -> count of a node, from `gpu:a100:4(S:0-1),gpu:1g.10gb:2`. An unnamed type is ""."""
     gpus: dict[str, int] = {}
     for match in _GPUS.finditer(re.sub(r"\([^)]*\)", "", gres)):
         name = match["type"] or ""

@@ -16,7 +16,7 @@ from hpc_parallel.slurm.jobs import jobs_by_script
 from hpc_parallel.slurm.limits import partitions
 from hpc_parallel.slurm.sbatch_environment import overrides, submission_environment
 
-ANSWER_S = 60.0  # time for a controller that lost an answer to say whether it has the job
+ANSWER_S = 60.0  # after a lost answer, how long to ask the controller whether it has the job
 _JOB = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S+| on cluster \S+)?\s*$", re.MULTILINE)
 _UNCLEAR = "sbatch did not say which job it has submitted"
 _LOST = re.compile(
@@ -46,9 +46,9 @@ def submit_script(script: Path) -> str:
 
 
 def resubmit(script: Path, *, exclude: str) -> str:
-    """Submit the script of a job that ends; returns the new job. exclude: hosts, or nothing.
+    """Submit the script of a job that ends; returns the new job id. exclude: hosts to avoid; may be empty.
 
-    Raises SiteRefusedError with what sbatch printed.
+    Raises SiteRefusedError with sbatch's message.
     """
     flags = [f"--exclude={exclude}"] if exclude else []
     return _sbatch(*flags, str(script), waits_s=(CONTROL_S,))
@@ -63,7 +63,7 @@ def _sbatch(*arguments: str, text: str = "", waits_s: Sequence[float | None] = (
 
 
 def job_id_in(output: str) -> str:
-    """The job in what sbatch prints, around which a site may print other lines. Raises SiteRefusedError."""
+    """The job id in the output of sbatch, where a site may add other lines. Raises SiteRefusedError."""
     jobs = set(_JOB.findall(output))
     if len(jobs) != 1:
         excerpt = " ".join(output.split())[:200] or "nothing"
@@ -72,9 +72,9 @@ def job_id_in(output: str) -> str:
 
 
 def refusal(text: str, *, scripts: Path) -> SiteRefusedError:
-    """The error for what sbatch printed when it failed to submit a script in the folder `scripts`.
+    """The error for a failed submission of a script in the folder `scripts`. text: the output of sbatch.
 
-    If only its answer was lost, Slurm may have taken the job: such a job is cancelled.
+    If only Slurm's answer was lost, Slurm may have accepted the job. This function then cancels the job.
     """
     if not _LOST.search(text):
         return SiteRefusedError(refusal_message(text))
@@ -110,7 +110,7 @@ def refusal_message(text: str) -> str:
 
 
 def warn_of_overrides(script: str) -> None:
-    """Say which variables of the user's shell are not used; once, also for a sweep of many scripts."""
+    """Print which variables of the user's shell are not used. A sweep of many scripts prints them once."""
     _warn_of(tuple(overrides(os.environ, script=script)))
 
 
@@ -138,7 +138,7 @@ def estimate(script: str) -> str:
 
 
 def requeue(job: str, *, exclude: str) -> str | None:
-    """Let a job start again, without some hosts; returns Slurm's message if it refuses, else None."""
+    """Requeue a job, without some hosts. Returns Slurm's message if Slurm refuses, otherwise None."""
     answer = _scontrol("requeue", job)
     if answer.returncode != 0:
         return answer.stderr.strip() or "scontrol requeue failed"
@@ -156,6 +156,6 @@ def scancel(jobs: Iterable[str]) -> CompletedProcess[str]:
 
 
 def withdraw(jobs: Iterable[str]) -> None:
-    """Cancel jobs that were submitted in vain. Slurm's message is shown if it refuses."""
+    """Cancel jobs that are no longer wanted. Print Slurm's message if there is one."""
     if message := scancel(jobs).stderr.strip():
         print(message, file=sys.stderr)

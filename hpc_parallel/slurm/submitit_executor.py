@@ -1,4 +1,4 @@
-"""Submits through submitit, whose import takes 0.1 s: only a launch of a job imports this module."""
+"""Submits through submitit. Its import takes 0.1 s, so only the launch of a job imports this module."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Executor(SlurmExecutor):
         """
         warn_of_overrides(self.script)
         try:
-            # submitit prints a refusal, which the exception below repeats
+            # Hide the refusal that submitit prints, because the exception below repeats it.
             with as_submitter(self.script), redirect_stderr(io.StringIO()):
                 job = self.submit(function, *arguments)
         except (FailedJobError, FailedSubmissionError, SiteRefusedError) as error:

@@ -80,7 +80,10 @@ class AllToAll(torch.autograd.Function):
 
 
 def require_heads(heads: int, kv_heads: int, *, degree: int) -> None:
-    """Raises ConfigError if the devices can't have whole heads. The login node knows only its own models."""
+    """Raises ConfigError if the devices can't have whole heads.
+
+    The login node checks this only for models whose heads it knows (`config/checks/axis_checks.py`).
+    """
     if heads % degree or (kv_heads % degree and degree % kv_heads):
         rule = (
             f"can't give each device whole heads of an attention with {heads} heads and {kv_heads} kv_heads"

@@ -58,16 +58,16 @@ class Assembled:
     forward_backward: ForwardBackward
     build_schedule: Callable[[int], ForwardBackward]  # for another number of microbatches, of any size
     mesh: DeviceMesh
-    forward_flops: float  # of the whole model, a sample
+    forward_flops: float  # of the whole model, per sample
     evaluation: WithMetrics  # the loss function; knows the names of the model's metrics after an evaluation
-    server: ParameterServer | None = None  # where it alone has the optimizer
+    server: ParameterServer | None = None  # set if only the parameter server has the optimizer
     compiled: bool = False  # whether torch.compile compiles the blocks
-    in_one_graph: bool = False  # or the whole model
-    loss_scale: LossScale | None = None  # of float16
-    traffic: Sequence[DeviceTraffic] | None = None  # of the devices of one process, where it drives several
+    in_one_graph: bool = False  # whether it compiles the whole model as one graph
+    loss_scale: LossScale | None = None  # only for float16
+    traffic: Sequence[DeviceTraffic] | None = None  # of each device, if one process drives several
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """Full names; a tied weight that another rank also holds has its canonical name.
+        """Parameters by full name. A tied weight that another rank also holds has its canonical name.
 
         If this rank holds both copies of a tied weight, only the original is listed.
         """
@@ -96,8 +96,9 @@ def assemble(
 
     The order is: cut into stages, reorder images, split samples or layers, float8, checkpoint, compile,
     shard, set the precision, materialise, replicate.
-    Weights are materialised before replication, which needs real ones, and after everything that decides
-    which of them this rank needs. Each is drawn from (seed, its name), so no rank sends weights to another.
+    Weights are materialised before replication, which needs real weights. They are materialised after every
+    technique that decides which weights this rank needs. Each weight is drawn from (seed, its name), so no
+    rank sends weights to another.
     Inference (not `trains`) needs no replication, which averages gradients. `weight`: the factor of this
     rank's mean loss (`BatchPlan.weight`).
 
@@ -126,7 +127,7 @@ def assemble(
     metrics = metrics_of(model, mesh=mesh, options=config.strategy)
     if chunked:
         dtype = precision.HALF.get(config.training.precision)
-        fuses = config.training.compile and device.type == "cuda"  # a CPU compiles longer than it gains
+        fuses = config.training.compile and device.type == "cuda"  # on a CPU, compiling does not pay off
         loss = chunked_loss.loss_of(parts[-1], dtype=dtype, mesh=mesh, compiled=fuses)
         metrics = chunked_loss.metrics_of(parts[-1], metrics, dtype=dtype)
     elif config.training.compile and axis_of(mesh, "tensor") is None:  # DTensor's loss is not compiled
@@ -167,10 +168,10 @@ def build_forward_backward(
     casts: bool,
     finds_unused: bool,
 ) -> ForwardBackward:
-    """How a batch passes this rank's `stages`, and what the ranks that share its samples do around it.
+    """Build the schedule that runs a batch through this rank's `stages`, with all that `surround` adds.
 
-    `casts`: whether a step casts weights, which fully_shard does itself. `finds_unused`: whether ranks may
-    use different weights, in a backward pass that is not split.
+    `casts`: whether a step casts weights; fully_shard casts them itself. `finds_unused`: whether ranks may
+    use different weights in a backward pass that is not split.
     """
     mesh = groups.mesh
     if mesh.get_coordinate() is None:
@@ -197,7 +198,7 @@ def build_forward_backward(
 
 
 def splits_backward(options: StrategyConfig, *, mesh: DeviceMesh) -> bool:
-    """Whether a pipeline computes gradients of weights apart, as zero-bubble schedules do."""
+    """Whether a pipeline computes the gradients of weights separately, as zero-bubble schedules do."""
     return axis_of(mesh, "pipeline") is not None and schedule_of(options).splits_backward
 
 
@@ -211,7 +212,10 @@ def surround(
     microbatches: int,
     finds_unused: bool,
 ) -> ForwardBackward:
-    """`schedule`, and around it what the ranks that share its samples do. The arguments are as above."""
+    """Wrap `schedule` in the work that ranks with the same samples do before and after it.
+
+    The arguments are those of `build_forward_backward`.
+    """
     if casts and slicing_axis(mesh) is None:
         schedule = working_weights.CastOnce(schedule, parts=parts)
     if axis_of(mesh, "expert") is not None and (axis := axis_of(mesh, "replicate")) is not None:
@@ -246,7 +250,7 @@ def loss_of(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig) -
 
 
 def metrics_of(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig) -> MetricsOf:
-    """The model's metrics as this rank computes them, as `loss_of` says."""
+    """The model's metrics as this rank computes them, in the same way as `loss_of`."""
     metrics: MetricsOf = model.metrics
     if (axis := axis_of(mesh, "tile")) is not None:
         grid = tile_grid(axis.size(), options.tile_grid)
@@ -270,7 +274,7 @@ def scale_of(parts: Sequence[LayeredModel], *, config: RunConfig, device: torch.
 def cut(
     model: LayeredModel, *, mesh: DeviceMesh, sample_shape: tuple[int, ...], options: StrategyConfig
 ) -> dict[int, LayeredModel]:
-    """This rank's stages by their place in the pipeline; without one, the whole model."""
+    """This rank's stages by their index in the pipeline; without a pipeline, the whole model."""
     if (axis := axis_of(mesh, "pipeline")) is None:
         return {0: model}
     return stages.cut(model, axis=axis, sample_shape=sample_shape, options=options)
@@ -312,7 +316,7 @@ def dropout_part(part: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfi
 
 
 def prepare(part: LayeredModel, *, config: RunConfig, mesh: DeviceMesh, device: torch.device) -> None:
-    """Float8, checkpoint, compile, shard or set the precision, and give the weights their values."""
+    """Apply float8, checkpointing, compilation, and sharding or precision; then materialise the weights."""
     training = config.training
     float8.apply(part, recipe=training.fp8, device=device)
     checkpointing.apply(part, keeps=training.activation_checkpointing, compiled=training.compile)
@@ -331,10 +335,10 @@ def prepare(part: LayeredModel, *, config: RunConfig, mesh: DeviceMesh, device: 
 
 @dataclass(frozen=True)
 class Replicas:
-    """The parts of the model as replicas of each other."""
+    """The replicated parts of the model, and how their gradients are averaged."""
 
-    runners: Sequence[Module]  # the parts, wrapped by what averages their gradients
-    unaveraged: DeviceMesh | None = None  # the axis whose gradients no wrapper averages
+    runners: Sequence[Module]  # the parts, in wrappers that average their gradients
+    unaveraged: DeviceMesh | None = None  # the axis over which no wrapper averages gradients
     server: ParameterServer | None = None
     traffic: Sequence[DeviceTraffic] | None = None
 
@@ -348,7 +352,7 @@ def replicate_parts(
     device: torch.device,
     trains: bool,
 ) -> Replicas:
-    """Let gradients be averaged over the ranks that hold the same weights."""
+    """Make the ranks that hold the same weights average their gradients."""
     strategy = config.strategy
     if strategy.execution == DATAPARALLEL:
         runner = dataparallel.apply(parts[0], degree=batch.data, device=device)

@@ -21,10 +21,10 @@ from hpc_parallel.strategies.partial_attention import attend, attend_backward
 
 FLASH_CAPABILITY = (8, 0)  # Ampere; torch's own rule
 FLASH_HEAD_DIM = 256  # the widest of torch's flash kernels
-CUDNN_CAPABILITY = (9, 0)  # Hopper, from which on torch prefers cuDNN's attention
-CUDNN_HEAD_DIM = 128  # the widest of its kernels that all versions have
-ALIGNMENT_BYTES = 16  # of a row of a head, for the memory-efficient kernel
-LSE_UNIT = 32  # that kernel's backward pass reads `lse` in rows of this many queries
+CUDNN_CAPABILITY = (9, 0)  # Hopper; from here on torch prefers cuDNN's attention
+CUDNN_HEAD_DIM = 128  # the widest of cuDNN's kernels that all its versions have
+ALIGNMENT_BYTES = 16  # the memory-efficient kernel needs rows of a head that are a multiple of this
+LSE_UNIT = 32  # the memory-efficient kernel's backward pass reads `lse` in rows of this many queries
 
 
 class Kernel(Protocol):
@@ -39,14 +39,14 @@ class Kernel(Protocol):
     def backward(
         self, grad_output: Tensor, query: Tensor, kv: Tensor, *, output: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Returns what `kv` adds to the gradients of `query` and of `kv`. `output`, `lse`: merged ones."""
+        """Returns what `kv` adds to the gradients of `query` and of `kv`. `output`, `lse`: merged."""
 
 
 class Fused:
     """A kernel of torch, through its operators for both passes (`torch_internals`).
 
-    grouped: it lets several query heads share a key-value head; else these are expanded. lse_unit: the rows
-    of its `lse` are padded to a multiple of this.
+    grouped: whether several query heads may share a key-value head; if not, `kv` is repeated for each query
+    head. lse_unit: the rows of the kernel's `lse` are padded to a multiple of this.
     """
 
     def __init__(
@@ -85,7 +85,10 @@ class Fused:
 
 
 class Strips:
-    """Strips of the scores by torch's public operations, in float32 or better (`partial_attention.py`)."""
+    """Attention in strips of scores, by torch's public operations in float32 or better.
+
+    `partial_attention.py` computes them.
+    """
 
     def forward(self, query: Tensor, kv: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
         wide = grouped_upcast(query, kv)
@@ -119,8 +122,8 @@ STRIPS = Strips()
 def kernel_for(query: Tensor) -> Kernel:
     """The kernel for queries of this device, dtype and width.
 
-    Strips serve what no fused kernel takes: float64 on a GPU, widths that are not aligned, and ROCm, whose
-    `lse` was never compared.
+    Strips serve the cases for which no fused kernel is used: float64 on a GPU, widths that are not aligned,
+    and ROCm, whose `lse` has never been compared.
     """
     if query.device.type == "cpu":
         return CPU_FLASH
@@ -146,7 +149,7 @@ def cuda_kernel(dtype: torch.dtype, *, head_dim: int, capability: tuple[int, int
 
 
 def accumulated(part: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """A first partial result in the dtype in which others are merged into it."""
+    """Convert the first partial result to the dtype in which `merge` adds the others."""
     output, lse = part
     return output.to(lse.dtype), lse.contiguous()
 

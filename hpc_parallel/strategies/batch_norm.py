@@ -1,4 +1,4 @@
-"""BatchNorm over all devices that share a microbatch (Ioffe and Szegedy 2015), equal to one device.
+"""BatchNorm over all devices that share a microbatch (Ioffe and Szegedy 2015), with one device's result.
 
 Data parallelism gives each device some of the samples, and tiles give it some of the pixels. Statistics of
 one part would make the result depend on the layout, so they are taken over all parts of the global
@@ -58,7 +58,7 @@ class Normalise(torch.autograd.Function):
     """(x - mean) / sqrt(variance + eps) * weight + bias, with moments over all ranks of a group.
 
     The variance sums squared deviations from the global mean, because E[x^2] - E[x]^2 would cancel. The
-    derivative is the paper's, with its two means over the group too.
+    derivative is the paper's; its two means are also taken over the group.
     """
 
     @staticmethod

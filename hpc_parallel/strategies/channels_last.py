@@ -2,7 +2,7 @@
 
 The tensor cores of a GPU read half-precision images in this order, and cuDNN otherwise reorders the input and
 the output of each convolution. Weights keep their order in memory, so checkpoints, slices and messages do not
-see it: cuDNN reorders a weight when it is used, which is small beside the images.
+change. cuDNN reorders a weight when it is used; a weight is small compared with the images.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 
 
 def apply(model: LayeredModel, *, precision: str, device_type: str) -> LayeredModel:
-    """Reorder the input of each 2d convolution of `model`; its output, and what follows, keeps the order.
+    """Reorder the input of each 2d convolution of `model`. Its output and later operations keep the order.
 
-    Each convolution does it, because an input of one channel has no order, and messages between ranks are
-    contiguous. An input that has the order already is not copied.
+    Every convolution reorders its input, because an input with one channel has no order and messages between
+    ranks are contiguous. An input that already has the order is not copied.
     """
     if model.channels_last and gains(precision, device_type):
         for module in model.modules():
@@ -29,9 +29,9 @@ def apply(model: LayeredModel, *, precision: str, device_type: str) -> LayeredMo
 
 
 def gains(precision: str, device_type: str) -> bool:
-    """Whether convolutions are faster so: by NVIDIA's guide on GPUs, in half precision. On CPUs it depends.
+    """Whether convolutions are faster in this order: on GPUs, in half precision (NVIDIA's guide).
 
-    See docs/performance.md.
+    On CPUs it depends: see docs/performance.md.
     """
     return device_type == "cuda" and precision in HALF
 

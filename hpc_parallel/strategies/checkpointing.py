@@ -33,8 +33,8 @@ EXPENSIVE = {
     "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution",
     "reduce_scatter_tensor", "all_reduce",
 }  # fmt: skip
-# Tokens of experts, and their numbers on the host. No operation overwrites these results, not even inside a
-# custom autograd function.
+# These operations return the tokens of experts and their counts on the host. No operation overwrites these
+# results, not even inside a custom autograd function.
 EXCHANGED = {"all_to_all_single", "exchange_counts", "wait_for_host"}
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -118,9 +118,9 @@ def memory_of(tensors: Any) -> list[int]:
 
 
 class AsInForward:
-    """The context `inner` for the recomputation of a forward pass that runs when this object is made.
+    """The context `inner` for the recomputation of a forward pass. Create it during that forward pass.
 
-    Its dropouts draw for the samples of that pass. Writes into the buffers of `block` are discarded, because
+    Dropouts draw for the samples of that pass. Writes into the buffers of `block` are discarded, because
     the forward pass has already updated running statistics. A zero-bubble schedule enters this context
     twice, because it makes two backward passes through a block.
     """

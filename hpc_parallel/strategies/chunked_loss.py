@@ -1,8 +1,9 @@
 """The loss of a language model in chunks of tokens, so that not all logits exist at once.
 
 The head returns the inputs of its projection, and the loss multiplies a chunk of them at a time with the
-projection's weight. The gradients of a chunk are computed at once, while its logits exist, so the backward
-pass only scales them and no logits are computed twice. Liger (Hsu et al. 2024) does the same in one kernel.
+projection's weight. The gradients of a chunk are computed in the forward pass, while its logits exist. The
+backward pass only scales them, and no logits are computed twice. Liger (Hsu et al. 2024) does the same in one
+kernel.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ IGNORED = -100  # a target without a loss; the same number as in torch.nn.functi
 def applies(model: LayeredModel, *, config: RunConfig, mesh: DeviceMesh) -> bool:
     """Whether the loss of the whole `model` can be computed from the inputs of its last projection.
 
-    It can't if the task chooses tokens, or if the user's own loss, head or hook may change the logits. The
-    replicas of nn.DataParallel return logits.
+    It can't if the task chooses tokens, or if the user's own loss, head or hook may change the logits. It
+    can't with nn.DataParallel either, because its replicas return logits.
     """
     outside = config.task.name == "generate" or config.strategy.execution == DATAPARALLEL
     if not config.training.chunked_loss or outside:
@@ -216,7 +217,7 @@ def cross_entropy(
             grad_hidden[part] = (error @ product_weight) * counted
         if needs[1]:
             grad_weight = add_product(grad_weight, error.T, x * counted, dtype=precise)
-        del error  # before the logits of the next chunk
+        del error  # free its memory before the logits of the next chunk
     loss = loss if rows is None else rows.reduce(loss)
     return loss, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
@@ -226,7 +227,7 @@ def errors_of(
 ) -> tuple[Tensor, Tensor]:
     """Returns the log-probabilities of the targets [token, 1] in `dtype`, and the gradient by `logits`.
 
-    logits: [token, vocabulary]; target: [token, 1]; an ignored one is treated as any other.
+    logits: [token, vocabulary]; target: [token, 1]; an ignored target is treated like any other.
     """
     logarithms = log_probabilities(logits, rows, dtype=dtype)
     local, index = _indices(target, rows)
@@ -270,9 +271,9 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, dtype: torch.dtyp
 def chunks(tokens: int, *, vocabulary: int, device_type: str) -> Iterator[slice]:
     """Parts of the tokens of nearly equal length, whose logits need about LOSS_CHUNK_BYTES in float32.
 
-    The products stay large, and the logits small beside the activations. Each part reads and writes the
-    gradient of the whole projection once more: on an H200, 8,192 tokens of 128,256 words took 20 ms longer in
-    parts of 512 MB than with all logits.
+    At this size the products stay large, and the logits stay small compared with the activations. Each part
+    reads and writes the gradient of the whole projection once more: on an H200, 8,192 tokens of 128,256 words
+    took 20 ms longer in parts of 512 MB than with all logits.
     """
     most = LOSS_CHUNK_BYTES.get(device_type, LOSS_CHUNK_BYTES["cpu"])
     count = max(1, -(-tokens * vocabulary * 4 // most))

@@ -25,15 +25,15 @@ from hpc_parallel.torch_internals import (
     wrap_integers,
 )
 
-SHAPES = 64  # that the inputs of a block may have: microbatches in training, each batch size in inference
+SHAPES = 64  # most shapes of a block's inputs: microbatches in training, each batch size in inference
 
 
 def apply(model: LayeredModel, *, memory_budget: float | None = None, whole: bool = False) -> LayeredModel:
-    """Compile the full forward pass of every block of `model`, but not what wraps a block.
+    """Compile the full forward pass of every block of `model`, but not the wrappers of a block.
 
-    So hooks on the block itself (fully_shard's) are never compiled, and parameters keep their names.
-    memory_budget: `training.memory_budget`. whole: compile the stem, the blocks and the head as one graph;
-    nothing may wrap a block then.
+    Therefore hooks on the block itself (fully_shard's) are never compiled, and parameters keep their names.
+    memory_budget: `training.memory_budget`. whole: compile the stem, the blocks and the head as one graph; a
+    block must not have a wrapper then.
     """
     set_memory_budget(1.0 if memory_budget is None else memory_budget)
     allow_recompiles(SHAPES * len(model.blocks))
@@ -59,7 +59,7 @@ def run_compiled(
 ) -> Tensor:
     """Run the compiled block. An AsyncCollectiveTensor is copied first, which waits for its collective.
 
-    Without the copy torch 2.13 sends the gradient past the operation that made it a plain tensor.
+    Without the copy, the gradient in torch 2.13 skips the operation that made the input a plain tensor.
 
     If the block has a method `prepare_compiled`, it is called with the inputs first (`LayeredModel`).
     `looked_at`: the ids of the blocks that write no buffer.
@@ -72,7 +72,7 @@ def run_compiled(
         return _run(compiled, forward, block, plain)
     versions = versions_of(block)
     output = _run(compiled, forward, block, plain)
-    if clause := written_since(block, versions):  # torch 2.13 computes again what depends on the buffer
+    if clause := written_since(block, versions):  # torch 2.13 recomputes values that depend on the buffer
         raise _refused(block, f"can't be used: {clause}, and compiled gradients would be of its later value")
     looked_at.add(id(block))
     return output
@@ -83,8 +83,8 @@ def run_whole(
 ) -> Tensor:
     """Run the compiled model. `last`: the shape of the inputs of the last call.
 
-    For inputs of another shape, each block's `prepare_compiled` gets what the stem makes of them. (Blocks of
-    our models that have this method have inputs of one shape.)
+    If the shape differs from the last one, each block's `prepare_compiled` gets the stem's outputs. (In our
+    models, all blocks with this method have inputs of the same shape.)
     """
     shape = [x.shape for x in inputs]
     methods = [getattr(block, "prepare_compiled", None) for block in model.distinct_blocks]

@@ -1,6 +1,6 @@
 """Context parallelism: every sequence is split over devices, which communicate in attention only.
 
-`ring.py` and `all_to_all_attention.py` have the ways to do so.
+`ring.py` and `all_to_all_attention.py` implement this communication.
 
 All other layers treat each position separately. Every device has all weights, or fully_shard slices them over
 this axis as over `shard`. Each device computes gradients of its own positions; all have equally many loss
@@ -41,7 +41,7 @@ from hpc_parallel.strategies.ring import (
     slices_of,
 )
 
-# By strategy.context_attention, which may also be:
+# The exchanges by the value of strategy.context_attention, which can also be ALL_TO_ALL.
 EXCHANGES: dict[str, KeyValueExchange] = {"ring": Ring(), "gather": Gather()}
 ALL_TO_ALL = "all_to_all"
 
@@ -54,7 +54,7 @@ def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> 
 
 
 def split_attention(whole: Attention, *, axis: DeviceMesh, kind: str) -> Attention:
-    """What takes the place of `whole`; `kind`: strategy.context_attention."""
+    """The replacement of `whole`; `kind`: strategy.context_attention."""
     if kind == ALL_TO_ALL:
         return HeadsAttention(SlicedPositions(axis), axis=axis, causal=whole.causal)
     return SplitAttention(axis=axis, exchange=EXCHANGES[kind], causal=whole.causal)

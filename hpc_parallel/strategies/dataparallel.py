@@ -39,7 +39,7 @@ def apply(model: LayeredModel, *, degree: int, device: torch.device) -> Threads 
 
 
 class ReplicaLocal(threading.local):
-    """The index of this thread's replica and the barrier that it shares with the others, if there are any."""
+    """The index of this thread's replica, and the barrier that it shares with other replicas (if any)."""
 
     barrier: ReplicaBarrier | None = None
     index: int = 0
@@ -79,7 +79,7 @@ class ReplicaBarrier:
     def total(self, value: Tensor) -> Tensor:
         """The sum of all replicas' values, in the order of their indices; differentiable.
 
-        One wait is enough: the next sum starts when all replicas wait again, so all have read this one.
+        One wait is enough: the next sum starts when all replicas wait again, after they have read this sum.
         """
         self._values[self._local.index] = value
         try:
@@ -168,7 +168,7 @@ class Threads(Module):
 
         def run(index: int) -> None:
             torch.set_num_threads(self._cores)  # a setting of each thread, as torch's grad mode is
-            with suppress(BaseException), torch.set_grad_enabled(grad_enabled):  # barrier.failure keeps it
+            with suppress(BaseException), torch.set_grad_enabled(grad_enabled):  # barrier.failure has it
                 outputs[index] = barrier.join(self.module, index)(pieces[index])
 
         threads = [threading.Thread(target=run, args=(index,)) for index in range(len(pieces))]

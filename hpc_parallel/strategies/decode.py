@@ -1,4 +1,4 @@
-"""Generation of one token by all ranks of a replica: stages run one after another, one rank chooses."""
+"""Generation of one token by all ranks of a replica. Stages run in order; one rank chooses the token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Decoder:
         tensor_degree = 1 if tensor is None else tensor.size()
         self._chooser = 0 if self._replica is None else self._replica.size() - tensor_degree
         self._input_kind: tuple[tuple[int, ...], torch.dtype] | None = None  # shape of a token, and dtype
-        self._sent_kind = False  # to the next stage
+        self._sent_kind = False  # whether the next stage has got the shape and the dtype
 
     def rewind(self) -> None:
         """Forget all positions: the next call begins the text again."""

@@ -1,11 +1,11 @@
 """Dropout that is the same on every layout (Srivastava et al. 2014), by counter-based random numbers.
 
-Whether an element is dropped depends on (seed, name of the layer, index of its sample in the training,
-coordinates in the sample) and on nothing else: a hash of them takes the place of a generator's state (Salmon
-et al. 2011). A step uses each sample once, so the index of the sample also says the step.
+Whether an element is dropped depends only on the seed, the name of the layer, the index of the sample in the
+training, and the element's coordinates in the sample. A hash of these numbers replaces the state of a
+generator (Salmon et al. 2011). A step uses each sample once, so the index of the sample also tells the step.
 
-The masks need no communication, the same element gets the same mask when a block runs again for its
-backward pass, and a run goes on with the same masks on any other layout.
+The masks need no communication. An element gets the same mask when a block is recomputed for its backward
+pass, and when a run continues on another layout.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 
 @dataclass(frozen=True)
 class SamplePart:
-    """Which part of each sample this device has, where the sizes of a layer's input show that it is a part.
+    """The part of each sample that this device has, used if a layer's input is smaller than the whole.
 
-    positions: of a sequence, on this rank of a context axis of `context` ranks; tensor: rank and degree of
-    the tensor axis; tiles: of an image.
+    positions: the positions of a sequence on this rank. context: the number of ranks of the context axis.
+    tensor: this rank on the tensor axis, and its degree. tiles: the tiles of an image.
     """
 
     positions: Positions = field(default_factory=Positions)
@@ -43,11 +43,11 @@ class SamplePart:
     tiles: Grid | None = None
 
     def indices(self, x: Tensor, dim: int, shape: WholeShape) -> Tensor | None:
-        """The indices in the whole `dim` of those of `x`; None if they are not known."""
+        """The indices of the elements of `x` in the whole `dim`; None if they are not known."""
         size, full_size = x.shape[dim], shape.sizes[dim - 1]
         if size == full_size:
             return torch.arange(size, device=x.device)
-        if self.tiles is not None:  # first: the rows of a grey image look like positions
+        if self.tiles is not None:  # checked first: the rows of a grey image look like positions
             first_map_dim = x.dim() - 2
             if dim < first_map_dim:
                 return None
@@ -60,7 +60,7 @@ class SamplePart:
         return self._slice(torch.arange(full_size, device=x.device), size)
 
     def _slice(self, indices: Tensor, size: int) -> Tensor | None:
-        """The part of this rank of the tensor axis, if the axis divides `indices` into parts of `size`."""
+        """This rank's part of `indices`, if the tensor axis divides them into parts of `size`."""
         rank, degree = self.tensor
         return indices[rank * size : (rank + 1) * size] if size * degree == len(indices) else None
 
@@ -83,7 +83,8 @@ def apply(
 ) -> LayeredModel:
     """Let every dropout of `model` (or a stage of it) draw by counters.
 
-    shapes: of the inputs in the whole model, by the names of the dropouts; part: what this device has.
+    shapes: the shapes of the inputs in the whole model, by the names of the dropouts. part: the part of each
+    sample that this device has.
     """
     forward = partial(drop, model.sample_indices, part)
     counted = [(name, module) for name, module in dropouts(model) if name in shapes]
@@ -126,7 +127,7 @@ def _coordinates(x: Tensor, dim: int, *, module: Any, part: SamplePart) -> Tenso
 def keeps(key: Tensor, samples: Tensor, coordinates: Sequence[Tensor], *, rate: float) -> Tensor:
     """Whether each element stays: bool [sample, *coordinates], true with probability 1 - `rate`.
 
-    All tensors are int64: `key` has no dim, `samples` and each of `coordinates` one.
+    All tensors are int64. `key` has no dim; `samples` and each of `coordinates` have one dim.
     """
     rows = mix64(mix64(samples) ^ key)
     for coordinate in coordinates[:-1]:
@@ -147,8 +148,8 @@ def mix64(x: Tensor) -> Tensor:
 def mix32(rows: Tensor, columns: Tensor) -> Tensor:
     """32 uniform bits, as int32, of each pair of 64-bit hashes; the shapes broadcast.
 
-    lowbias32 (Wellons 2018, "Prospecting for hash functions") of the low halves. The high half of a row
-    enters between its rounds, so that rows of the same low half have different bits.
+    Applies lowbias32 (Wellons 2018, "Prospecting for hash functions") to the low halves. The high half of a
+    row enters between its rounds, so that rows with the same low half have different bits.
     """
     x = rows.int() ^ columns.int()
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D

@@ -41,9 +41,9 @@ class WholeShape:
 
 @dataclass
 class Pass:
-    """What one forward pass showed.
+    """The record of one forward pass.
 
-    random: clauses about operations that draw random numbers; error: what ended the pass, if something did.
+    random: clauses about operations that draw random numbers. error: the exception that ended the pass.
     """
 
     inputs: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def find_problems(
 
 
 def _described(model: LayeredModel, error: Exception, sample_shape: tuple[int, ...]) -> str:
-    """The error of the user's own code, with its place there."""
+    """The error of the user's own code, with its place in that code."""
     return (
         f"{described(error)}, raised by {type(model).__name__} for samples of shape {list(sample_shape)} "
         f"without memory (on meta){hint(str(error))}"
@@ -138,7 +138,7 @@ def _other(reason: str, advice: str) -> str:
 def dry_pass(model: LayeredModel, *, sample_shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Pass:
     """Run the whole `model` on meta, with samples of `dtype` or of the first type that it takes.
 
-    It can fail there because its code needs real numbers, or because it is wrong.
+    The model can fail on meta because its code needs real numbers, or because the code is wrong.
     """
     record = Pass()
     kinds = INPUT_TYPES if dtype is None else (torch.float32 if dtype.is_floating_point else dtype,)

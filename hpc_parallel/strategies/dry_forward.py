@@ -14,19 +14,19 @@ from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.replace_forward import replace_modules
 from hpc_parallel.torch_internals import DispatchMode, operator_name
 
-LENGTH = 23  # of the tried sequence; a dim of this size is most likely its positions
+LENGTH = 23  # of the test sequence; a dim of this size most likely holds its positions
 
 Judge = Callable[[str, str, Sequence[Any], Any], str | None]
 """(name of the running module, operator, its arguments, its output) -> a clause about the module, or None."""
 
 
 def first_clause(model: LayeredModel, judge: Judge) -> str | None:
-    """Returns the judge's first clause about a forward pass of `model` (on meta), after the module's name.
+    """Returns a module's name and the judge's first clause about a forward pass of `model` (on meta).
 
-    The model takes tokens [batch, seq]. What `Attention` and `Positions` do is not judged. Returns None
-    if there is no clause before the model fails: its code may need real numbers.
+    The model takes tokens [batch, seq]. The operators of `Attention` and `Positions` are not judged. Returns
+    None if there is no clause before the model ends or fails (its code may need real numbers).
     """
-    tried = deepcopy(model).to("meta")  # a table that a constructor computes has values
+    tried = deepcopy(model).to("meta")  # a table that a constructor has computed is not on meta yet
     tried.sample_positions = _Counted()
     replace_modules(tried, Attention, lambda _: _Attention(_Counted()))
     watch = _Watch(judge, _enter_modules(tried))

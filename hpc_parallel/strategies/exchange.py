@@ -23,7 +23,7 @@ class ExchangeError(RuntimeError):
 
 
 class FollowerError(RuntimeError):
-    """Raised on the ranks that end because another rank is to blame."""
+    """Raised on the ranks that end because of an error on another rank."""
 
 
 def all_gather(

@@ -1,9 +1,10 @@
 """Expert parallelism: every device holds some of the experts, and tokens travel to them and back.
 
 Lepikhin et al. 2020 (GShard). The axis splits the batch, as `replicate` does, so all other weights are
-replicas. A device's experts see the tokens of all devices of the axis, which is why their gradients are sums,
-and are divided by its degree to become those of the mean loss. The host reads the number of tokens in each
-layer, because a collective needs the sizes of its messages (`row_counts.py`).
+replicas. A device's experts see the tokens of all devices of the axis, so their gradients are sums over these
+devices. They are divided by the degree of the axis, which gives the gradients of the mean loss. The host
+reads the number of tokens in each layer, because a collective needs the sizes of its messages
+(`row_counts.py`).
 """
 
 from __future__ import annotations
@@ -127,10 +128,10 @@ class DivideGradient(torch.autograd.Function):
 class ExpertReplicas:
     """Averages the experts' gradients over `replicas`, the ranks that hold the same experts.
 
-    The all-reduce of a weight starts in place when the last microbatch has completed its gradient, while the
-    backward pass goes on. All ranks start them in one order, from the last weight to the first, because the
-    backward pass completes them in this order. A gradient that no hook reports follows after the pass: a
-    schedule that splits the backward pass computes gradients of weights separately.
+    The all-reduce of a gradient (in place) starts when the last microbatch has completed the gradient, while
+    the backward pass goes on. All ranks start the all-reduces in the same order, from the last weight to the
+    first, because the backward pass completes the gradients in this order. Gradients that no hook reports are
+    averaged after the pass: a schedule that splits the backward pass computes weight gradients separately.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class ExpertReplicas:
         self._group, self._axis = replicas.get_group(), name_of(replicas)
         self._microbatches, self._finds_unused = microbatches, finds_unused
         self._passes: Counter[int] = Counter()  # backward passes in this step, by the place in the order
-        self._used: list[bool] = []  # whether this rank has a gradient, of the weights that are started
+        self._used: list[bool] = []  # for each started weight, whether this rank has a gradient
         self._started: list[tuple[dist.Work, Tensor, Tensor]] = []
         self.copies = inner.copies
 
@@ -176,7 +177,7 @@ class ExpertReplicas:
         return self._inner.evaluate(inputs, targets)
 
     def _note(self, place: int, _: Tensor) -> None:
-        """A backward pass has added to the gradient of the weight at `place`."""
+        """Called when a backward pass has added to the gradient of the weight at `place`."""
         if place < len(self._used):
             raise RuntimeError("an expert's gradient changed after its average over replicas had started")
         self._passes[place] += 1
@@ -207,10 +208,10 @@ class ExpertReplicas:
         self._started.clear()
 
     def _drop_unused(self) -> None:
-        """Take the zeros away from the weights that no replica has used."""
+        """Remove the zero gradients of the weights that no replica has used."""
         (device,) = {weight.device for weight in self._order}
         used = torch.ones(len(self._used), dtype=torch.int32, device=device)
-        if not all(self._used):  # else nothing goes from the host to the device, for which it would wait
+        if not all(self._used):  # copied only if needed: the host waits for a copy to the device
             used = torch.tensor(self._used, dtype=torch.int32, device=device)
         with marked(f"all_reduce {self._axis}"):
             dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)

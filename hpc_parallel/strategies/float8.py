@@ -1,11 +1,13 @@
 """Products of linear layers in float8, with scales from the numbers themselves (Micikevicius et al. 2022).
 
 A linear layer has three products: its output, the gradient by its input and the gradient by its weight. Both
-factors of each are rounded to float8, e4m3 with 4 bits of precision or e5m2 with 3 bits and more range, after
-a scale has brought the largest absolute value near the largest number of the type. `tensorwise` has one
-scale for a tensor, `rowwise` one for each row of the left and each column of the right factor. The sums are
-float32, and results bfloat16. The recipes are torchao's, but `tensorwise` too has powers of two as scales:
-another part of a batch, with another largest value, then rounds the same number to the same significant bits.
+factors of each product are scaled, so that the largest absolute value comes near the largest number of the
+type. Then they are rounded to float8: e4m3 with 4 bits of precision, or e5m2 with 3 bits and more range.
+`tensorwise` has one scale for a tensor, `rowwise` one for each row of the left and each column of the right
+factor. The sums are float32, and the results are bfloat16.
+
+The recipes are torchao's, but here the scales of `tensorwise` are powers of two too. Then a number is rounded
+to the same significant bits in every part of a batch, although the parts have different largest values.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ KEY, OFF = "training.fp8", "off"
 INPUT, GRADIENT = torch.float8_e4m3fn, {True: torch.float8_e4m3fn, False: torch.float8_e5m2}
 ALIGNED = 16  # cuBLAS needs every dim of a product to be a multiple of it
 CAPABILITY = (8, 9)  # the first GPUs with float8
-TINIEST = 1e-12  # the smallest largest value that is scaled up to the full range
-EXPONENT = 0x7F800000  # these bits of a float32: without the others it is a power of two
+TINIEST = 1e-12  # a factor whose largest value is smaller is not scaled up to the full range
+EXPONENT = 0x7F800000  # the exponent bits of a float32; with only these bits, a number is a power of two
 
 
 def apply(model: LayeredModel, *, recipe: str, device: torch.device) -> LayeredModel:
@@ -46,7 +48,7 @@ def apply(model: LayeredModel, *, recipe: str, device: torch.device) -> LayeredM
 
 
 def layers_of(model: LayeredModel) -> Iterator[Linear]:
-    """The linear layers of the blocks whose sizes are multiples of 16.
+    """The linear layers of the blocks, if the sizes of the layer are multiples of 16.
 
     A subclass with a forward pass of its own is left out.
     """
@@ -88,7 +90,8 @@ RECIPES: dict[str, Callable[..., Tensor]] = {"tensorwise": tensorwise, "rowwise"
 def multiply(original: Forward, layer: Linear, x: Tensor, *, by_rows: bool) -> Tensor:
     """The output of `layer` for `x` [..., in]: in bfloat16, as under autocast.
 
-    Without a multiple of 16 rows, one of the products can't be in float8, so the layer keeps bfloat16.
+    If the number of rows is not a multiple of 16, one of the products can't be in float8, so the layer keeps
+    bfloat16.
     """
     rows = x.shape[:-1].numel()
     if rows == 0 or rows % ALIGNED:
@@ -102,9 +105,9 @@ def multiply(original: Forward, layer: Linear, x: Tensor, *, by_rows: bool) -> T
 class Product(torch.autograd.Function):
     """x [rows, in] times the transpose of `weight` [out, in], both bfloat16, and its gradients.
 
-    It keeps its arguments for the backward pass, not their float8: a weight is there anyway, fully_shard may
-    free it meanwhile, and layers with the same input share it. Compiled code finds that the backward pass
-    rounds the same numbers again, and keeps whichever is smaller.
+    It keeps its arguments for the backward pass, not their float8 copies. The weight exists anyway, and
+    fully_shard may free it meanwhile. Layers with the same `x` share it. Compiled code detects that the
+    backward pass rounds the same numbers again. It keeps them or their float8 copies, whichever are smaller.
     """
 
     @staticmethod
@@ -124,7 +127,7 @@ class Product(torch.autograd.Function):
         x8, of_x = quantise(x, INPUT, dim=columns)
         gradient8, of_gradient = quantise(gradient, GRADIENT[by_rows], dim=-1 if by_rows else None)
         by_x = scaled_product(gradient8, weight8, scales=(of_gradient, of_weight), fast=False)
-        if by_rows:  # the rows of its transpose have scales of their own
+        if by_rows:  # the rows of the gradient's transpose have their own scales
             gradient8, of_gradient = quantise(gradient, GRADIENT[by_rows], dim=columns)
         by_weight = scaled_product(gradient8.t(), x8, scales=(of_gradient.t(), of_x), fast=False)
         return by_x, by_weight, None
@@ -133,11 +136,11 @@ class Product(torch.autograd.Function):
 def quantise(x: Tensor, dtype: torch.dtype, *, dim: int | None) -> tuple[Tensor, Tensor]:
     """Round `x` [rows, columns] to float8 with a scale; returns the result and 1 / scale, in float32.
 
-    dim: over which the largest absolute value is taken: -1 gives a scale for each row ([rows, 1]), 0 for each
-    column ([1, columns]), None one for all (no dims).
+    dim: the dim over which the largest absolute value is taken. -1 gives a scale for each row ([rows, 1]), 0
+    gives one for each column ([1, columns]), None gives one for all (no dims).
 
     A scale is the greatest power of two that brings no number beyond the range of `dtype`. If `x` is not
-    finite, then neither is what it is multiplied to.
+    finite, its products are not finite either.
     """
     largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
     scale = torch.finfo(dtype).max / largest.float().clamp(min=TINIEST)

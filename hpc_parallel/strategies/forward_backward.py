@@ -1,7 +1,7 @@
-"""From a batch to its gradients, on this rank.
+"""Computes the gradients of a batch on this rank.
 
 `Accumulate` runs whole replicas. A pipeline has its own schedule (pipeline.py). `SequenceParts` and
-`TensorGroup` stand around either of them where several ranks train on the same samples.
+`TensorGroup` wrap either of them if several ranks train on the same samples.
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ class ForwardBackward(Protocol):
     """Weights of this rank that another rank also holds and counts in the gradient's norm."""
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Add the gradients of the replica's mean loss to `.grad`; the loss, or zero where a peer has it."""
+        """Add the gradients of the replica's mean loss to `.grad`.
+
+        Returns the loss, or zero if a peer has it.
+        """
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the replica's mean loss and metrics [1 + metrics] without gradients.
 
-        Where a peer has them, they are zero, or one zero without a dim.
+        If a peer has them, returns zeros, or one zero without a dim.
         """
 
 
@@ -51,12 +54,12 @@ class Accumulate:
     def __init__(
         self, runner: Module, *, model: LayeredModel, loss: Loss, terms: LossTerms, microbatches: int
     ) -> None:
-        """`runner` is the `model`, wrapped by what else applies to it (DistributedDataParallel)."""
+        """`runner`: the `model`, possibly in a wrapper such as DistributedDataParallel."""
         self._runner = runner
         self._model = model
         self._loss = loss
         self._auxiliary_losses = auxiliary_losses([model])
-        # DistributedDataParallel would prepare for a backward pass; others evaluate as they train.
+        # Evaluate without DistributedDataParallel, which would prepare for a backward pass.
         self._forward = model if isinstance(runner, DistributedDataParallel) else runner
         self._microbatches = microbatches
         self._terms = terms
@@ -68,7 +71,7 @@ class Accumulate:
         self._first = True
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of this replica's batch `[batch, ...]`; its gradients are added to the weights'."""
+        """Returns the mean loss of this replica's batch `[batch, ...]`; adds its gradients to `.grad`."""
         terms = self._terms(targets)
         for auxiliary in self._auxiliary_losses:
             auxiliary.loss_terms = terms
@@ -102,14 +105,14 @@ class Accumulate:
     def _first_step_in_sync(self) -> AbstractContextManager[None]:
         """DistributedDataParallel learns a static graph in the first step and can't omit an all-reduce there.
 
-        Averaging the sum so far with every microbatch is superfluous but right: what has been averaged
+        Averaging the sum after every microbatch is superfluous but correct: the part that has been averaged
         already is the same on all ranks.
         """
         return nullcontext() if self._first else self._runner.no_sync()  # type: ignore[operator]
 
     @contextmanager
     def _inside_a_replica(self) -> Iterator[None]:
-        """Slices are summed with every microbatch, or they would not be slices; over replicas once."""
+        """Sum over a replica's ranks in every microbatch, to keep slices; average over replicas only once."""
         self._runner.set_requires_all_reduce(False)  # type: ignore[operator]
         yield
         self._runner.set_requires_all_reduce(True)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""The gradients of this rank: slices, the norm of the entire gradient, clipping, and what is not finite."""
+"""The gradients of this rank: slices, the entire gradient's norm, clipping, and steps that are not finite."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
     """This rank's slices of the gradients, as plain tensors that share their memory.
 
     A distributed gradient is first redistributed to its weight's placements: autograd leaves the gradient
-    of a norm's weight as partial sums over the tensor axis, and only fully_shard would add them up. All of
-    these are added up at once, because each is small.
+    of a norm's weight as partial sums over the tensor axis, and only fully_shard would add them up. All such
+    gradients are added up in one collective, because each is small.
     """
     parameters = list(parameters)
     _sum_replicated(parameters)
@@ -41,7 +41,7 @@ def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
 
 @torch.no_grad()
 def _sum_replicated(parameters: Iterable[Parameter]) -> None:
-    """Add up the gradients that are partial sums of whole weights on one axis, in one flat buffer a type."""
+    """Add up the partial gradients of weights that are whole on one axis, in a flat buffer for each dtype."""
     groups: defaultdict[tuple[DeviceMesh, torch.dtype], list[Parameter]] = defaultdict(list)
     for parameter in parameters:
         gradient = parameter.grad
@@ -122,7 +122,7 @@ class Withholding:
         buffers: Sequence[Tensor],
         loss_scale: LossScale | None = None,
     ) -> None:
-        """`weights`: their number on this rank. `skips`: training goes on after a bad step.
+        """`weights`: the number of weights on this rank. `skips`: training goes on after a bad step.
 
         `buffers`: tensors that a forward pass changes. A skipped step must not change them.
 
@@ -131,8 +131,8 @@ class Withholding:
         self.skips = skips
         self.withhold = torch.zeros((), device=device)  # 1: withhold the update of this step
         self.count = torch.zeros((), device=device)  # steps withheld since the first bad one
-        self.norms = torch.zeros(weights, device=device)  # of the weights' gradients, of the first bad step
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)  # of that step
+        self.norms = torch.zeros(weights, device=device)  # of the weights' gradients in the first bad step
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)  # of the first bad step
         self._skipped = torch.zeros((), device=device)
         self._loss_scale = loss_scale
         self._may_skip = skips or loss_scale is not None
@@ -141,7 +141,7 @@ class Withholding:
 
     @property
     def skipped(self) -> Tensor | None:
-        """The number of skipped steps, on the device; None if none may be."""
+        """The number of skipped steps, on the device; None if no step may be skipped."""
         return self._skipped.clone() if self._may_skip else None
 
     @torch.no_grad()

@@ -1,8 +1,9 @@
 """Every process group of a task, made in one place and in one order, before anything uses one.
 
-All ranks of the world make them together, also those that are in none of them: NCCL splits a communicator
-with all its ranks at once. torch names a split after the number of groups that a rank has, so a group of
-some ranks comes last: a split after it would have two names, and its ranks would wait for each other.
+All ranks of the world make the groups together, also ranks that are in none of them, because NCCL splits a
+communicator with all its ranks at once. torch names a split after the number of groups that a rank has.
+Therefore groups of only some ranks come last: a later split would have different names on different ranks,
+and these ranks would wait for each other.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Groups:
     """The groups of this rank beside the default group.
 
     mesh: has a group for each axis, and one for each set of axes that is used as one.
-    gradients: all ranks of this rank's pipeline, for what its stages send back; None: the group of the axis.
-    ends: the first and the last rank of this rank's pipeline; None on the ranks between, and without one.
+    gradients: all ranks of this rank's pipeline, for gradients between stages; None: use the axis's group.
+    ends: the first and last rank of this rank's pipeline; None on ranks between them or without a pipeline.
     saving: all ranks, on the CPU, for saves; None in a task that saves nothing.
     """
 
@@ -41,7 +42,7 @@ class Groups:
 
 
 def backend_of(device_type: str, group: dist.ProcessGroup | None = None) -> str:
-    """What carries the tensors of a device type: torch keeps `cpu:gloo,cuda:nccl` for a group of both."""
+    """The backend for tensors of a device type. torch keeps `cpu:gloo,cuda:nccl` for a group of both."""
     pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return dict(pairs)[device_type]
 
@@ -81,7 +82,7 @@ def make_saving_group(config: RunConfig) -> dist.ProcessGroup:
 
 
 def join_axes(mesh: DeviceMesh, *, generates: bool) -> None:
-    """Make the groups of several axes. The mesh keeps them: `joint` returns them later, and makes none."""
+    """Make the groups of several axes. The mesh keeps them, so that `joint` makes no new group later."""
     slices = slicing_axis(mesh)
     joint(mesh, *BATCH_AXES, *SAMPLE_AXES)
     if generates:
@@ -100,8 +101,8 @@ def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 def gradients_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """A second group of this rank's pipeline, for gradients; None without a pipeline.
 
-    NCCL runs the sends and receives of a group one after the other if the group was connected early, as ours
-    are, and torch says to use more groups (`pointToPoint` in ProcessGroupNCCL.cpp).
+    Our groups are connected early. NCCL then runs the sends and receives of a group one after the other, and
+    torch recommends more groups (`pointToPoint` in ProcessGroupNCCL.cpp).
     """
     if axis_of(mesh, "pipeline") is None:
         return None

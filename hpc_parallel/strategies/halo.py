@@ -1,8 +1,8 @@
 """Exchange of pieces of a map between the devices that hold its tiles, with gradients.
 
-`spans` cuts every map by its size alone, so tiles of two maps of one size always match. A box is what a
-tile needs of a map: a halo with its corners, or the whole map. `BoxExchange` fetches one box for each device
-in a single all-to-all.
+`spans` cuts every map by its size alone, so tiles of two maps of one size always match. A box is the part of
+a map that a tile needs: the tile and its halo with corners, or the whole map. `BoxExchange` fetches one box
+for each device in a single all-to-all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Grid:
 
     rows: int
     columns: int
-    rank: int  # this process's, in `group`
+    rank: int  # of this process in `group`
     group: dist.ProcessGroup
 
     @property

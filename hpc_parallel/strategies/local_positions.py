@@ -1,7 +1,8 @@
 """Finds modules that count positions themselves or mix positions outside `CausalAttention`.
 
-Such a module is wrong if a device has only a part of a sequence: under `context`, or if it continues a text
-with cached keys and values. Not every such module is recognised; `worker/verify.py` compares results.
+Such a module gives wrong results if a device has only a part of a sequence: under `context`, or if the model
+continues a text with cached keys and values. Not every such module is recognised; `worker/verify.py` compares
+results.
 """
 
 from __future__ import annotations

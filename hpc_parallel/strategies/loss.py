@@ -1,7 +1,8 @@
 """The loss of a rank: its number of terms, and the model's metrics beside it in evaluation.
 
-Metrics of a model's own (`LayeredModel.metrics`) are sums over the terms of the loss, so schedules add up and
-average both in the same way: in evaluation the loss function returns a vector, the loss and then the metrics.
+A model's own metrics (`LayeredModel.metrics`) are sums over the terms of the loss, so schedules add up and
+average metrics and loss in the same way. In evaluation the loss function returns a vector: the loss and then
+the metrics.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ROUNDING = 0.01  # tolerance as a share of a sum, far above the rounding of bflo
 
 
 class LossTerms:
-    """Counts the terms of a batch, so that the mean over ranks of their mean losses is that of one device."""
+    """Counts the terms of a batch, so that the mean of the ranks' mean losses equals one device's loss."""
 
     def __init__(self, model: LayeredModel, *, weight: float = 1.0, axis: DeviceMesh | None = None) -> None:
         """`weight`: the factor of this replica's mean loss (`BatchPlan.weight`).
@@ -55,16 +56,16 @@ class LossTerms:
 
 
 def propagate_nonfinite(loss: Tensor) -> Tensor:
-    """Returns `loss` with its own gradients if it is finite, else NaN with gradients of NaN.
+    """Returns `loss` with its own gradients if it is finite, otherwise NaN with gradients of NaN.
 
-    The derivative of an infinite cross-entropy is finite, so only the rank that has the loss would know.
-    All ranks see the gradients.
+    The derivative of an infinite cross-entropy is finite, so only the rank that has the loss would notice
+    it. All ranks see the gradients.
     """
     return loss * (1 + 0 * loss.detach())
 
 
 class WithMetrics:
-    """A loss function that returns [loss, *metrics] where gradients are off.
+    """A loss function that returns [loss, *metrics] if gradients are off.
 
     `names`: the names of these metrics.
     """
@@ -99,7 +100,7 @@ class WithMetrics:
             raise UserCodeError([f"{self._model}.metrics returned {what} for {text}: {rule}"])
 
     def _require_sums(self, values: Mapping[str, Tensor], output: Tensor, target: Tensor) -> None:
-        """Raises UserCodeError if the values of the samples' halves don't add up to those of all of them."""
+        """Raises UserCodeError if the values for the two halves of the samples don't add up to `values`."""
         if len(output) < 2 or len(output) != len(target):
             return
         halves = [self._metrics(*half) for half in zip(output.chunk(2), target.chunk(2), strict=True)]

@@ -15,10 +15,10 @@ GROWTH, BACKOFF = 2.0, 0.5  # as torch.amp.GradScaler
 
 
 class LossScale:
-    """The factor of the loss: doubled after `grow_every` finite steps, halved after one that is not.
+    """The factor of the loss: doubled after `grow_every` finite steps, halved after one that is not finite.
 
     These are the rules of torch.amp.GradScaler, on the device, but the factor stays at least 1. Every rank
-    has the same factor, because the norm that decides is that of the entire model's gradient.
+    has the same factor, because it depends on the norm of the entire model's gradient.
     """
 
     def __init__(self, *, start: float, grow_every: int, device: torch.device) -> None:
@@ -40,9 +40,9 @@ class LossScale:
 
     @torch.no_grad()
     def update(self, nonfinite: Tensor) -> Tensor:
-        """Change the factor after a step, whose gradient is `nonfinite` or not.
+        """Change the factor after a step. `nonfinite`: whether the step's gradient is not finite.
 
-        Returns whether a smaller factor can make it finite.
+        Returns whether the gradient is not finite and a smaller factor can make it finite.
         """
         can_shrink = self.factor > 1
         count = torch.where(nonfinite, 0, self.finite_steps + 1)

@@ -35,13 +35,13 @@ def build_host_mesh(nodes: int, *, device_type: str) -> DeviceMesh:
 def slicing_axis(mesh: DeviceMesh) -> DeviceMesh | None:
     """The axis over which fully_shard slices weights; None if the layout has no shard axis.
 
-    The axes that split samples join `shard` in it, because their ranks use the same weights.
+    It joins `shard` with the axes that split samples, because their ranks use the same weights.
     """
     return None if axis_of(mesh, "shard") is None else joint(mesh, "shard", *SAMPLE_AXES)
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh of fully_shard: the slicing axis, preceded by its replicas."""
+    """The mesh of fully_shard: the replicate axis, if there is one, and then the slicing axis."""
     slices, replicas = slicing_axis(mesh), axis_of(mesh, "replicate")
     assert slices is not None
     return slices if replicas is None else torch_internals.concatenate([replicas, slices])
@@ -64,7 +64,7 @@ def joint(mesh: DeviceMesh, *names: str) -> DeviceMesh | None:
 
 
 def name_of(axis: DeviceMesh) -> str:
-    """The name of a one-dimensional mesh; of several axes made one, their names joined."""
+    """The name of a one-dimensional mesh. If it joins several axes, the name joins their names."""
     assert axis.mesh_dim_names is not None
     return axis.mesh_dim_names[0]
 

@@ -15,7 +15,7 @@ from hpc_parallel.strategies import cache, context, dropout_shapes, expert, floa
 
 PACKAGE = "hpc_parallel."
 TRAINS = ("train", "proof")
-NEEDS = {  # of the axes that can't split a plain module
+NEEDS = {  # an axis that can't split a plain module -> what it needs
     "pipeline": "a LayeredModel, with a stem, blocks and a head",
     "context": "a LayeredModel, with positions mixed in CausalAttention or FullAttention only",
     "tensor": "a LayeredModel, with roles for its layers",

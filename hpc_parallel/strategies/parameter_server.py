@@ -36,7 +36,7 @@ class ParameterServer:
     ) -> None:
         """`finds_unused`: a weight that no worker's loss depends on gets no gradient, as on one device.
 
-        Without it, all weights get one, and no rank waits for its device to know which.
+        Otherwise all weights get a gradient, and no rank waits for its device to learn which are unused.
         """
         self.serves = dist.get_rank() == SERVER
         self._server_trains = not options.dedicated_server
@@ -47,7 +47,7 @@ class ParameterServer:
         self._message_device = torch.device("cpu") if backend_of(device.type) == "gloo" else device
 
     def collect(self) -> None:
-        """Put the mean of the workers' gradients into the server's `.grad` and free the workers' own."""
+        """Put the mean of the gradients into the server's `.grad`, and free the workers' gradients."""
         for bucket in self._buckets:
             if self.serves:
                 self._average(bucket)
@@ -108,7 +108,7 @@ class ParameterServer:
             dist.send(message, dst=target)
 
     def _receive(self, like: Sequence[Tensor], *, source: int, more: int = 0) -> Tensor:
-        """`more`: the numbers that follow those of `like`."""
+        """`more`: how many numbers follow those of `like`."""
         count = sum(parameter.numel() for parameter in like) + more
         message = torch.empty(count, dtype=like[0].dtype, device=self._message_device)
         with marked("recv parameter server"):
@@ -147,7 +147,7 @@ def buckets(parameters: Iterable[Parameter], *, max_bytes: int) -> list[list[Par
 
 
 def gradient(parameter: Parameter) -> Tensor:
-    """Zero if the loss does not depend on the weight."""
+    """The weight's gradient; zero if the loss does not depend on the weight."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 

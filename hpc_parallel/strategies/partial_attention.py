@@ -1,11 +1,11 @@
-"""Attention to some of the keys in strips, and their part of the gradients, by torch's public operations.
+"""Attention to some of the keys and its gradients, in strips of scores, by torch's public operations.
 
-`attention_kernels.py` uses it where no fused kernel can serve. Only a strip of the scores exists at a time.
-None is kept: the backward pass computes them again.
+`attention_kernels.py` uses this module if no fused kernel is used. Only one strip of the scores exists at a
+time. No strip is kept: the backward pass computes the scores again.
 
 Queries are [batch, kv_head, group, seq, head_dim]: each key-value head serves a group of query heads. Keys
-and values are [batch, kv_head, seq, head_dim]. The dtype of the inputs, float32 or float64, is that of all
-computation.
+and values are [batch, kv_head, seq, head_dim]. All computation has the dtype of the inputs, float32 or
+float64.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor]:
     """Returns what these keys add to the gradients of the queries, and of keys and values (stacked).
 
-    `grad_output`: the gradient of the merged outputs. `lse`: the merged one. `delta`: grad_output . output of
-    each row.
+    `grad_output`: the gradient of the merged outputs. `lse`: the merged `lse`. `delta`: the dot product of
+    grad_output and output in each row.
     """
     scale = query.shape[-1] ** -0.5
     grad_query = torch.empty_like(query)
@@ -63,7 +63,7 @@ def attend_backward(
 
 
 def strips(query: Tensor, key: Tensor, *, causal: bool) -> Iterator[tuple[slice, int, Tensor | None]]:
-    """Rows of queries, the end of the keys that they can see, and which of those are hidden ([row, key])."""
+    """Rows of queries, the end of the keys that they can see, and a mask of the hidden keys ([row, key])."""
     queries, keys = query.shape[-2], key.shape[-2]
     before, height = keys - queries, max(1, STRIP // keys)
     for start in range(0, queries, height):

@@ -105,7 +105,7 @@ class Stage(PipelineStage):
         return self._with_gradients_group(super().get_bwd_recv_ops(bwd_chunk_id))
 
     def _with_gradients_group(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
-        """torch's stages have one group. The other one has the same ranks in the same order."""
+        """torch's stages have one group. `gradients_group` has the same ranks in the same order."""
         if self.gradients_group is not None:
             for operation in operations:
                 operation.group = self.gradients_group
@@ -144,8 +144,9 @@ def match_strides(module: Module) -> None:
 def delay_averaging(runners: Sequence[Module]) -> None:
     """Let DistributedDataParallel average only when the schedule asks for it.
 
-    Otherwise the forward pass that learns the shapes makes the first microbatch average too. If the gradients
-    of the last one follow before another forward pass, the reducer fails (torch 2.13; gpipe, looped_bfs).
+    Otherwise the forward pass that learns the shapes makes the first microbatch average too. If the last
+    microbatch's gradients then follow before another forward pass, the reducer fails (torch 2.13; gpipe,
+    looped_bfs).
     """
     for runner in runners:
         if isinstance(runner, DistributedDataParallel):
@@ -155,9 +156,9 @@ def delay_averaging(runners: Sequence[Module]) -> None:
 def contiguous_ends(forward: Callable[..., Any], stage: LayeredModel, *inputs: Tensor) -> Any:
     """The forward pass of a stage whose outputs, and whose inputs' gradients, can be sent.
 
-    torch's pipelines send tensors as they are, and backends send contiguous ones only. A schedule that splits
-    the backward pass detaches outputs in place, which views do not allow: an input that a stage only hands on
-    is copied.
+    torch's pipelines send tensors as they are, but backends send only contiguous tensors. A schedule that
+    splits the backward pass detaches outputs in place. Views do not allow this, so an input that a stage only
+    passes on is copied.
     """
     outputs = forward(stage, *(ContiguousGradient.apply(x) if x.requires_grad else x for x in inputs))
     if isinstance(outputs, tuple):
@@ -176,7 +177,7 @@ def sendable(output: Tensor) -> Tensor:
 class ContiguousGradient(torch.autograd.Function):
     """The same tensor; its gradient is contiguous.
 
-    An input that a stage hands on is also no longer a leaf of autograd, which would have no gradient to give.
+    An input that a stage only passes on is also no longer a leaf of autograd. A leaf would give no gradient.
     """
 
     @staticmethod
@@ -191,11 +192,11 @@ class ContiguousGradient(torch.autograd.Function):
 class TiedEnds:
     """Tied weights of the first and last stage: each stage has a copy, and both stay equal.
 
-    Other shared weights are in one stage (`stages.divide`), which has them once.
+    Parts that share any other weight are in one stage (`stages.divide`), which has this weight once.
 
     On two ranks, both copies get the sum of their gradients. On one rank, the optimizer updates only the
-    original in the first stage, and the copy in the last stage gets its values. They can't be one parameter:
-    fully_shard gathers each stage separately and could not slice it.
+    original in the first stage, and the copy in the last stage gets its values. The two can't be one
+    parameter, because fully_shard gathers each stage separately and could not slice a common parameter.
     """
 
     def __init__(
@@ -254,8 +255,8 @@ class PipelineDriver:
     ) -> None:
         """Build the schedule of this rank's `stages`, by their index in the pipeline.
 
-        `runners` are the stages as wrapped by DistributedDataParallel, if it applies. `replicas` is the axis
-        whose gradients no wrapper averages.
+        `runners`: the stages, in DistributedDataParallel if it applies. `replicas`: the axis over which no
+        wrapper averages gradients.
 
         Raises ConfigError if torch is too old for the schedule.
         """
@@ -298,7 +299,7 @@ class PipelineDriver:
             return propagate_nonfinite(self._loss(output, target) / self._terms)
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the mean loss of this pipeline's batch on the rank of the last stage, else zero."""
+        """Returns the mean loss of this pipeline's batch on the rank of the last stage, otherwise zero."""
         loss = self._run(self._schedule.step, inputs, targets)
         for average in self._averages:
             average.finish()

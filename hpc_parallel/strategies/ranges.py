@@ -1,11 +1,11 @@
 """Named ranges for profilers, and the times of actions on the device.
 
-A range is one of torch's profiler while that is on, else of NVTX on a GPU.
+While torch's profiler is on, a range is one of this profiler. Otherwise it is an NVTX range on a GPU.
 
-A profiler's range on a GPU covers the kernels that the range's own thread launched. Autograd launches those
-of a backward pass from a thread of its own, so a range around `backward()` misses them. Autograd makes the
-stream of its caller wait for its work, so an event that is recorded after `backward()` comes after all of it:
-while actions are recorded, `action` records a pair of events.
+A profiler's range on a GPU covers the kernels that the range's own thread launched. Autograd launches the
+kernels of a backward pass from another thread, so a range around `backward()` misses them. But autograd makes
+the stream of its caller wait for its work, so an event that is recorded after `backward()` comes after all of
+this work. Therefore `action` records a pair of events while actions are recorded.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _NOTHING = nullcontext()
 
 
 def marked(name: str) -> AbstractContextManager[object]:
-    """A range around a piece of work. Without a profiler it costs one call, and on a GPU two of NVTX.
+    """A range around a piece of work. Without a profiler it costs one call, and on a GPU two NVTX calls.
 
     The range of a collective is named by it and its axis: `all_reduce replicate`.
     """
-    if torch.compiler.is_compiling():  # the compiler can't trace the question whether a profiler is on
+    if torch.compiler.is_compiling():  # the compiler can't trace profiler_is_on
         return _NOTHING
     if profiler_is_on():
         return record_function(name)
@@ -51,7 +51,7 @@ class DeviceEvent(Protocol):
 
 
 class Action(NamedTuple):
-    """A marked action; nanoseconds since the recording began."""
+    """A marked action; its times are nanoseconds since the recording began."""
 
     name: str
     start: int
@@ -100,7 +100,7 @@ def recorded_actions(new_event: Callable[[], DeviceEvent]) -> Iterator[ActionTim
 
 
 def action(name: str) -> AbstractContextManager[object]:
-    """A range for profilers around a piece of work; while actions are recorded, with events of the device."""
+    """A range for profilers around a piece of work, with device events while actions are recorded."""
     return _recorded(name) if _recording else marked(name)
 
 

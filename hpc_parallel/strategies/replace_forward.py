@@ -1,4 +1,4 @@
-"""Replaces the forward pass of one module; printing the model shows it, and copies of the module keep it."""
+"""Replaces the forward pass of one module. The printed model shows this, and copies of the module keep it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def replace_forward(module: Module, forward: Callable[..., Tensor], *, technique
     `CheckpointedTransformerBlock`.
 
     The module gets a new class. An attribute `forward` would be bound to this module, and the copies that
-    nn.DataParallel makes would compute with its weights.
+    nn.DataParallel makes would compute with this module's weights.
     """
     module.__class__ = _subclass(type(module), forward, technique)  # type: ignore[arg-type]
 
 
 def replace_modules(model: Module, kind: type[Kind], replacement: Callable[[Kind], Module]) -> None:
-    """Put `replacement(module)` in the place of each module of this `kind`; what is shared stays shared."""
+    """Replace each module of this `kind` by `replacement(module)`; shared modules stay shared."""
     replacements: dict[int, Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, kind):

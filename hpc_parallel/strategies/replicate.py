@@ -21,11 +21,12 @@ from hpc_parallel.strategies.gradients import local_gradients
 from hpc_parallel.strategies.mesh import name_of
 from hpc_parallel.strategies.ranges import marked
 
-# Running statistics cover all ranks' samples, so they need no sync; torch 2.13 renamed its option.
+# Running statistics cover all ranks' samples, so they need no sync. torch 2.13 renamed the option for it.
 _OPTIONS = inspect.signature(DistributedDataParallel).parameters
 _RENAMED = "forward_sync_buffers" in _OPTIONS
 NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
-# Gradients are None before each step, so torch copies each into its bucket; this copies a bucket at once.
+# Gradients are None before each step, so torch copies each gradient into its bucket. With this option it
+# copies all gradients of a bucket at once.
 BATCHED_COPY: dict[str, Any] = {"batched_grad_copy": True} if "batched_grad_copy" in _OPTIONS else {}
 
 
@@ -37,7 +38,7 @@ def apply(
     Weights come from (seed, name), so all ranks start with the same ones. torch's broadcast at the start is
     off: it would only hide a difference. Distributed weights are left to the technique that split them.
 
-    finds_unused: look in each step for weights that the loss does not depend on, which get no gradient.
+    finds_unused: look in each step for weights that the loss does not depend on. They get no gradient.
     """
     torch_internals.leave_out_of_replicas(model, distributed_weights(model))
     replica = DistributedDataParallel(
@@ -78,7 +79,7 @@ def compress(group: dist.ProcessGroup, bucket: dist.GradBucket, *, axis: str) ->
 
 
 def average_of(stage: LayeredModel, *, axis: DeviceMesh) -> Average:
-    """Averages what DistributedDataParallel would: the weights of `stage` that are not distributed."""
+    """Averages as DistributedDataParallel would: gradients of weights of `stage` that are not distributed."""
     return Average((weight for weight in stage.parameters() if not isinstance(weight, DTensor)), axis=axis)
 
 

@@ -1,12 +1,14 @@
 """Attention over a sequence that is split over devices, forward and backward.
 
-`Ring` (Liu et al. 2023) sends keys and values around the devices; each hop overlaps with the computation on
-the last ones. The zig-zag (Llama 3, Dubey et al. 2024, section 3.3.2) gives device r of P the slices r and
-2P-1-r of 2P: an early one, which sees few keys, and a late one, which sees many. For the keys of any other
-device, exactly half of the products are behind the causal mask, in entire slices. They are skipped, and all
-devices compute the same amount. Without the mask (`causal` is false), each device computes all products of
-its queries. `Gather` collects all keys and values on every device in one collective. Both compute by a fused
-kernel where there is one (`attention_kernels.py`), and add up parts in float32 or better.
+`Ring` (Liu et al. 2023) sends keys and values around the devices. Each hop overlaps with the computation on
+the keys and values that arrived last. `Gather` collects all keys and values on every device in one
+collective. Both use a fused kernel if there is one (`attention_kernels.py`), and add up parts in float32 or
+better.
+
+The zig-zag (Llama 3, Dubey et al. 2024, section 3.3.2) gives device r of P the slices r and 2P-1-r of 2P: an
+early slice, which sees few keys, and a late slice, which sees many. For the keys of any other device, exactly
+half of the products are behind the causal mask, in entire slices. They are skipped, and all devices compute
+the same amount. Without the mask (`causal` is false), each device computes all products of its queries.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ def slices_of(rank: int, *, degree: int, length: int) -> tuple[slice, slice]:
 
 
 def visible(source: int, *, rank: int, half: int, causal: bool) -> tuple[slice, slice]:
-    """Which queries of `rank` see which keys of another device `source`, both slices being `half` long.
+    """Which queries of `rank` see which keys of another device `source`. A slice has the length `half`.
 
-    The slices lie as source, rank, ..., 2P-1-rank, 2P-1-source where source < rank.
+    If source < rank, the slices are in the order source, rank, ..., 2P-1-rank, 2P-1-source.
     """
     every, early, late = slice(None), slice(0, half), slice(half, None)
     if not causal:
@@ -84,7 +86,7 @@ class SequenceAttention(torch.autograd.Function):
         exchange: KeyValueExchange,
         causal: bool,
     ) -> Tensor:
-        """[batch, head, seq, head_dim] each, this device's two slices; like `query`."""
+        """Inputs: [batch, head, seq, head_dim] of this device's two slices. The result is like `query`."""
         output, lse = exchange.forward(query, torch.stack((key, value)), group, causal=causal)
         result = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, lse)
@@ -160,11 +162,11 @@ class Ring:
             grad_query[..., rows, :] += part_query
             grad_kv = next_grad_kv.arrived()
             grad_kv[..., columns, :] += part_kv
-        return grad_query, Passing(grad_kv, group).arrived()  # the last hop brings each gradient home
+        return grad_query, Passing(grad_kv, group).arrived()  # the last hop returns each gradient
 
 
 class Gather:
-    """Every device gets all keys and values, in the backward pass again; their gradients are scattered."""
+    """Every device gathers all keys and values in both passes. Their gradients are reduce-scattered."""
 
     @staticmethod
     def forward(
@@ -227,7 +229,7 @@ class GatherKv(torch.autograd.Function):
 
 
 class Passing:
-    """Sends a tensor to the next device of a ring while the previous device's one arrives."""
+    """Sends a tensor to the next device of a ring while the previous device's tensor arrives."""
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         rank, degree = group.rank(), group.size()
@@ -250,9 +252,9 @@ class Passing:
 def products_of(
     query: Tensor, group: dist.ProcessGroup, *, causal: bool
 ) -> list[tuple[slice, list[tuple[slice, bool]]]]:
-    """The rows of each of this device's slices; for them, the keys that they see, masked or all.
+    """The rows of each slice of this device; for each, the spans of keys that it sees and whether to mask.
 
-    A kernel masks a square only: queries and keys at the same positions.
+    A kernel can mask only a square: queries and keys at the same positions.
     """
     rank, degree, length = group.rank(), group.size(), query.shape[-2]
     if not causal:
@@ -280,7 +282,7 @@ def gather_mask(key_mask: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def scatter_grad_kv(grad_kv: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over devices of this device's two slices: the inverse of `gather_kv` for gradients."""
+    """Sum `grad_kv` over devices; returns this device's two slices. This is the backward of `gather_kv`."""
     by_device = from_sequence(grad_kv, degree=group.size()).contiguous()
     local = torch.empty_like(by_device[0])
     with marked("reduce_scatter context"):

@@ -1,9 +1,9 @@
 """Tells the host how many rows the devices of an expert axis send to each other, as early as possible.
 
-A collective needs the sizes of its messages on the host, so the host must read numbers of the device. The
-exchange of the numbers and their copy to the host begin before the rows are sorted, and the host waits after
-it has queued the sorting. The device then has work while the host wakes up and queues what follows. Megatron
-delays the wait too (`cuda_dtoh_stream` of its token dispatcher); torchtitan waits at once.
+A collective needs the sizes of its messages on the host, so the host must read numbers from the device. The
+exchange of the numbers and their copy to the host begin before the rows are sorted. The host waits after it
+has queued the sorting. The device then has work while the host wakes up and queues the next operations.
+Megatron delays the wait too (`cuda_dtoh_stream` of its token dispatcher); torchtitan waits immediately.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from hpc_parallel.torch_internals import group_of
 
 
 class Sizes(NamedTuple):
-    """received_counts: rows for each expert of this device from each device, [device * expert].
+    """How many rows the devices send to each other.
 
+    received_counts: rows for each expert of this device from each device, [device * expert].
     sent, received: rows to and from each device, on the host.
     """
 
@@ -53,15 +54,16 @@ class RowCounts:
         return Sizes(received_counts, sent, received)
 
 
-# These are operators: selective checkpointing keeps their results, so a recomputation does not wait again.
-_copies: dict[int, torch.cuda.Event] = {}  # copies that may be under way, by their address on the host
+# The functions below are operators, so that selective checkpointing keeps their results and a recomputation
+# does not wait again.
+_copies: dict[int, torch.cuda.Event] = {}  # events of copies that may be under way, by address on the host
 
 
 @torch.library.custom_op("hpc_parallel::exchange_counts", mutates_args=())
 def exchange_counts(counts: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
     """Returns the received counts [device * expert], and the rows to and from each device [2, device].
 
-    The second one is on the host, and complete when `wait_for_host` returns.
+    The second tensor is on the host. It is complete when `wait_for_host` returns.
     """
     group = group_of(group_name)
     received = torch.empty_like(counts)

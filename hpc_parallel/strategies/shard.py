@@ -27,11 +27,11 @@ def apply(
 ) -> LayeredModel:
     """Shard weights over the last axis of `mesh`; on a mesh of two axes the first holds replicas (HSDP).
 
-    Blocks are gathered one at a time, so a device holds about two full blocks. Stem and head are groups of
-    their own; the head stays gathered between forward and backward. Parts that share a weight with another
-    part are one group, which stays gathered too. A block that is used several times is gathered each time.
+    Blocks are gathered one at a time, so a device holds about two full blocks. Stem and head are separate
+    groups; the head stays gathered between forward and backward. Parts that share a weight with another part
+    are one group, which stays gathered too. A block that is used several times is gathered each time.
     Without `reshard`, all blocks stay gathered, so only gradients and optimizer state are sharded (ZeRO-2).
-    They also stay gathered in a `staged` model, a stage of a pipeline, between the microbatches of a step.
+    In a `staged` model (a pipeline's stage), blocks also stay gathered between the microbatches of a step.
     With bfloat16 and float16, weights are gathered and used in that type; gradients are summed in float32.
     """
     mixed = precision in HALF
@@ -49,7 +49,7 @@ def apply(
 
 
 def _separate_parts(model: LayeredModel) -> list[Module]:
-    """The blocks, and the stem and head that have weights, without those that share one with another part."""
+    """The blocks, stem and head that have weights, except parts that share a weight with another part."""
     ends = [
         end for end in (model.stem, model.head) if end is not None and any(True for _ in end.parameters())
     ]
@@ -59,7 +59,7 @@ def _separate_parts(model: LayeredModel) -> list[Module]:
 
 
 def _prefetch(model: LayeredModel, *, ahead: int) -> None:
-    """Gather the next `ahead` blocks while one is computed; a device holds as many more full blocks."""
+    """Gather the next `ahead` blocks while one is computed; a device then holds `ahead` more full blocks."""
     blocks: list[FSDPModule] = [block for block in model.distinct_blocks if isinstance(block, FSDPModule)]
     root = cast(FSDPModule, model)
     for index, block in enumerate(blocks):
@@ -90,7 +90,7 @@ class UnusedWeights:
         for gradients in self._gradients:
             here = gradients.used()
             used = torch.ones(len(here), dtype=torch.int32, device=self._device)
-            if not all(here):  # otherwise no copy from the host, which would make it wait for the device
+            if not all(here):  # copied only if needed: a copy makes the host wait for the device
                 used = torch.tensor(here, dtype=torch.int32, device=self._device)
             with marked(f"all_reduce {name_of(self._axis)}"):
                 dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._axis.get_group())

@@ -22,7 +22,7 @@ from hpc_parallel.strategies.replace_forward import replace_forward
 def cut(
     model: LayeredModel, *, axis: DeviceMesh, sample_shape: tuple[int, ...], options: StrategyConfig
 ) -> dict[int, LayeredModel]:
-    """The stages of the whole `model` that this rank of `axis` has, by their place in the pipeline, rising.
+    """This rank's stages of the whole `model`, by their index in the pipeline, in ascending order.
 
     Parameters keep the names of the whole model.
 
@@ -67,9 +67,9 @@ def find_problems(
 
 
 def _used_again(model: LayeredModel, sample_shape: tuple[int, ...] | None) -> str | None:
-    """A weight with several names, or a module with weights that runs several times; None without one.
+    """A weight with several names, or a module with weights that runs several times; None if there is none.
 
-    The second is seen only if the samples are known and the model runs on meta.
+    Such a module is found only if the shape of the samples is known and the model runs on meta.
     """
     if pairs := _within(model):
         return pairs[0][1]
@@ -88,7 +88,7 @@ def divide(
 
     Parts that share a weight are in one stage, except for stem and head, which have a copy each.
 
-    Raises ConfigError if the model has too few blocks, or too few of them share no weight with others; this
+    Raises ConfigError if the model has too few blocks, or if shared weights leave too few places to cut. This
     is known only after the model is built.
     """
     between = separable(model)
@@ -108,7 +108,7 @@ def divide(
 def separable(model: LayeredModel) -> set[int]:
     """The blocks before which the whole `model` can be cut, so that no two stages share a weight.
 
-    Stem and head may share one (`pipeline.TiedEnds`).
+    Stem and head may share a weight (`pipeline.TiedEnds`).
     """
     count = len(model.blocks)
     places = {"stem": 0, "head": count - 1, **{f"blocks.{i}": i for i in range(count)}}

@@ -97,9 +97,10 @@ def between_layers(options: StrategyConfig) -> Placement:
 
 
 class ChunkedLogits(LayerStyle):
-    """A projection by rows of its weight whose logits the loss computes, from all positions of its input.
+    """A projection that is split by rows of its weight. The loss computes its logits.
 
-    The gradient of that input is a partial sum, because each device has it from its rows only.
+    Each device uses all positions of the input. The gradient of the input is a partial sum, because each
+    device computes it from its own rows only.
     """
 
     def __init__(self, between: Placement) -> None:
@@ -131,7 +132,7 @@ class EachPosition(LayerStyle):
     def split(self, module: Module, mesh: DeviceMesh) -> Module:
         def enter(_: Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
             (x,) = inputs
-            if isinstance(x, DTensor):  # in a module of the role whole, which has all positions
+            if isinstance(x, DTensor):  # in a module of the role `whole`, which has all positions
                 return x
             return DTensor.from_local(x, mesh, [self._between], run_check=False)
 
@@ -160,7 +161,7 @@ class PositionTable(LayerStyle):
 class FusedColumn(LayerStyle):
     """A linear layer of several projections: this device computes its columns of each of them.
 
-    The gradient of the layer's weights is a partial sum, as that of a norm.
+    The gradient of the layer's weights is a partial sum, like the gradient of a norm's weights.
     """
 
     def __init__(self, role: Column) -> None:
@@ -212,16 +213,16 @@ def _with_plain_weights(original: OriginalForward, _: Forward, __: Module, *inpu
 
 
 def _full(x: Any) -> Any:
-    """A plain tensor; a module of the role whole gives its layers a distributed one."""
+    """`x` as a plain, whole tensor. In a module of the role `whole`, layers get DTensors."""
     return x.redistribute(placements=[Replicate()]).to_local() if isinstance(x, DTensor) else x
 
 
 class OwnGradient(torch.autograd.Function):
     """Returns its input; its gradient has memory of its own.
 
-    autograd gives both terms of `p + q` the same gradient, and copies it before it adds another to it. It
-    does not see that the DTensors around it share the memory, so the gradient of a second microbatch would be
-    added for both weights to both gradients.
+    autograd gives both terms of `p + q` the same gradient tensor, and copies it before it adds another
+    gradient. It does not see that the two DTensors around it share the memory. Without the copy here, a
+    second microbatch would add the gradients of both weights to both.
     """
 
     @staticmethod
@@ -286,7 +287,7 @@ def loss_of_slices(loss: Loss, *, axis: DeviceMesh) -> Loss:
 
 
 def metrics_of_slices(metrics: MetricsOf, *, axis: DeviceMesh) -> MetricsOf:
-    """Returns `metrics` for logits that stay split over `axis` by their last dim: they are gathered."""
+    """Returns `metrics` for logits that are split over `axis` by their last dim; it gathers the logits."""
 
     def gathered_metrics(output: Tensor, target: Tensor) -> Mapping[str, Tensor]:
         return metrics(DTensor.from_local(output, axis, [Shard(-1)], run_check=False).full_tensor(), target)
