@@ -159,7 +159,7 @@ def _of_shared(model: LayeredModel, roles: Mapping[str, str | Column]) -> Iterat
 def _fused(model: LayeredModel, roles: Mapping[str, str | Column]) -> Iterator[str]:
     """If a model cuts the outputs of a column layer into projections, a device would mix them up."""
     columns = {name for name, role in roles.items() if role == "column"}
-    outputs: dict[int, tuple[str, Tensor]] = {}  # the tensors are kept, so that no other one gets their id
+    outputs: dict[int, tuple[str, Tensor]] = {}  # keeps the tensors, so that no other tensor gets their id
 
     def judge(place: str, operator: str, args: Sequence[Any], output: Any) -> str | None:
         if operator.startswith("aten::split") and id(args[0]) in outputs:

@@ -88,7 +88,7 @@ def _script_behind(reports: Sequence[HangReport]) -> tuple[HangReport, str]:
 
 
 def _waits_in_torch(report: HangReport) -> bool:
-    """Whether the innermost frame is one of torch's, but not of a loader that waits for data."""
+    """Whether the innermost frame is in torch, but not in a data loader that waits for data."""
     innermost = report.stack[-1] if report.stack else ""
     return "/torch/" in innermost and "/torch/utils/data/" not in innermost
 

@@ -232,7 +232,7 @@ class Relay:
 
     def connect(self, child: subprocess.Popen[bytes]) -> None:
         self._child = child
-        reaches_all, self._reaches_all = self._reaches_all, False  # the script did not run yet
+        reaches_all, self._reaches_all = self._reaches_all, False  # these signals came before the script
         for number in self._early:
             self(number, None)
         self._reaches_all = reaches_all

@@ -139,5 +139,5 @@ def preview(plan: SweepPlan, *, kind: str, launcher: Launcher) -> int:
     print(f"# {line}", flush=True)
     from hpc_parallel.launch.rank_variables import describe
 
-    complain([*describe(runs[0]), f"  (run 0: {plan.runs[0].label})"])  # stdout has the scripts
+    complain([*describe(runs[0]), f"  (run 0: {plan.runs[0].label})"])  # to stderr: stdout has the scripts
     return DONE

@@ -102,7 +102,7 @@ class Metrics:
             "step": step,
             "samples": step * scale.global_batch_size,
             "loss": finite(sum(losses) / scale.replicas),
-            "grad_norm": finite(norms[0]),  # of rank 0: only a parameter server has it
+            "grad_norm": finite(norms[0]),  # rank 0 always has it
             "learning_rate": learning_rate,
             "step_time_s": step_time_s,
             "data_s": max(waits),

@@ -32,7 +32,7 @@ def trace(
     whole: bool = False,
     replay: Callable[[], object],
 ) -> FirstLayers:
-    """Returns the first layer of this rank's `parts` whose output is not finite, and the first such gradient.
+    """Returns this rank's first layer with an output that is not finite, and the first with such a gradient.
 
     `replay`: runs the forward and backward passes of the step again; collective over all ranks. If blocks are
     compiled, only the outputs of whole blocks are seen. A model compiled as a `whole` runs uncompiled here.
