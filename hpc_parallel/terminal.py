@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _UNBOUND_COLUMNS = 1000  # for a file or a pipe, so that every run has one line
 _BAR_FROM_COLUMNS = 60  # a narrower terminal gets no bar
-_BAR_COLUMNS, _LEFT_COLUMNS = 24, 8  # of the bar and of the time left, each with a space
+_BAR_COLUMNS, _LEFT_COLUMNS = 24, 8  # widths of the bar and of the time left, each with a space
 
 
 def console() -> Console:

@@ -1,7 +1,7 @@
 """Every symbol of torch that this package uses although torch keeps it private, with the reason.
 
-They were seen in torch 2.11 and 2.13. tests/unit/test_torch_internals.py checks what each of
-them does, so that a torch that changes one fails there, and pyproject.toml admits no newer torch.
+The symbols were checked in torch 2.11 and 2.13. tests/unit/test_torch_internals.py checks what each symbol
+does, so the test fails with a torch that changes one. pyproject.toml allows no newer torch.
 
 Four uses can't move here, since they override or replace something; the same test checks them:
 `strategies/pipeline.py` overrides methods of `PipelineStage`, `training/checkpoint.py` replaces the file
@@ -71,7 +71,7 @@ def flatten(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def profiler_is_on() -> bool:
-    """A range for the profiler costs microseconds for each microbatch, so it is left out without one."""
+    """Whether a profiler runs. Without one, ranges are left out: each costs microseconds per microbatch."""
     return torch.autograd._profiler_enabled()
 
 
@@ -94,14 +94,14 @@ def profiler_events(profiled: profile) -> Iterable[Any]:
 
 
 def operator_name(function: Any) -> str | None:
-    """`c10d::allreduce_` and the like, without the overload; None for what is no operator."""
+    """`c10d::allreduce_` and the like, without the overload; None if `function` is not an operator."""
     return function._schema.name if isinstance(function, OpOverload) else None
 
 
 def operator_arguments(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The arguments of a call of an operator by their names."""
+    """The arguments of an operator call, by name."""
     names = (argument.name for argument in function._schema.arguments)
     return dict(zip(names, args, strict=False)) | dict(kwargs or {})
 
@@ -134,21 +134,21 @@ def parameters_of(module: Module) -> dict[str, Tensor | None]:
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether autograd counts it as a view of another tensor, which can't be detached in place."""
+    """Whether autograd treats `tensor` as a view of another tensor. A view can't be detached in place."""
     return tensor._is_view()
 
 
 def allow_recompiles(count: int) -> None:
-    """Blocks of different shapes are versions of one function to torch.compile, which has a limit of them."""
+    """Let torch.compile compile a function `count` times, because blocks of different shapes share it."""
     limits: Any = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, count)
 
 
 def guard_sharded_modules() -> None:
-    """Let torch.compile look at what differs between modules that fully_shard has wrapped.
+    """Let torch.compile guard on the attributes of modules that fully_shard has wrapped.
 
-    By default it takes what such a module holds beside its weights for a constant. Blocks of one class share
-    their code, so the later blocks would use the dropout keys of the first one.
+    By default torch.compile assumes that all such modules have the same attributes, except for the weights.
+    Blocks of one class share their code, so the later blocks would use the dropout keys of the first one.
     """
     guards: Any = torch._dynamo.config
     guards.skip_fsdp_guards = False
@@ -157,8 +157,8 @@ def guard_sharded_modules() -> None:
 def wrap_integers() -> None:
     """Let compiled code for CPUs wrap integers around, as torch does elsewhere.
 
-    In C++ the overflow of a signed integer is undefined: gcc takes `x * 3 > 0` for `x > 0`, so compiled
-    dropout dropped other elements. torch has no setting for this flag, so it goes along with another one.
+    In C++ the overflow of a signed integer is undefined. gcc replaces `x * 3 > 0` by `x > 0`, so compiled
+    dropout dropped other elements. torch has no setting for this flag, so it is added to another flag.
     """
     from torch._inductor import config  # imported by the compiler only
 
@@ -168,7 +168,7 @@ def wrap_integers() -> None:
 
 
 def graph_break(error: BaseException) -> str | None:
-    """What of a function torch can't compile in one piece, and its line; None for other errors."""
+    """Why torch can't compile a function in one piece, with the line of the cause; None for other errors."""
     if not isinstance(error, torch._dynamo.exc.Unsupported):
         return None
     reason = str(error).partition("\n")[0]
@@ -182,10 +182,10 @@ def version_of(tensor: Tensor) -> int:
 
 
 class SlicedGradients:
-    """Gradients of a model that fully_shard has wrapped: which weights got one, and zeros for the others.
+    """Records which weights of a model wrapped by fully_shard got a gradient, and gives zeros to the others.
 
-    Ranks that use different weights would reduce different gradients with each other. torch 2.13 can send
-    zeros (`set_reduce_scatter_unused_params`), but does not say which weights no rank has used.
+    Without zeros, ranks that use different weights would reduce different gradients with each other. torch
+    2.13 can send zeros (`set_reduce_scatter_unused_params`), but does not say which weights no rank has used.
     """
 
     def __init__(self, model: Module) -> None:
@@ -216,14 +216,14 @@ class SlicedGradients:
         return used
 
     def drop(self, used: Sequence[bool]) -> None:
-        """Take the zeros away from the weights that are not `used`."""
+        """Remove the zeros from the weights that are not `used`."""
         for weight, is_used in zip(self._weights, used, strict=True):
             if not is_used:
                 weight.sharded_param.grad = None
 
 
 def set_memory_budget(share: float) -> None:
-    """The share of activations that compiled code keeps. The partitioner's setting has no public name."""
+    """Set the share of activations that compiled code keeps. The partitioner's setting has no public name."""
     from torch._functorch import config  # imported by the compiler only
 
     config.activation_memory_budget = share
@@ -257,14 +257,14 @@ def hasten(tensor: Tensor) -> None:
 
 
 def without_checksums() -> AbstractContextManager[None]:
-    """torch.save writes no checksums of its own meanwhile: checkpoints have ours."""
+    """A context in which torch.save writes no checksums of its own, because checkpoints have ours."""
     return serialization.patch("save.compute_crc32", False)  # type: ignore[attr-defined,no-any-return]
 
 
 def planner_with_memory(key: str) -> DefaultSavePlanner:
-    """A planner that compares plans with the last ones of `key`: equal ones are not sent or made again.
+    """A planner that caches the plans of `key`. A plan that equals the cached one is not sent or made again.
 
-    torch keeps them for the whole process under the name of the class, which would mix two runs.
+    By default torch caches plans for the whole process under the name of the class, which would mix two runs.
     """
     planner = DefaultSavePlanner(enable_plan_caching=True)
     planner._cached_plans_key = key
@@ -272,7 +272,7 @@ def planner_with_memory(key: str) -> DefaultSavePlanner:
 
 
 def forget_plans(key: str) -> None:
-    """The next save of `key` is planned anew."""
+    """Remove the cached plans of `key`, so that its next save is planned anew."""
     for plans in (
         SavePlanner._cached_save_plan,
         SavePlanner._cached_final_save_plan,
@@ -292,17 +292,17 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
 
 
 def leave_out_of_replicas(model: Module, names: Sequence[str]) -> None:
-    """DistributedDataParallel then ignores these parameters. It has no public option for it."""
+    """Let DistributedDataParallel ignore these parameters. It has no public option for this."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(names))
 
 
 def leave_averaging_to_the_caller(replica: DistributedDataParallel) -> None:
-    """As under `no_sync`, without a context that lasts: a pipeline stage says when gradients are averaged."""
+    """Do not average gradients, as under `no_sync`. A pipeline stage decides when they are averaged."""
     replica.require_backward_grad_sync = False
 
 
 def hold_updates_by(flag: Tensor, optimizer: Optimizer) -> None:
-    """While the scalar `flag` is 1, `optimizer.step()` changes neither weights nor state (as of GradScaler).
+    """While the scalar `flag` is 1, `optimizer.step()` changes neither weights nor state, as with GradScaler.
 
     The host never reads the flag. Raises RuntimeError if this optimizer ignores it.
     """
@@ -315,7 +315,7 @@ def hold_updates_by(flag: Tensor, optimizer: Optimizer) -> None:
 
 
 def _honours_found_inf(optimizer: Optimizer, *, device: torch.device) -> bool:
-    """Try it on one number, with an optimizer of the same kind and options."""
+    """Whether `found_inf` stops the update of one number by an optimizer of the same kind and options."""
     weight = Parameter(torch.ones(1, device=device))
     weight.grad = torch.full_like(weight, torch.nan)
     accepted = inspect.signature(type(optimizer)).parameters
@@ -345,7 +345,10 @@ def flash_backward(
     lse: Tensor,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Its backward pass with an `lse` and outputs of the caller. Without dropout no random state is read."""
+    """The backward pass of `flash_forward`, with `lse` and output from the caller.
+
+    Without dropout no random state is read.
+    """
     unused = torch.empty(2, dtype=torch.uint64, device=query.device)
     lengths = (query.shape[-2], key.shape[-2])
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -399,7 +402,7 @@ def efficient_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
-    needed = [True, True, True, False]  # a gradient of the bias, which there is not, is not
+    needed = [True, True, True, False]  # there is no bias, so it needs no gradient
     backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
     gradients = backward(
         grad_output, query, key, value, None, output, lse, unused, unused, 0.0, needed, causal
@@ -408,7 +411,7 @@ def efficient_backward(
 
 
 def cpu_flash_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Flash attention on a CPU, float64 too, with its `lse`."""
+    """Flash attention on a CPU, also in float64, with its `lse`."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return attend(query, key, value, 0.0, causal)  # type: ignore[no-any-return]
 
@@ -431,7 +434,7 @@ def scaled_product(first: Tensor, second: Tensor, *, scales: tuple[Tensor, Tenso
     """`first` [m, k] times `second` [k, n], both float8, times both scales, in bfloat16.
 
     scales: powers of two in float32, without dims or [m, 1] and [1, n]. m, k and n are multiples of 16.
-    fast: a GPU's sums may have fewer than 24 bits, as Hopper's tensor cores compute them by themselves.
+    fast: sums on a GPU may have fewer than 24 bits. Hopper's tensor cores alone have this lower precision.
     """
     if first.device.type == "cuda":
         return cuda_scaled_product(first, second, scales=scales, fast=fast)
@@ -442,10 +445,10 @@ def scaled_product(first: Tensor, second: Tensor, *, scales: tuple[Tensor, Tenso
 def cuda_scaled_product(
     first: Tensor, second: Tensor, *, scales: tuple[Tensor, Tensor], fast: bool
 ) -> Tensor:
-    """The operator wants contiguous rows of `first` and columns of `second`. torch 2.11 has no public one.
+    """The operator needs contiguous rows of `first` and columns of `second`. torch 2.11 has no public one.
 
-    Its kernel for scales of rows is slow unless `fast`, so such results are scaled afterwards (as in
-    torchao), which is exact for powers of two.
+    Its kernel for scales per row is slow unless `fast`. Therefore such scales are applied to the result (as
+    in torchao), which is exact for powers of two.
     """
     late = scales[0].dim() > 0 and not fast
     one = scales[0].new_ones(())
@@ -463,7 +466,7 @@ def all_to_all_rows(
     """Send `sent[i]` rows to rank i of the group; returns the `received[i]` rows of each rank i, in order.
 
     The operator returns a new tensor, so selective checkpointing can keep it. `dist.all_to_all_single`
-    writes into a given one.
+    writes into a given tensor.
     """
     functional = torch.ops._c10d_functional
     arrived = functional.all_to_all_single(rows, received, sent, group.group_name)
@@ -471,10 +474,10 @@ def all_to_all_rows(
 
 
 def set_default_timeout(timeout: timedelta) -> None:
-    """The time-out of every group that is made later without one.
+    """Set the time-out of every group that is made later without a time-out.
 
-    `DeviceMesh` makes its groups so, and the time-out of `init_process_group` is not theirs: they would wait
-    for half an hour (10 minutes with NCCL).
+    `DeviceMesh` makes its groups without a time-out. The time-out of `init_process_group` does not apply to
+    them, so they would wait for half an hour (10 minutes with NCCL).
     """
     settings: Any = dist.distributed_c10d
     settings.default_pg_timeout = settings.default_pg_nccl_timeout = timeout
@@ -483,7 +486,8 @@ def set_default_timeout(timeout: timedelta) -> None:
 def set_timeout(timeout: timedelta, *, except_group: dist.ProcessGroup | None = None) -> None:
     """Set the time-out of every group that this rank has, but not of `except_group`.
 
-    `split_group` hands the options of NCCL to gloo too, whose part then keeps half an hour.
+    `split_group` passes the options of NCCL to gloo too. The gloo part of the group then has a time-out of
+    half an hour.
     """
     for group in dist.distributed_c10d._world.pg_map:
         if group is not except_group:
@@ -493,7 +497,7 @@ def set_timeout(timeout: timedelta, *, except_group: dist.ProcessGroup | None = 
 def sends_apart(schedule: Any) -> bool:
     """Whether this class of pipeline schedules never has activations and gradients in one batch of messages.
 
-    torch runs a batch on the group of its first message (`batch_isend_irecv`), as 1F1B does.
+    1F1B has both in one batch. torch runs a batch on the group of its first message (`batch_isend_irecv`).
     """
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime  # imported by pipelines only
 
@@ -533,14 +537,17 @@ def fake_world(rank: int, *, size: int) -> Iterator[None]:
 
 
 def fake_tensors() -> AbstractContextManager[object]:
-    """Tensors that are made meanwhile have shapes, types and storages, but no memory."""
+    """A context in which new tensors have shapes, types and storages, but no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def memory_key(tensor: Tensor) -> int:
-    """The same for all tensors that share memory, while any of them lives; fake tensors have no address."""
+    """A key that all tensors with the same memory share while one of them lives.
+
+    Fake tensors have no address, so an address can't be the key.
+    """
     key: int = tensor.untyped_storage()._cdata
     return key
 

@@ -20,7 +20,7 @@ ROLES = ("vocabulary", "whole", "column", "row", "position", "position_table", "
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 SEQUENTIAL = (nn.RNNBase, nn.RNNCellBase, nn.Conv1d)
-BY_ROWS = {"vocabulary", "logits", "classes"}  # which split a weight alike
+BY_ROWS = {"vocabulary", "logits", "classes"}  # roles that split a weight in the same way
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -30,7 +30,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def find_problems(model: LayeredModel, *, degree: int, options: StrategyConfig) -> Problems:
-    """Returns why the layers of the whole `model`, which is not split yet, can't be split over `degree`."""
+    """Returns why the layers of `model`, which is not split yet, can't be split over `degree` devices."""
     unknown = [repr(role) for role in model.tensor_roles.values() if not _is_role(role)]
     if unknown:
         yield _problem(model, degree, f"has the unknown role {', '.join(unknown)}; {', '.join(ROLES)} exist")
@@ -45,7 +45,10 @@ def find_problems(model: LayeredModel, *, degree: int, options: StrategyConfig) 
 
 
 def find_fused_dropouts(model: LayeredModel, *, degree: int, sample_shape: tuple[int, ...]) -> Problems:
-    """Returns why a dropout can't know its columns: a device has some of each projection of a fused layer."""
+    """Returns a problem for each dropout on the outputs of a fused layer.
+
+    A device has some columns of each projection, so the dropout can't know which columns it has.
+    """
     fused = [
         (name, model.get_submodule(name))
         for name, role in roles_of(model).items()
@@ -63,7 +66,7 @@ def find_fused_dropouts(model: LayeredModel, *, degree: int, sample_shape: tuple
 
 
 def roles_of(model: LayeredModel) -> dict[str, str | Column]:
-    """Returns the role of each module that has one, by the module's name; the last pattern counts."""
+    """Returns the role of each module that has one, by module name. The last pattern that matches counts."""
     return {
         name: role
         for name, _ in model.named_modules()
@@ -154,9 +157,9 @@ def _of_shared(model: LayeredModel, roles: Mapping[str, str | Column]) -> Iterat
 
 
 def _fused(model: LayeredModel, roles: Mapping[str, str | Column]) -> Iterator[str]:
-    """A model that cuts the outputs of a column layer into projections would mix them up on a device."""
+    """If a model cuts the outputs of a column layer into projections, a device would mix them up."""
     columns = {name for name, role in roles.items() if role == "column"}
-    outputs: dict[int, tuple[str, Tensor]] = {}  # the tensors are kept, so that no other one gets their id
+    outputs: dict[int, tuple[str, Tensor]] = {}  # keeps the tensors, so that no other tensor gets their id
 
     def judge(place: str, operator: str, args: Sequence[Any], output: Any) -> str | None:
         if operator.startswith("aten::split") and id(args[0]) in outputs:

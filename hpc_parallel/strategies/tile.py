@@ -1,9 +1,9 @@
 """Spatial parallelism: each device computes one tile of an image, exact at every border (Dryden et al. 2019).
 
 Every device has all weights. The loss of a tile is its share of the image's loss, so gradients are averaged
-over tiles as over replicas. A convolution or pooling first fetches what its outputs need beyond the tile,
-corners included, and then runs without padding (`tile_layers.py`). BatchNorm takes its statistics over the
-whole image (`batch_norm.py`). A head that needs the whole image gets it on every device.
+over tiles as over replicas. A convolution or pooling first fetches the inputs that its outputs need beyond
+the tile, corners included, and then runs without padding (`tile_layers.py`). BatchNorm takes its statistics
+over the whole image (`batch_norm.py`). A head that needs the whole image gets it on every device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def apply(model: LayeredModel, *, axis: DeviceMesh, grid: tuple[int, int], maps:
             tile_layer(module, tiles=tiles, before=maps.inputs[name], after=maps.outputs[name])
     if model.stem is not None:
         replace_forward(model.stem, partial(crop_before, tiles), technique="Cropped")
-    # A head that gets a pooled map has it whole already.
+    # A head that gets a pooled map already has the whole map.
     if model.head is not None and not model.pixelwise and "head" in maps.inputs:
         height, width = maps.inputs["head"]
         full_map: Box = ((0, height), (0, width))
@@ -68,7 +68,8 @@ def crop_before(tiles: Grid, forward: Forward, stem: nn.Module, image: Tensor) -
 def loss_of_tile(loss: Loss, *, axis: DeviceMesh, grid: tuple[int, int], pixelwise: bool) -> Loss:
     """Returns a loss that is this tile's share of `loss`; the shares of an image add up to it.
 
-    If the head needs the whole image (not `pixelwise`), every device computes its loss and counts a part.
+    If the head needs the whole image (not `pixelwise`), every device computes the loss of the image and
+    divides it by the number of tiles.
     Gradients are averaged over tiles, as over replicas, but the loss is a sum over tiles. Therefore each
     gradient is multiplied by the number of tiles.
     """

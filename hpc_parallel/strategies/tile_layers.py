@@ -1,7 +1,7 @@
-"""The layers of a tiled image: what each needs beyond this device's tile, and how it computes its output.
+"""The layers of a tiled image: which inputs a layer needs beyond this device's tile, and how it runs on them.
 
-`before` and `after` are the sizes of a layer's whole input and output maps. Boxes, rows and columns count in
-the whole map.
+`before` and `after` are the sizes of a layer's whole input and output maps. Boxes, rows and columns are
+positions in the whole map.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 
 WINDOWS = (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d)
-# If the tiles divide both maps evenly, each output position depends on one input position or the reverse.
+# If the tiles divide both maps evenly, these layers need no input beyond the tile (bilinear Upsample does).
 RESIZES = (nn.PixelShuffle, nn.PixelUnshuffle, nn.Upsample)
 PADDINGS = (nn.ZeroPad2d, nn.ConstantPad2d)
 NORMS = (nn.GroupNorm, nn.InstanceNorm2d)
 POOLS = (nn.AdaptiveAvgPool2d,)  # every device gets the whole output
-TECHNIQUE = "Tiled"  # a prefix of the class of a layer that is replaced
+TECHNIQUE = "Tiled"  # a prefix of the class name of a replaced layer
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,20 @@ class Window:
     dilation: int
 
     def inputs(self, outputs: Span) -> Span:
-        """The input rows that these output rows need. Rows of the padding count from -padding."""
+        """The input rows that these output rows need. The first row of the padding is -padding."""
         first, end = outputs
         start = first * self.stride - self.padding
         return start, (end - 1) * self.stride - self.padding + self.dilation * (self.kernel - 1) + 1
 
     def sources(self, outputs: Span) -> Span:
-        """The inputs that a transposed convolution needs for these outputs; beyond the map they are 0."""
+        """The inputs that a transposed convolution needs for these outputs. Inputs beyond the map are 0."""
         first, end = outputs
         reach = self.dilation * (self.kernel - 1)
         return (first + self.padding - reach) // self.stride, -(-(end - 1 + self.padding) // self.stride) + 1
 
 
 def tile_layer(module: nn.Module, *, tiles: Grid, before: Size, after: Size) -> None:
-    """Let `module` compute this device's tile of its output; of `POOLS`, the whole output."""
+    """Let `module` compute this device's tile of its output. A layer in `POOLS` computes its whole output."""
     if isinstance(module, WINDOWS):
         _window(module, tiles=tiles, before=before, after=after)
     elif isinstance(module, nn.ConvTranspose2d):
@@ -71,7 +71,7 @@ def tile_layer(module: nn.Module, *, tiles: Grid, before: Size, after: Size) -> 
 
 
 def fetch_before(module: nn.Module, exchange: BoxExchange, *, fill: float = 0.0) -> None:
-    """Let `module` first fetch what its outputs need beyond this rank's tile."""
+    """Let `module` first fetch the inputs that its outputs need beyond this rank's tile."""
 
     def forward(original: Forward, module: nn.Module, tile: Tensor) -> Tensor:
         return original(module, exchange(tile, fill))
@@ -151,7 +151,7 @@ def _transposed(module: nn.ConvTranspose2d, *, tiles: Grid, before: Size, after:
 
 
 def _padded(module: Any, *, tiles: Grid, before: Size, after: Size) -> None:
-    """The padding is what lies beyond the whole map, so the box is the output."""
+    """The padding lies beyond the whole map, so the exchanged box includes it and is the output."""
     left, _, top, _ = module.padding
     exchange = _needed(
         tiles, before=before, after=after, rows=lambda span: (span[0] - top, span[1] - top),
@@ -166,9 +166,9 @@ def _padded(module: Any, *, tiles: Grid, before: Size, after: Size) -> None:
 
 @dataclass(frozen=True)
 class Interpolation:
-    """The two inputs between which each output lies, along one dim, as torch's bilinear mode has them.
+    """The two inputs between which each output lies, along one dim, as in torch's bilinear mode.
 
-    The position of output `o` in the input is `slope * o + offset`, and 0 if that is negative.
+    The position of output `o` in the input is `slope * o + offset`, or 0 if this value is negative.
     """
 
     slope: float
@@ -184,7 +184,7 @@ class Interpolation:
         return math.floor(self.position(first)), min(math.floor(self.position(end - 1)) + 2, self.length)
 
     def apply(self, x: Tensor, *, dim: int, outputs: Span, start: int) -> Tensor:
-        """Interpolate `x` along `dim`, where it has the inputs from `start` on."""
+        """Interpolate `x` along `dim`. The first input in `x` is number `start` of the whole map."""
         numbers = torch.arange(*outputs, dtype=torch.float64, device=x.device)
         position = (numbers * self.slope + self.offset).clamp(min=0)
         lower = position.floor().long().clamp(max=self.length - 1)
@@ -240,7 +240,7 @@ def normalise(tiles: Grid, size: Size, _: Forward, norm: Any, x: Tensor) -> Tens
 
 
 def pool(tiles: Grid, before: Size, after: Size, _: Forward, module: Any, x: Tensor) -> Tensor:
-    """The mean of each cell of the whole map, on every device: each adds its share of the pixels."""
+    """The mean of each cell of the whole map, on every device. Each device adds the share of its pixels."""
     rows, columns = (
         _cells(span, length=length, cells=cells, like=x)
         for span, length, cells in zip(tiles.boxes(before)[tiles.rank], before, after, strict=True)

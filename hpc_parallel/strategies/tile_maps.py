@@ -60,7 +60,7 @@ def measure(model: LayeredModel, *, sample_shape: tuple[int, ...], grid: tuple[i
 
 
 def too_small(maps: Maps, grid: tuple[int, int], *, pools: set[str]) -> list[str]:
-    """The first map with fewer positions than tiles, as a problem."""
+    """Returns a problem for the first map with fewer positions than tiles."""
     outputs = {name: size for name, size in maps.outputs.items() if name not in pools}
     for name, size in [*maps.inputs.items(), *outputs.items()]:
         if any(positions < tiles for positions, tiles in zip(size, grid, strict=True)):

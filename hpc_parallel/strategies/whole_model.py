@@ -23,16 +23,16 @@ class NeedsNumbersError(UserCodeError):
 
 
 def build_model(config: RunConfig) -> LayeredModel:
-    """The whole model of `config`, on meta. Raises ConfigError with the error of its class."""
+    """The whole model of `config`, on meta. Raises ConfigError with the error of the model's class."""
     return build_whole(config.model, seed=config.seed)
 
 
 def build_whole(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
     """The model that `table` describes, on meta.
 
-    A LayeredModel is built without memory. A plain nn.Module is built on the CPU, as its author knows it, and
-    keeps the values that its constructor draws under `seed`: the same on every rank. A function is called on
-    meta, and again on the CPU if it needs numbers or returns a plain module.
+    A LayeredModel is built without memory. A plain nn.Module is built on the CPU, as its author expects. It
+    keeps the values that its constructor draws under `seed`, which are the same on every rank. A function is
+    called on meta, and again on the CPU if it needs numbers or returns a plain module.
 
     Raises ConfigError if the class can't be built, or has no loss.
     """
@@ -62,12 +62,12 @@ def build_whole(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
 
 
 def build_small_sizes(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
-    """`build_whole` with the arguments in the `small` of the class or function, if it has any.
+    """Call `build_whole` with the arguments in the attribute `small` of the class or function, if it has one.
 
-    A class is asked for `small` before it is built, because a plain module is built with all its weights.
+    `small` is read before a class is built, because a plain module is built with all its weights.
     """
     small = getattr(_imported(table["_target_"]), "small", None)
-    if not small or not isinstance(small, Mapping):  # the constructor may set it instead
+    if not small or not isinstance(small, Mapping):  # the constructor may set `small` instead
         model = build_whole(table, seed=seed)
         if not model.small:
             return model
@@ -93,7 +93,7 @@ def _imported(target: str) -> Any:
     """The class or function at the path `target`; None if it can't be imported, which `build` reports."""
     try:
         return get_object(target)
-    except Exception:  # of any kind: it is the user's code
+    except Exception:  # the user's code may raise any exception
         return None
 
 

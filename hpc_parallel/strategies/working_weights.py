@@ -1,7 +1,7 @@
 """Weights in bfloat16 for a step: each is cast once, and its gradient reaches the float32 weight.
 
-Autocast casts every weight in each forward pass, and in each recomputation, and leaves the output of an
-embedding, and so the stream between blocks and between stages, in float32.
+Autocast, by contrast, casts every weight in each forward pass and in each recomputation. It leaves the output
+of an embedding in float32, and therefore also the activations between blocks and between stages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ All other weights stay float32: autocast computes with them in float32, or casts
 
 
 def cast_for_good(model: LayeredModel) -> None:
-    """Replace the weights of a `model` that is never trained."""
+    """Replace the weights of a `model` that is never trained by their casts."""
     for weights, name in _places(model):
         weight = weights[name]
         assert isinstance(weight, Parameter)
@@ -55,9 +55,9 @@ class CastOnce:
 
 @contextmanager
 def cast_weights(parts: Sequence[Module]) -> Iterator[None]:
-    """Let the modules of `parts` hold casts of their weights; a shared weight has one.
+    """Let the modules of `parts` hold casts of their weights. A shared weight has one cast.
 
-    The backward passes of all microbatches go through the same cast, which keeps nothing for them.
+    The backward passes of all microbatches go through the same cast, which saves no tensor for backward.
     """
     casts: dict[int, Tensor] = {}
     replaced: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
@@ -79,9 +79,9 @@ def cast_weights(parts: Sequence[Module]) -> Iterator[None]:
 def cast(weight: Tensor) -> Tensor:
     """`weight` in bfloat16, for autograd too.
 
-    Autograd runs what was recorded first last, and casts come before the forward pass: without `hasten` no
-    weight would have its gradient, and none would be on its way to other ranks, before the backward pass of
-    the whole model is done.
+    The casts are recorded before the forward pass, and autograd runs the first recorded operation last.
+    Without `hasten`, no weight would have its gradient, and no gradient would be sent to other ranks, before
+    the backward pass of the whole model is done.
     """
     half: Tensor = weight.to(HALF["bfloat16"]) if isinstance(weight, DTensor) else Cast.apply(weight)
     if half.requires_grad:

@@ -1,4 +1,4 @@
-"""Which buffers a forward pass writes; what is computed again for the gradients would read them later."""
+"""Finds the buffers that a forward pass writes. A recomputation in backward would read the new values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def versions_of(block: Module) -> dict[str, int]:
 
 
 def written_since(block: Module, versions: Mapping[str, int]) -> str | None:
-    """Returns a clause about the first buffer that was written since it had its version, or None.
+    """Returns a clause about the first buffer that was written since `versions` was taken, or None.
 
     The statistics of BatchNorm are left out: a training pass writes them and does not read them.
     """
@@ -29,5 +29,5 @@ def written_since(block: Module, versions: Mapping[str, int]) -> str | None:
 
 
 def _class_of(block: Module) -> str:
-    """The name of the user's class, from which techniques derive others."""
+    """The name of the user's class. Techniques derive classes from it, with a prefix in their names."""
     return next(kind.__name__ for kind in type(block).__mro__ if not kind.__name__.startswith(TECHNIQUES))

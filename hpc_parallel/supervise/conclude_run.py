@@ -61,7 +61,7 @@ def conclude(
 
     returncode, text: exit code of the job and end of its log, used if no rank wrote a record;
     cancelled: whether the run was asked to end, None to infer this from the records and the log;
-    asked_by: the name of the signal that asked, if another one was sent to the ranks;
+    asked_by: the name of the signal that asked the run to end, if the ranks received another signal;
     environment: Slurm's variables of the job.
 
     Returns one line that names the cause, or None if nothing failed.
@@ -90,7 +90,7 @@ def conclude(
     else:
         lost = _slurm_failure(folder, cause, records=records, text=text) if cancelled is None else None
         ended = lost or _rank_failure(folder, cause, records=records, returncode=returncode, text=text)
-        ended.write(folder)  # before the summary, whose presence means that all is written
+        ended.write(folder)  # before the summary: a summary means that all other files are written
         line, outcome, how = str(ended.line), "failed", str(ended.kind)
     if summary is None:
         attempts.end(folder, how=how, host=ended.host, exclude=texts(ended.details.get("exclude")))
@@ -105,7 +105,10 @@ def cancelled_by(signal_name: str | None) -> str:
 
 
 def _looks_cancelled(cause: Record | None, *, returncode: int, text: str) -> bool:
-    """Whether the first rank, or else the job, ended by a signal to terminate that Slurm does not explain."""
+    """Whether a termination signal that Slurm does not explain ended the first rank.
+
+    Without a cause, the exit code of the job is checked.
+    """
     if _hit_time_limit(text) or lost_node(text, cause=cause):
         return False
     return (cause.signal if cause else _signal_of_code(returncode)) in TERMINATION_SIGNALS
@@ -157,7 +160,8 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
         raise DamagedError(folder.stopped, "it names no signal and no exit code")
     attempts.end(folder, how=how)
     launcher = folder.read_config()["launcher"]
-    # Else the task begins again, which a time limit would end again. `code`: of a script
+    # Without a saved step or a script's exit code, the task starts from its beginning. After a time limit, a
+    # restart would only reach the limit again.
     continues = stopped.step is not None or stopped.code is not None
     is_repeatable = continues or how != restart.TIME_LIMIT
     restarts = is_repeatable and restart.allowed(folder, how=how, recoverable=False, launcher=launcher)

@@ -29,8 +29,8 @@ class Desync:
 def compare(collectives: Mapping[int, Sequence[Mapping[str, Any]]], *, world_size: int) -> Desync | None:
     """Find the first disagreement; None if all ranks with a record are at the same collectives.
 
-    A group member without a record counts as missing only if no rank with a record is behind. It may have
-    waited when it was ended.
+    A group member without a record counts as missing only if no rank with a record is behind, because this
+    member may have waited when it was ended.
 
     collectives: rank -> `flight_recorder.by_group`.
     """
@@ -53,7 +53,7 @@ def compare(collectives: Mapping[int, Sequence[Mapping[str, Any]]], *, world_siz
 
     def innocence(finding: Desync) -> tuple[bool, bool]:
         rank = finding.ranks[0]
-        # Groups that agree are left out: one that is used rarely would break any usual sequence.
+        # Leave out the groups that agree: a group that is used rarely would break any usual sequence.
         used = [group for group in collectives.get(rank, ()) if group["group"] in disagreeing]
         return rank in blocked, not breaks_sequence(used)
 

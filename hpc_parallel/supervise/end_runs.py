@@ -61,7 +61,7 @@ class Target:
         if self.job is None and self.state.name == UNKNOWN:
             host = self.run.owner and self.run.owner.host
             command = f"kill {self.pid}"
-            if waits(self.run):  # its process runs the complete sweep
+            if waits(self.run):  # the owner's process runs the complete sweep
                 command = f"python -m hpc_parallel cancel {self.run.run_id}"
             return f"runs on {host}, and this is {platform.node()}. There: {command}"
         return None
@@ -144,7 +144,7 @@ def _withdrawn(target: Target, *, warn: Callable[[str], None]) -> bool:
 def _terminate(run: RecordedRun) -> str | None:
     """Ask a local run's process to end; returns the reason if that is not possible."""
     deadline = time.monotonic() + STARTING_S
-    while _has_turn(run) and time.monotonic() < deadline:  # its process runs the complete sweep
+    while _has_turn(run) and time.monotonic() < deadline:  # the owner's process runs the sweep
         time.sleep(0.1)
         run = read_run(run.path)
     if _has_turn(run):
@@ -158,7 +158,7 @@ def _has_turn(run: RecordedRun) -> bool:
 
 
 def _conclude(cancelled: Sequence[Target], *, warn: Callable[[str], None]) -> None:
-    """Record in the run folder how a job ended that could not do so itself because it never started."""
+    """Record that a job was cancelled before it started, because such a job can't record this itself."""
     waiting = [target for target in cancelled if target.state.name == WAITING]
     job_states = states_by_accounting([target.job for target in waiting if target.job])
     for target in waiting:

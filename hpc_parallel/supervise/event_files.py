@@ -16,9 +16,9 @@ from hpc_parallel.record.safe_read import is_file
 from hpc_parallel.record.values import finite
 
 Load = Callable[[], Iterable[Any]]  # the events that were added to a file since the last call
-_EVERY = 10  # calls; each lists the folder
+_EVERY = 10  # only every tenth call reads, because a read lists the folder
 _MOST_FILES, _MOST_FIGURES, _MOST_BYTES = 64, 256, 2**30
-# Tags of the training loss: of PyTorch's tutorials, of the Trainer of transformers, of Lightning.
+# Tags of the training loss in PyTorch's tutorials, in the Trainer of transformers and in Lightning.
 _LOSSES = ("loss", "Loss/train", "train/loss", "train_loss", "train_loss_step")
 
 
@@ -26,7 +26,7 @@ class EventFiles:
     """The event files that appear in a run folder, outside of its own sub-folders."""
 
     def __init__(self, root: Path) -> None:
-        """root: the run folder. Files that it has now are those of an earlier start."""
+        """root: the run folder. An earlier start wrote the files that are in it now."""
         folder = RunFolder(root)
         self._root, self._skipped = root, {folder.code, folder.logs, folder.rendezvous, folder.slurm}
         self._loaders: dict[Path, Load] = dict.fromkeys(self._paths(), _nothing)
@@ -97,7 +97,7 @@ def _scalar(value: Any) -> float | None:
     """The number of a summary's value; None for an image or a table. The reader makes all numbers tensors."""
     from tensorboard.util.tensor_util import make_ndarray
 
-    if value.WhichOneof("value") != "tensor" or value.tensor.tensor_shape.dim:  # a shape may ask for memory
+    if value.WhichOneof("value") != "tensor" or value.tensor.tensor_shape.dim:  # a shape may need much memory
         return None
     try:
         return float(make_ndarray(value.tensor))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 KILLED = "killed"  # by a signal that our clean-up did not send
 LOST_PEER = "lost_peer"  # another rank ended or did not answer: always a follower
 STOPPED = "stopped"  # ended by our clean-up after another rank's failure, or because all ranks agreed to
-COLLECTIVE_TIMEOUT = "collective_timeout"  # also a follower: the rank that did not come is the cause
+COLLECTIVE_TIMEOUT = "collective_timeout"  # also a follower: the rank that did not enter is the cause
 DESYNC = "desync"  # ranks entered different collectives
 NONFINITE = "nonfinite"  # loss or gradients; training.on_nonfinite
 REPLICAS = "replicas"  # weights of replicas differ; training.compare_replicas
@@ -41,9 +41,9 @@ CONFIGURATION = "configuration"  # a problem that only the job could detect
 TIME_LIMIT = "time_limit"  # of Slurm
 START = "start"  # the ranks could not connect to each other
 OUT_OF_MEMORY = "out_of_memory"
-HANG = "hang"  # no progress for cluster.hang_timeout_s (supervise/hang_cause.py finds the rank behind)
+HANG = "hang"  # no progress for cluster.hang_timeout_s (supervise/hang_cause.py finds the rank to blame)
 PREFLIGHT = "preflight"  # a host that is not healthy or differs from the others, found at the start
-FABRIC = "fabric"  # data between nodes goes another way than fabric.require=true admits
+FABRIC = "fabric"  # data between nodes takes a path that fabric.require=true does not allow
 ERROR = "error"  # in the user's code or ours
 
 # Messages of gloo, NCCL and torch's store when the other side of a connection is gone or silent.
@@ -75,7 +75,7 @@ _BY_NAME = {
     "FabricError": FABRIC, "FollowerError": STOPPED, "MemoryError": OUT_OF_MEMORY,
     "OutOfMemoryError": OUT_OF_MEMORY,
 }  # fmt: skip
-WITHOUT_CODE = frozenset({PREFLIGHT, FABRIC, STOPPED})  # no code is to blame: a sentence says all
+WITHOUT_CODE = frozenset({PREFLIGHT, FABRIC, STOPPED})  # no code is to blame, so the message is enough
 # A restart, perhaps on other nodes, may avoid these; an error in the code or a full disk would recur.
 RECOVERABLE = frozenset({KILLED, LOST_PEER, COLLECTIVE_TIMEOUT, NODE_LOST, START, HANG})
 
@@ -101,8 +101,8 @@ class Record:
 def can_restart(cause: Failure, *, on_nonfinite: str) -> bool:
     """Whether a restart from a checkpoint can recover from `cause`, the content of `failure.json`.
 
-    After non-finite values this is so only if `training.on_nonfinite` is `rollback`: once, from a
-    checkpoint before `cause.details["step"]`, because the same step would fail again.
+    After non-finite values, a restart is possible only if `training.on_nonfinite` is `rollback`. It happens
+    once, from a checkpoint before `cause.details["step"]`, because the same step would fail again.
     """
     if cause.kind == NONFINITE:
         return on_nonfinite == "rollback"
@@ -123,7 +123,7 @@ def record_exception(
 ) -> None:
     """Record why this rank failed and which collectives it had entered, unless it already has a record.
 
-    xids: errors that the driver reported of this rank's GPU.
+    xids: errors that the driver reported for this rank's GPU.
     """
     kind, source = kind_and_source(error)
     where = place_of(error)
@@ -132,7 +132,7 @@ def record_exception(
         message, details = oom.describe(source, where=where)
     else:
         text = " ".join(str(source).split())[:_MESSAGE_CHARACTERS]
-        # These need no class name before the text.
+        # The text of these exceptions needs no class name before it.
         is_ours = kind in WITHOUT_CODE | {NONFINITE, REPLICAS} or isinstance(source, ConfigError)
         name = type(source).__name__
         message = text if is_ours and text else f"{name}: {text}" if text else name
@@ -158,10 +158,10 @@ def record_exception(
 def record_death(
     folder: RunFolder, *, world: World, returncode: int, stopped: bool = False, cgroup: str | None = None
 ) -> None:
-    """Record how a rank ended that could not record it itself; an existing record is kept.
+    """Record how a rank ended if it could not record this itself. An existing record is kept.
 
-    returncode: as in subprocess, negative for a signal; stopped: our clean-up sent the signal; cgroup: where
-    the kernel has ended processes for want of memory.
+    returncode: as in subprocess, negative for a signal; stopped: our clean-up sent the signal; cgroup: the
+    cgroup in which the kernel has killed a process because memory ran out.
     """
     name = signal_name(-returncode) if returncode < 0 else None
     if name is None:
@@ -243,9 +243,10 @@ def signal_name(number: int) -> str:
 
 
 def kind_and_source(error: BaseException) -> tuple[str, BaseException]:
-    """The kind of an exception or of its cause, and which of them has it; the outermost if none is special.
+    """The kind of a failure, and the exception that shows it: `error` or one of its causes.
 
-    Pipeline stages wrap the exceptions of blocks.
+    The first exception of another kind than ERROR counts; without one, `error` itself. Pipeline stages wrap
+    the exceptions of blocks.
     """
     link: BaseException | None = error
     while link is not None:
@@ -260,7 +261,7 @@ def _kind_of_one(error: BaseException) -> str:
     for name in names:
         if name in _BY_NAME:
             return _BY_NAME[name]
-    if isinstance(error, OSError):  # may be the user's socket; torch's collectives raise RuntimeError
+    if isinstance(error, OSError):  # may come from the user's socket; torch's collectives raise RuntimeError
         return DISK if error.errno in _DISK else OUT_OF_MEMORY if error.errno == errno.ENOMEM else ERROR
     if "CheckpointException" in names and _NO_SPACE.search(str(error)):
         return DISK
@@ -276,7 +277,8 @@ def _kind_of_one(error: BaseException) -> str:
 def _watchdogs_reason(folder: RunFolder, *, rank: int) -> tuple[str, str] | None:
     """The kind and the line of the rank's log in which NCCL's watchdog says why it ended the process.
 
-    A time-out says what it waited for; a remote error follows the end of another rank. None without a line.
+    The line of a time-out comes first, because it says what the rank waited for. A remote error follows the
+    end of another rank. Returns None without such a line.
     """
     with contextlib.suppress(OSError, DamagedError):
         log = read_tail(folder.log(rank, "err"), limit_bytes=_LOG_END_BYTES)

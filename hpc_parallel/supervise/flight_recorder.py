@@ -152,7 +152,7 @@ def read_dump(path: Path) -> list[dict[str, Any]]:
 def by_group(
     entries: Iterable[Mapping[str, Any]], *, members: Mapping[str, Sequence[int]]
 ) -> list[dict[str, Any]]:
-    """Sort the entries by group: its name, its `ranks` (global), and its `calls` in order.
+    """Sort the entries by process group. A group has a name, its `ranks` (global) and its `calls` in order.
 
     A call is [number, name, input sizes, time of entry in ns]. A group with two backends is listed as two
     groups because each backend counts its own calls.

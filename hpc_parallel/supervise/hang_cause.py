@@ -1,7 +1,7 @@
-"""Which rank is behind in a run that makes no progress, from the hang reports of all ranks.
+"""Finds the rank that is behind in a run that makes no progress, from the hang reports of all ranks.
 
-A rank that is behind makes the others wait. On a GPU all hosts may wait in the same call. Then NCCL's flight
-recorder tells which GPU has not begun the collective in which the others wait.
+A rank that is behind makes the others wait. With GPUs, the host code of all ranks may wait in the same call.
+Then NCCL's flight recorder shows which GPU has not begun the collective in which the others wait.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def _blame(
 
 
 def _script_behind(reports: Sequence[HangReport]) -> tuple[HangReport, str]:
-    """The rank of a script that is not inside torch, where ranks wait for each other, as the others are.
+    """The rank of a script that is outside torch while other ranks wait for each other inside torch.
 
-    If none or all are, it is a rank at the rarest place.
+    If several ranks are outside torch, or none, the rank at the rarest place is blamed.
     """
     ranks_at = Counter(report.where for report in reports)
     behind = min(reports, key=lambda report: (_waits_in_torch(report), ranks_at[report.where], report.rank))
@@ -88,7 +88,7 @@ def _script_behind(reports: Sequence[HangReport]) -> tuple[HangReport, str]:
 
 
 def _waits_in_torch(report: HangReport) -> bool:
-    """Whether the innermost frame is one of torch's, but not of a loader that waits for data."""
+    """Whether the innermost frame is in torch, but not in a data loader that waits for data."""
     innermost = report.stack[-1] if report.stack else ""
     return "/torch/" in innermost and "/torch/utils/data/" not in innermost
 
@@ -112,7 +112,7 @@ def _device_behind(reports: Sequence[HangReport]) -> tuple[HangReport, str] | No
 def _device_with_fewer(reports: Sequence[HangReport]) -> tuple[HangReport, str] | None:
     """The rank whose GPU has completed fewer collectives of a group than another GPU.
 
-    Says less than `_device_behind`, but is known without events at the start of collectives too.
+    This is weaker evidence than `_device_behind`, but it needs no events at the start of collectives.
     """
     most: dict[str, int] = {}
     for report in reports:

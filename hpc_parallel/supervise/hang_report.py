@@ -22,7 +22,7 @@ from hpc_parallel.supervise.flight_recorder import Collective, DeviceProgress
 if TYPE_CHECKING:
     from hpc_parallel.machine.world import World
 
-# The phases that a watchdog reports, in the order of a step: comparing (step, phase) shows who is behind.
+# The phases that a watchdog reports, in the order of a step. The lowest (step, phase) is furthest behind.
 PHASES = ("start", "data", "step", "log", "validate", "save", "done")
 READER = "read ahead"  # the name of the thread that reads the next batch (training/read_ahead.py)
 WAITS_FOR_REQUEST = "_read_requested"  # the innermost function of that thread while it reads nothing
@@ -30,14 +30,14 @@ LOOKS = 10  # checks of a watchdog within the time-out
 PROBE_S = 4.0  # time-out of a connection to rank 0's host
 _NAME = re.compile(r"rank-(\d{1,7})\.hang\.json")
 _MOST_RANKS = 10**6  # a report that names more is not ours
-_SLACK_S = 5.0  # for a probe, and for a file that is visible late on another host's file system
+_SLACK_S = 5.0  # for a probe, and for a file that another host sees late
 
 
 @dataclass(frozen=True)
 class HangReport:
     """What one rank was doing when the run hung.
 
-    `phase` and `step` are None if its supervisor wrote the report, because the process was stopped or
+    `phase` and `step` are None if the rank's supervisor wrote the report, because the rank was stopped or
     could not run Python.
     """
 
@@ -54,7 +54,7 @@ class HangReport:
     device: DeviceProgress | None = None  # of a GPU with NCCL
     stopped: bool = False  # by SIGSTOP or a similar signal
     unreachable: str | None = None  # the address of rank 0, if a connection to it failed
-    is_script: bool = False  # of the user's, which has no phases
+    is_script: bool = False  # the rank runs a user's script, which has no phases
 
     @property
     def position(self) -> tuple[int, int, bool]:
@@ -86,7 +86,7 @@ def write_report(folder: RunFolder, report: HangReport) -> None:
 
 
 def forget(folder: RunFolder, *, world: World) -> None:
-    """Remove an earlier attempt's report before this attempt starts: not every launcher names attempts."""
+    """Remove an earlier attempt's report before this attempt starts. Some launchers do not name attempts."""
     _path(folder, world.rank).unlink(missing_ok=True)
     stacks(folder, world.rank).unlink(missing_ok=True)
     if world.rank == 0:
@@ -107,7 +107,7 @@ def has_report(folder: RunFolder, *, rank: int, attempt: str) -> bool:
 
 
 def other_reports(folder: RunFolder, *, world: World) -> int:
-    """The number of other ranks with a report, by the names of the files: each rank removes its old one."""
+    """The number of other ranks with a report, counted by file names. Each rank removes its old report."""
     ranks = {int(match[1]) for name in os.listdir(folder.logs) if (match := _NAME.fullmatch(name))}
     return len([rank for rank in ranks if rank < world.world_size and rank != world.rank])
 
@@ -119,7 +119,7 @@ def raise_alarm(folder: RunFolder, *, attempt: str) -> None:
 
 def alarm(folder: RunFolder, *, attempt: str) -> bool:
     """Whether the alarm was raised."""
-    # Listed, not looked up: an NFS client may cache for a minute that the file does not exist.
+    # List the folder: an NFS client may cache for a minute that a single file does not exist.
     return f"{attempt}.hang" in os.listdir(folder.rendezvous)
 
 

@@ -51,7 +51,7 @@ _GRACE_S = 2.0  # after the first failure, so that other ranks can write their r
 _PATIENCE_S = 1.5  # from SIGTERM to SIGKILL
 _SAVE_S = 60.0  # the same, if the ranks were asked to save their state
 _SPINS = (
-    "1000"  # about as fast as endless spinning on a quiet machine; OMP_WAIT_POLICY=PASSIVE took 1.5 times
+    "1000"  # about as fast as endless spins on an idle host; OMP_WAIT_POLICY=PASSIVE took 1.5 times as long
 )
 _SPIN_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # how long OpenMP's threads spin
 _GIVE_UP_S = 10.0  # after SIGKILL: a process may hang in the kernel, on a GPU or a file server
@@ -84,7 +84,7 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
             signal.signal(number, leave)
         code = _attempt(folder, config=config, per_node=per_node, load_entry=load_entry)
         summary = Summary.read(folder)
-        asks_to_restart = summary is not None and summary.outcome == "preempted"  # a script's exit code
+        asks_to_restart = summary is not None and summary.outcome == "preempted"  # by a script's exit code
         if code == 0 or not (asks_to_restart or may_restart(folder)):
             return code
         print("restarting", flush=True)

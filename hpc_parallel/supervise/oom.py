@@ -36,7 +36,9 @@ def describe(error: BaseException, *, where: str | None) -> tuple[str, dict[str,
 
 
 def cgroup_kills(root: Path = Path("/")) -> dict[str, int]:
-    """Processes that the kernel has ended for want of memory, by cgroup: this process's and those above it.
+    """The number of processes that the kernel has killed for lack of memory, by cgroup.
+
+    The cgroups are that of this process and all above it.
 
     Source: cgroups(7); `memory.events` of version 2, `memory.oom_control` of version 1.
     """
@@ -59,7 +61,7 @@ def cgroup_kills(root: Path = Path("/")) -> dict[str, int]:
 
 
 def killing_cgroup(before: Mapping[str, int], root: Path = Path("/")) -> str | None:
-    """The innermost cgroup in which the kernel has ended a process since `before`; None if it has not."""
+    """The innermost cgroup in which the kernel has killed a process since `before`; None without one."""
     after = cgroup_kills(root)
     return next((place for place, count in after.items() if count > before.get(place, 0)), None)
 

@@ -34,7 +34,8 @@ def end_descendants() -> None:
 def receivers(process: int, number: int) -> list[int]:
     """The processes that must get a signal for `process`.
 
-    A shell without a trap for the signal would end and leave its programs behind, so they get the signal.
+    A shell without a trap for the signal would end and leave its programs running. Therefore the programs
+    get the signal instead of the shell.
     """
     with suppress(psutil.Error, OSError):
         root = psutil.Process(process)

@@ -1,6 +1,6 @@
 """The Python stacks of a process by py-spy (github.com/benfred/py-spy), where it is installed.
 
-It reads the memory of the process, so it needs nothing of a script, which may have disabled faulthandler.
+py-spy reads the memory of the process, so it also works if a script has disabled faulthandler.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-_DUMP_S = 5.0  # it reads the symbols of all libraries
+_DUMP_S = 5.0  # py-spy reads the symbols of all libraries
 
 
 def spied_stacks(process: int) -> str | None:
     """The stacks of a stopped process as faulthandler writes them: innermost frame first, main thread last.
 
-    None without py-spy, for a process that is not Python, and where the system forbids it (ptrace_scope).
+    Returns None without py-spy, for a process that is not Python, and if the system forbids the access
+    (ptrace_scope).
     """
     if (program := find_py_spy()) is None:
         return None
-    # It can't stop a process that is stopped already, and need not.
+    # --nonblocking: py-spy can't stop a process that is already stopped, and need not.
     command = [program, "dump", "--pid", str(process), "--nonblocking", "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DUMP_S)

@@ -33,15 +33,15 @@ from hpc_parallel.supervise.supervisor import Supervisor, watching
 
 WORKER = (sys.executable, "-u", "-m", "hpc_parallel.worker.main")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Slurm sends these to every process of a step, so the worker receives them too. This also replaces
-# submitit's handlers, which would requeue or raise during the wait.
+# Slurm sends these signals to every process of a step, so the worker receives them too. Ignoring them also
+# replaces submitit's handlers, which would requeue the job or raise during the wait.
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = False) -> None:
     """Run this rank's worker, or the user's script in its place, to its end.
 
-    is_local: whether the local agent started it, on a simulated node.
+    is_local: whether the local agent started this process, on a simulated node.
 
     Raises SystemExit with the worker's exit code, or 128 + n after signal n. Unlike other exceptions it
     passes through submitit without a traceback, and srun receives the code.
@@ -53,7 +53,7 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = F
     site_variables(config["cluster"]["environment"], os.environ)  # before torch loads OpenMP
     if script_rank.is_script(config):
         if is_local:  # torchrun of a simulated node knows its own ranks only
-            os.environ.pop("SLURM_RESTART_COUNT", None)  # of an allocation around this run
+            os.environ.pop("SLURM_RESTART_COUNT", None)  # set by an allocation around this run
             world = replace(world, local_rank=world.rank, local_world_size=world.world_size)
         _run_script(folder, config, world=world, in_job=not is_local, kills=kills)
         return
@@ -81,7 +81,7 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = F
 def _run_script(
     folder: RunFolder, config: dict[str, Any], *, world: World, in_job: bool, kills: Mapping[str, int]
 ) -> None:
-    """As `run`, for a script of the user's, whose processes end with it."""
+    """Like `run`, but for a user's script. Processes that the script leaves behind are ended."""
     adopt_orphans()
     script_failure.forget(folder, rank=world.rank)
     script = config["script"]
@@ -121,7 +121,7 @@ def _run_script(
         returncode = child.wait()
         end_descendants()
     stop = relay.stop_of(returncode, requeue_codes=script["requeue_codes"])
-    # After another rank's failure srun ends this one, which is no stop.
+    # After another rank's failure srun ends this rank. This does not count as a stop.
     if stop is not None and not failure.records(folder):
         stop.write(folder)
         return  # with 0, so that srun lets the other ranks save
@@ -142,10 +142,11 @@ def _exit_code(returncode: int) -> int:
 
 
 def _prepare(parent: int, *, handles: str = "none") -> None:
-    """Run in the worker before its program: Slurm's SIGUSR2 must not end it while it loads.
+    """Run in the worker before its program: Slurm's SIGUSR2 must not end the worker while it loads.
 
-    handles: the signal at which a script saves. If it is this one, the script may end by it before it has a
-    handler, and then starts again. Lightning sets no handler for a signal that is ignored.
+    handles: the signal at which a script saves. SIGUSR2 is not ignored if the script handles it, because
+    Lightning sets no handler for an ignored signal. Then SIGUSR2 may end the script before it has a handler,
+    and the script starts again.
     """
     die_with_parent(parent)
     if handles != "SIGUSR2":
@@ -155,7 +156,7 @@ def _prepare(parent: int, *, handles: str = "none") -> None:
 def die_with_parent(parent: int, *, by: signal.Signals = signal.SIGKILL) -> None:
     """Ask Linux to send the signal `by` to this process when its `parent` has ended (prctl(2))."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(by), 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 

@@ -24,7 +24,7 @@ _SRUN_ENDS = {
     "Bus error": "SIGBUS", "Illegal instruction": "SIGILL",
 }  # fmt: skip
 _SRUN_KILLED = re.compile(rf"^srun: error: (\S+): tasks? ([\d,-]+): ({'|'.join(_SRUN_ENDS)})", re.MULTILINE)
-_MOST_KILLED = 2**16  # the log may be anyone's, and the first of them is the cause
+_MOST_KILLED = 2**16  # any program may write to the log; the first killed rank is the cause
 _NODE_LOST = re.compile(
     r"node failure on (?P<host>[\w.-]+)|due to node (?P<other>[\w.-]+ )?failure"
     r"|^slurm says of job [\d_]+: node_fail",
@@ -41,7 +41,7 @@ def this_attempt(text: str) -> str:
 def killed_tasks(folder: RunFolder, *, text: str, recorded: Container[int]) -> list[Record]:
     """Records for ranks that were killed together with their supervisor, from srun's lines in the log.
 
-    Lines after srun has begun to end the step itself are not a cause.
+    Lines after "Terminating StepId" are ignored, because srun itself then ends the tasks.
 
     recorded: ranks that have a record.
     """
@@ -84,7 +84,7 @@ def find_root_cause(records: Sequence[Record]) -> Record | None:
     """The first record in time of a rank that failed by itself.
 
     The clocks of hosts differ slightly, so a rank that lost a peer never precedes one that failed by
-    itself. Nor does a rank that was asked to end, because our clean-up may have asked it.
+    itself. A rank that was asked to end does not precede it either: our clean-up may have asked it.
     """
     failed_by_itself = [
         record
@@ -98,8 +98,8 @@ def find_root_cause(records: Sequence[Record]) -> Record | None:
 def missing_rank(folder: RunFolder, *, cause: Record, records: Sequence[Record]) -> Record:
     """The rank to blame for a collective that did not complete, or `cause` if there is no such rank.
 
-    The ranks that waited have failed. The rank that they waited for may have no record: then one is made
-    from what is known about it.
+    The ranks that waited have failed. The rank that they waited for may have no record. In this case, a
+    record is built from what is known about it.
     """
     if cause.kind not in (failure.COLLECTIVE_TIMEOUT, failure.DESYNC):
         return cause
@@ -141,7 +141,7 @@ def _noticed_ns(record: Record) -> int:
 
 
 def _ranks_in(text: str) -> list[int]:
-    """The ranks of srun's task list; none if it is no list, because the line may be the program's own."""
+    """The ranks of srun's task list; empty if `text` is not a list: the program may have printed the line."""
     try:
         return [int(number) for number in expand_numbers(text)]
     except ValueError:

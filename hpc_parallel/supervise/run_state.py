@@ -106,9 +106,9 @@ def _of_job(run: RecordedRun, job: JobState) -> State:
     word = job.state.lower()
     if not job.ended:
         return State(word, "" if job.reason in ("", "None") else job.reason)
-    if outcome is None and word == "completed":  # its batch script succeeded, but the run did not
+    if outcome is None and word == "completed":  # the batch script succeeded, but the run did not
         return State(BROKEN_OFF, "its job ended without a summary", ended=True)
-    if outcome in (None, "preempted"):  # a job may be ended before it restarts
+    if outcome in (None, "preempted"):  # Slurm may end a job before it restarts
         return State(word if word != "completed" else str(outcome), ended=True)
     return _ended(run, str(outcome), by="" if word in SUMMED_UP else word)
 

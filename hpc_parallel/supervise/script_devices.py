@@ -1,4 +1,4 @@
-"""How busy and full the device and the processes of one rank of a script are, by its parent."""
+"""Measures the use of the device, the CPUs and the memory by one rank of a script, in the rank's parent."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MEANS = ("utilisation", "power_w")  # the other figures are peaks
 
 
 class DeviceWatch:
-    """Call it from time to time while the script runs, and once after its end; it keeps a file up to date.
+    """Keeps a file with the figures of a rank up to date.
 
-    `cpu_cores` is the time of all processes of the rank on CPUs in each second, and `resident_bytes` the
-    largest sum of their memory, in which shared pages count for each. With an NVIDIA GPU, the figures of
-    `device_state` are beside them.
+    Call it from time to time while the script runs, and once after its end. `cpu_cores` is the CPU time per
+    second of all processes of the rank. `resident_bytes` is the largest sum of their memory; shared pages
+    count once for each process. With an NVIDIA GPU, the file also has the figures of `device_state`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class DeviceWatch:
 
     def __call__(self, is_last: bool) -> None:
         self._calls += 1
-        if is_last:  # the processes have ended: what Linux counted of them
+        if is_last:  # the processes have ended, so use what Linux counted
             used = resource.getrusage(resource.RUSAGE_CHILDREN)
             self._keep(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
         elif self._calls % _EVERY == 1:
@@ -64,7 +64,7 @@ class DeviceWatch:
 
 
 def gpu_of(environment: Mapping[str, str], *, nvml: Any) -> str | None:
-    """The UUID of the GPU of a rank, by torch's convention that of its local rank; None without one."""
+    """The UUID of a rank's GPU: by torch's convention, the local rank is its index. None without a GPU."""
     with suppress(nvml.NVMLError, ValueError):
         nvml.nvmlInit()
         visible = environment.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""Why a script of the user's failed: from the file of torch's `@record`, else from the rank's error log."""
+"""Finds why a user's script failed, in the file of torch's `@record` or else in the rank's error log."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def record(folder: RunFolder, *, world: World, returncode: int, log_start: int) 
 
 
 def was_aborted_at_exit(folder: RunFolder, *, rank: int, log_start: int) -> bool:
-    """Whether the error log ends with a traceback, but for the words of the abort.
+    """Whether the error log ends with a traceback, apart from the lines about the abort.
 
     Threads of gloo may abort a process that leaves because of an exception (torch 2.13).
     """
@@ -79,7 +79,7 @@ def last_traceback(lines: Sequence[str]) -> list[str]:
 
 
 def _syntax_error(lines: Sequence[str]) -> int | None:
-    """Where an error of the compiler begins, which has no heading."""
+    """The line at which a syntax error begins, because its traceback has no heading."""
     errors = [index for index, line in enumerate(lines) if re.match(r"(Syntax|Indentation|Tab)Error: ", line)]
     frames = [
         index for index, line in enumerate(lines) if errors and index < errors[-1] and _FRAME.match(line)
@@ -96,7 +96,7 @@ def exception_of(lines: Sequence[str]) -> tuple[str | None, str]:
 
 
 def users_line(lines: Sequence[str]) -> str | None:
-    """The innermost line in a file that is no part of Python or of an installed package: `train.py:12`."""
+    """The innermost line in a file that is not part of Python or an installed package: `train.py:12`."""
     for line in reversed(lines):
         if (match := _FRAME.match(line)) and is_users(match["file"]):
             return f"{Path(match['file']).name}:{match['line']}"

@@ -43,7 +43,7 @@ class MetricsWriter:
     def __call__(self, is_last: bool) -> None:
         figures = [line for log in self._logs for line in log.read(is_last)]
         for line in [*figures, *self._events.read(is_last)]:
-            if self._is_first and line["step"] > 0:  # a restart repeats steps; hyperparameters are of step 0
+            if self._is_first and line["step"] > 0:  # a restart repeats steps; hyperparameters have step 0
                 keep_metrics(self._folder, until=line["step"] - 1)
                 self._is_first = False
             append_line(self._folder.metrics, line)
@@ -76,7 +76,7 @@ def figures_of(line: str, pattern: re.Pattern[str]) -> Figures | None:
     try:
         values = {key: finite(float(text)) for key, text in match.groupdict().items() if text is not None}
         step = values.pop("step", None)
-    except ValueError:  # the group took something that is no number
+    except ValueError:  # a group matched a text that is not a number
         return None
     return None if step is None else {"step": int(step), **values, "time": datetime.now(UTC).isoformat()}
 

@@ -1,4 +1,4 @@
-"""What one rank of `task=script` starts: its words, the variables that torchrun would set, and its logs."""
+"""Prepares one rank of `task=script`: its command, the variables that torchrun would set, and its logs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from hpc_parallel.slurm.short_forms import expand_hosts
 from hpc_parallel.supervise import flight_recorder
 from hpc_parallel.supervise.process_tree import receivers
 
-SHARED = 20_000  # ports from here on, by the number of the job, if the site names none
+SHARED = 20_000  # if the site names no port, the job id selects a port from here on
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and AMD
 
 
 def is_script(config: Mapping[str, Any]) -> bool:
-    """Whether a script of the user's runs in place of a task of ours.
+    """Whether a user's script runs instead of one of our tasks.
 
     config: the content of `config.yaml`.
     """
@@ -56,7 +56,7 @@ def command_of(
         arguments += resume_words(script, values=values, folder=working)
     if script["file"]:  # a path in the kept source is relative to the run folder
         program = [sys.executable, "-u", str(folder.path / script["file"])]
-    elif script["module"]:  # -P: not from the working directory, but from the kept source
+    elif script["module"]:  # -P: import from the kept source, not from the working directory
         program = [sys.executable, "-u", "-P", "-m", script["module"]]
     else:
         command = script["command"]
@@ -80,7 +80,7 @@ def set_variables(
     fabric.use_scratch(cluster["scratch"], environment, host=world.host)
     flight_recorder.set_variables(folder, environment)
     per_node = config["gpus_per_node"]
-    share = per_node * world.nodes // world.world_size  # of ranks that the script starts itself
+    share = per_node * world.nodes // world.world_size  # ranks that the script starts, per rank of ours
     threads = max(1, fabric.cpu_threads(world, environment) // share)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     environment.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in C code writes its stack to the log
@@ -89,7 +89,7 @@ def set_variables(
     fabric_kind.set_fabric(cluster["fabric"], devices, environment, nccl=nccl, one_machine=world.one_machine)
     fabric.set_interfaces(environment, world=world, hosts=world.hosts, suffix=cluster["master_suffix"])
     fabric.require_interfaces(environment, host=world.host, nccl=nccl)
-    environment.pop("PYTHONSAFEPATH", None)  # for our own modules: a script imports what lies beside it
+    environment.pop("PYTHONSAFEPATH", None)  # only for our modules: a script imports what lies beside it
     if world.one_machine and config["nodes"] > 1:  # simulated nodes: each has its own GPUs
         visible = visible_devices(environment, node=world.node, per_node=per_node)
         environment.update({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
@@ -147,9 +147,9 @@ def visible_devices(environment: Mapping[str, str], *, node: int, per_node: int)
 
 
 def stop_prefix(folder: RunFolder, *, world: World) -> str:
-    """How the names of the files begin by which the ranks of this start agree on a step to stop.
+    """The prefix of the files by which the ranks of this start agree on a step at which they stop.
 
-    Some MPIs name every attempt alike, so the number of earlier starts is a part of it.
+    Some MPIs give every attempt the same name, so the prefix contains the number of earlier starts.
     """
     return str(folder.rendezvous / f"{world.attempt}-{restarts(folder)}.stop")
 
@@ -202,12 +202,12 @@ def streams(folder: RunFolder, *, rank: int) -> Iterator[tuple[int, int]]:
 class Relay:
     """Passes signals on to the script, and remembers the one that asked it to stop.
 
-    Slurm sends USR2 before the time limit and TERM at a preemption, both also to the script itself, unless
-    mpirun has started it.
+    Slurm sends SIGUSR2 before the time limit and SIGTERM at a preemption. It sends both to the script too,
+    unless mpirun has started the script.
     """
 
     def __init__(self, stop_signal: str, *, in_job: bool, reaches_all: bool, stop_prefix: str) -> None:
-        """in_job: signals are Slurm's, not of a local agent; reaches_all: it sends them to the script too."""
+        """in_job: Slurm sends the signals, not a local agent; reaches_all: the script receives them too."""
         self.stopped_by: str | None = None
         self._stop_prefix = stop_prefix
         self._stop = None if stop_signal == "none" else signal.Signals[stop_signal]
@@ -232,7 +232,7 @@ class Relay:
 
     def connect(self, child: subprocess.Popen[bytes]) -> None:
         self._child = child
-        reaches_all, self._reaches_all = self._reaches_all, False  # there was no script that they could reach
+        reaches_all, self._reaches_all = self._reaches_all, False  # these signals came before the script
         for number in self._early:
             self(number, None)
         self._reaches_all = reaches_all

@@ -21,11 +21,11 @@ FIRST_S = 60.0  # a script may print nothing for so long at its start, while it 
 
 
 class ScriptSupervisor(Supervisor):
-    """Finds out that no rank of a script writes anything, and where each rank stands.
+    """Notices that no rank of a script writes anything, and finds where each rank stands.
 
     A script does not report its progress, so rank 0's parent looks at the logs of all ranks. At the alarm
-    each parent stops its rank by SIGSTOP. Reading a stack ends the rank, so it waits until all ranks stand
-    still: else the others would lose a peer, and fail before their stacks are read.
+    each parent stops its rank by SIGSTOP. Reading a stack ends the rank, so the parent first waits until all
+    ranks are stopped. Otherwise the others would lose a peer, and fail before their stacks are read.
     """
 
     is_script = True
@@ -36,7 +36,7 @@ class ScriptSupervisor(Supervisor):
         self._files = [*logs, folder.metrics] if world.rank == 0 else []
         self._sizes = self._sizes_now()
         self._silent_s, self._limit_s = 0.0, max(FIRST_S, timeout_s)
-        self._was_stopped = False  # by somebody else
+        self._was_stopped = False  # before the alarm, by another process
 
     def hangs(self, elapsed_s: float, *, stopped: bool) -> bool:
         """Whether the process is stopped, or no rank has written anything, for as long as the time-out."""
@@ -59,14 +59,14 @@ class ScriptSupervisor(Supervisor):
             os.kill(self.process, signal.SIGSTOP)
 
     def report(self, *, stopped: bool) -> None:
-        """Write the report, and wait until the others have: the end of this parent ends the job."""
+        """Write the report, and wait for the reports of the others: the end of this parent ends the job."""
         super().report(stopped=self._was_stopped)
         until = time.monotonic() + hang_report.grace_s(self.timeout_s)
         while not self.others_reported() and time.monotonic() < until:
             time.sleep(min(self.period_s, PERIOD_S))
 
     def stacks(self) -> str:
-        """End the rank and return its stacks, which py-spy reads; if it can't, faulthandler prints them."""
+        """End the rank and return its stacks. py-spy reads them; if it can't, faulthandler prints them."""
         spied, dumped = spied_stacks(self.process), super().stacks()
         return spied or dumped
 

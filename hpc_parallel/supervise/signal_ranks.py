@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> None:
 def ranks_here(folder: str) -> list[int]:
     """Process ids of this user's ranks of the run on this host."""
     worker = [*WORKER[-2:], folder]  # -m hpc_parallel.worker.main
-    parent = ["-m", "hpc_parallel.job", "rank", folder]  # passes it to a script; a worker's ignores it
+    parent = ["-m", "hpc_parallel.job", "rank", folder]  # a script's parent passes the signal on
     return [
         process.pid
         for process in psutil.process_iter(["cmdline", "uids"])

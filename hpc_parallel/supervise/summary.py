@@ -65,7 +65,7 @@ def summarise(
       several devices, that moves most.
     - `unknown_collectives`: collectives whose bytes are not known; traffic is then null.
     - `ended_early`: why a callback ended the training before its last step.
-    - `left_out`: what a task did not measure, because `task.seconds` were used.
+    - `left_out`: what a task did not measure, because `task.seconds` were used up.
     - `slow_ranks`: ranks that were slower than their peers for a while, with the cause and the steps.
     - `shares`: the speeds by which `strategy.shares` split the batch or the pipeline.
     - `rank_memory_bytes`: peak memory by rank, in the newest start.

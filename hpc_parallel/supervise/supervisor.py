@@ -1,6 +1,6 @@
-"""What the parent of a rank does while it runs, in a thread; and the hang report that the parent writes.
+"""The checks that the parent of a rank runs in a thread, and the hang report that the parent writes.
 
-A rank that was stopped, or that can't run Python, can't write its own.
+The parent writes the report because a rank that is stopped, or that can't run Python, can't write its own.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Supervisor:
         text = self.stacks()
         write_text(hang_report.stacks(self.folder, self.world.rank), text)
         stack, where = stack_of(text), spot_of(stack_of(text))
-        if (reader := reader_of(text)) and not stopped:  # either thread may keep Python's lock
+        if (reader := reader_of(text)) and not stopped:  # either thread may hold the GIL
             stack, where = [*stack, *reader], f"{where} or in reading the next batch at {spot_of(reader)}"
         report = HangReport(
             rank=self.world.rank, host=self.world.host, world_size=self.world.world_size,
@@ -108,7 +108,7 @@ class Supervisor:
 def watching(checks: Sequence[Callable[[bool], None]]) -> Iterator[None]:
     """While the block runs, call each check with False from time to time, and at its end with True.
 
-    A check that fails, because the disk is full for example, is not called again, and says so.
+    If a check fails, because the disk is full for example, its error is printed and it is not called again.
     """
     ended = threading.Event()
     alive = list(checks)
@@ -167,7 +167,7 @@ def stack_of(text: str) -> list[str]:
 
 
 def reader_of(text: str) -> list[str]:
-    """The frames of the thread that reads the next batch; empty if it reads none."""
+    """The frames of the thread that reads the next batch; empty if it reads no batch now."""
     for stack in stacks_of(text)[:-1]:
         functions = [line.rpartition(" in ")[2] for line in stack]
         if WAITS_FOR_REQUEST in functions[:-1]:

@@ -1,6 +1,7 @@
 """`-m` with another Hydra sweeper, launcher or callback, which decides what runs.
 
-It may choose a run from the results of earlier runs, so only settings common to all are checked first.
+The sweeper may choose a run by the results of earlier runs. Therefore only the settings that all runs have in
+common are checked before the first run.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def held(folder: Path, *, key: str) -> Iterator[None]:
     try:
         owner.claim(owned)
     except owner.OwnedError as error:
-        on_other_host = " on " in str(error).partition(", as ")[2]  # this host can't see whether it runs
+        on_other_host = " on " in str(error).partition(", as ")[2]  # this host can't see if it runs
         rule = f"{error}" + f". If that is gone: rm {owned.owner}" * on_other_host
         raise ConfigError([Problem(key, folder, rule)]) from error
     except OSError as error:
@@ -38,6 +38,6 @@ def held(folder: Path, *, key: str) -> Iterator[None]:
 
 
 def release(folder: Path) -> None:
-    """Give up ownership, if this process has it: otherwise another start may have begun."""
+    """Give up ownership if this process still has it. If not, another start may own the folder."""
     if folder.is_dir():
         owner.release(RunFolder(folder))

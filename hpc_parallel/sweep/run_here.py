@@ -17,8 +17,8 @@ from hpc_parallel.sweep.write import for_each, take_back
 def run_all(plan: SweepPlan) -> int:
     """Run all planned runs, whose folders exist. A failed run does not stop the others.
 
-    The first Ctrl-C or SIGTERM lets active runs save and end and starts no more; the second kills at once.
-    Then KeyboardInterrupt is raised. A run that is cancelled before its turn is skipped.
+    After the first Ctrl-C or SIGTERM, active runs save and end, and no other run starts. The second signal
+    kills them at once. Then KeyboardInterrupt is raised. A run that is cancelled before its turn is skipped.
 
     Returns 0 if all runs completed, else 1.
     """

@@ -61,7 +61,8 @@ def start(plan: SweepPlan) -> int:
 def write(plan: SweepPlan) -> None:
     """Write every run folder and the manifest.
 
-    Raises ConfigError if one can't be created, or if others could replace what runs; then none remains.
+    Raises ConfigError if a folder can't be created, or if other users could replace the code that runs. No
+    run folder remains in this case.
     """
     shared_folder = plan.runs[0].run.config.launcher.shared_folder
     require_trusted(plan.folder, key="hydra.sweep.dir", shared_folder=shared_folder)
@@ -138,5 +139,5 @@ def preview(plan: SweepPlan, *, kind: str, launcher: Launcher) -> int:
     print(f"# {line}", flush=True)
     from hpc_parallel.launch.rank_variables import describe
 
-    complain([*describe(runs[0]), f"  (run 0: {plan.runs[0].label})"])  # beside the scripts, which stdout has
+    complain([*describe(runs[0]), f"  (run 0: {plan.runs[0].label})"])  # to stderr: stdout has the scripts
     return DONE

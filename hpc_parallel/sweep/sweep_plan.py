@@ -128,7 +128,8 @@ class _SweepChecker:
     runs: list[PlannedRun] = field(default_factory=list)
     kept: list[KeptRun] = field(default_factory=list)
     duplicates: int = 0
-    # What launcher.kind=auto means in the whole sweep, however long it is planned, and why.
+    # The launcher that launcher.kind=auto selects for the whole sweep, and the reason. It stays the same even
+    # if planning takes long.
     _launcher: tuple[str, str] | None = None
     _errors: list[tuple[Cell, ConfigError]] = field(default_factory=list)
     _identities: set[str] = field(default_factory=set)
@@ -161,7 +162,7 @@ class _SweepChecker:
         self.runs.append(PlannedRun(run, tuple(overrides), swept, before))
 
     def _prepared(self, config: DictConfig, overrides: Sequence[str], **preset: str) -> PreparedRun:
-        """The checked run, with the answers that all runs of the sweep have in common."""
+        """Prepare and check a run. Automatic settings get the same values in all runs of the sweep."""
         answers: dict[str, Any] = dict(preset)
         if OmegaConf.select(config, "training.global_batch_size", default=0) is None:
             size = usual_batch_size(OmegaConf.select(config, "model"))  # the same for all layouts
@@ -224,7 +225,7 @@ def run_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def _require_consistent(runs: Sequence[PreparedRun], settings: SweepConfig) -> None:
-    """Raise ConfigError unless runs have their own folders, and one launcher and `sweep.` keys in common."""
+    """Raise ConfigError unless each run has its own folder, and all share a launcher and `sweep.` keys."""
     problems: list[Problem | str] = []
     if len({run.folder.path for run in runs}) < len(runs):
         rule = "is the same for several runs of the sweep, but each run needs its own folder"

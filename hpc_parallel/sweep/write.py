@@ -18,7 +18,7 @@ T = TypeVar("T")
 def write_runs(runs: Sequence[PreparedRun]) -> None:
     """Create every run folder. Source that several runs keep is copied once and then hard-linked.
 
-    Raises ConfigError if one can't be created; then the others are removed.
+    Raises ConfigError if a folder can't be created. Then the other folders are removed.
     """
     state = cache(source_state)
     snapshots: list[Snapshot] = []  # already copied

@@ -1,4 +1,4 @@
-"""Callbacks: objects of the user's that hear of a training and may end it early (`training.callbacks`)."""
+"""Callbacks: the user's objects that are called during a training and may end it (`training.callbacks`)."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Callback:
         """A line of `metrics.jsonl` was written."""
 
     def on_validation(self, step: int, loss: float | None) -> None:
-        """The model was validated after `step`; None if its loss is not finite."""
+        """The model was validated after `step`. `loss` is None if it is not finite."""
 
     def on_checkpoint(self, step: int) -> None:
         """The checkpoint of `step` is complete. Training may be some steps further."""
 
     def on_end(self, step: int) -> None:
-        """The training ended after `step`, its last one, by a signal or early."""
+        """The training ended after `step`: all steps are done, a signal ended it, or it ended early."""
 
     def stop_reason(self) -> str | None:
-        """Asked after each line: why the training shall end now. None: it goes on."""
+        """Returns why the training must end now; None if it continues. Called after each line."""
         return None
 
 
@@ -52,9 +52,10 @@ class EarlyStopping(Callback):
     def __init__(
         self, *, patience: int, key: str = VALIDATION, least_change: float = 0.0, largest: bool = False
     ) -> None:
-        """`patience`: lines with `key` that may be without an improvement of more than `least_change`.
+        """`patience`: the number of lines with `key`, without an improvement, after which the training ends.
 
-        `largest`: the largest value is the best, as of an accuracy; else the smallest.
+        An improvement is a change of more than `least_change`. `largest`: whether the largest value is the
+        best, as for an accuracy; else the smallest.
 
         Raises ValueError for a patience below 1.
         """
@@ -124,7 +125,7 @@ class KeepBest(Callback):
 
 
 class Callbacks:
-    """The callbacks of a run; on other ranks than rank 0 they only agree about the end."""
+    """The callbacks of a run. Only rank 0 has them; the other ranks only learn when the training ends."""
 
     def __init__(
         self,
@@ -148,14 +149,14 @@ class Callbacks:
         self._call("on_step", step)
 
     def line(self, line: Mapping[str, Any]) -> str | None:
-        """Hand on a line; returns on all ranks why the training shall end, or None. Collective."""
+        """Pass on a line; returns on all ranks why the training must end, or None. Collective."""
         self._call("on_line", line)
         if "validation_loss" in line:
             self._call("on_validation", line["step"], line["validation_loss"])
         return self.reason()
 
     def reason(self) -> str | None:
-        """Returns on all ranks why the training shall end, or None. Collective."""
+        """Returns on all ranks why the training must end, or None. Collective."""
         if not self._used:
             return None
         reasons = filter(None, self._call("stop_reason"))

@@ -81,7 +81,7 @@ def random_state(device: torch.device) -> StateDict:
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """torch's reader of one checkpoint, which reads the index once: it has an entry for each part."""
+    """torch's reader of one checkpoint. It reads the index, which has an entry for each part, only once."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint.path)
@@ -94,12 +94,12 @@ class CheckpointReader(dcp.FileSystemReader):
 
     @property
     def entries(self) -> Mapping[str, Any]:
-        """What is known of each tensor, by name."""
+        """The metadata of each tensor, by name."""
         return self.read_metadata().state_dict_metadata
 
 
 def read(reader: CheckpointReader, state: StateDict) -> None:
-    """Fill `state` from a checkpoint. All ranks must call it together; each may have other names.
+    """Fill `state` from a checkpoint. All ranks must call it together. Ranks may have different names.
 
     Raises what torch.distributed.checkpoint raises if a name is missing or a shape differs.
     """
@@ -116,7 +116,7 @@ def readable(reader: CheckpointReader, state: StateDict) -> StateDict:
 
 
 def optimizer_sizes(reader: CheckpointReader) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Size and type of each tensor of the optimizer's state in a checkpoint, by names as of its `state`."""
+    """Size and type of each tensor of the optimizer's state in a checkpoint, by its name in that state."""
     return {
         name.removeprefix(OPTIMIZER): (entry.size, entry.properties.dtype)
         for name, entry in reader.entries.items()
@@ -204,10 +204,10 @@ class CheckpointWriter(dcp.FileSystemWriter):
     ) -> None:
         """`prune`: removes older checkpoints after this one is complete.
 
-        It is called by the writer because to remove gigabytes takes long, and training must not wait for it.
+        The writer calls it because removing gigabytes takes long, and training must not wait for this.
         """
-        # Without copies ahead: torch's loader for these, on the thread of an asynchronous save, would use the
-        # stream of GPU 0 on every rank, and open a context there.
+        # No copies ahead: torch's loader for them runs on the thread of an asynchronous save. There it would
+        # use the stream of GPU 0 on every rank, and open a context on this GPU.
         super().__init__(path, per_thread_copy_ahead=0)
         self._prune = prune
         self.fs = self._files = HashingFiles()

@@ -1,7 +1,7 @@
 """Python's garbage collector on fixed steps, so that all ranks pause at once.
 
-By default it runs when enough objects were made, at another time on each rank, and all others wait for that
-rank in the next collective.
+By default the collector runs when enough objects were made, at another time on each rank. All other ranks
+then wait for this rank in the next collective.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def collecting(every: int | None) -> Iterator[Callable[[int], None]]:
-    """Switch the collector off, and yield what collects before every `every`-th step; None: leave it on."""
+    """Switch the collector off, and yield a function that collects before every `every`-th step.
+
+    None: leave the collector on.
+    """
     if every is None or not gc.isenabled():
         yield lambda step: None
         return

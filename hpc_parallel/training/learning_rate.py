@@ -11,10 +11,11 @@ from hpc_parallel.config.schema import OptimizerConfig
 
 
 def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:
-    """Returns the rate of the 1-based `step`: a linear warm-up, then what `config.schedule` says.
+    """Returns the rate of the 1-based `step`: a linear warm-up, then the schedule `config.schedule`.
 
-    A function of the user's decides the entire run: it is called with (step, steps) and returns a factor of
-    `config.learning_rate`. Raises ValueError if that factor is not a finite number of at least 0.
+    A user's function sets the rate of all steps, so no warm-up is added. It is called with (step, steps) and
+    returns a factor of `config.learning_rate`. Raises ValueError if this factor is not a finite number of at
+    least 0.
     """
     if config.schedule not in _AFTER_WARMUP:
         return config.learning_rate * _users_factor(step, steps=steps, path=config.schedule)

@@ -42,7 +42,7 @@ class WeightSource(Protocol):
         """Shapes of all tensors of the source, by name."""
 
     def fill(self, state: StateDict) -> None:
-        """Copy into the tensors of `state`; of a distributed tensor, into this rank's slice."""
+        """Copy into the tensors of `state`. For a distributed tensor, copy into this rank's slice."""
 
 
 class WeightsFile:
@@ -64,7 +64,7 @@ class WeightsFile:
 
 
 class CheckpointWeights:
-    """The weights and running statistics of a checkpoint; each process reads without the others."""
+    """The weights and running statistics of a checkpoint. Each process reads independently."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._reader = CheckpointReader(checkpoint)

@@ -15,9 +15,9 @@ from torch import Tensor
 from hpc_parallel.record.values import finite
 from hpc_parallel.strategies.exchange import all_gather_numbers
 
-# Dense peaks from the vendor's data sheets in FLOP/s: of bfloat16 and float16, and of float32 without TF32.
-# By a part of the device's name; the first that fits counts. Cards have lower clocks or fewer cores than SXM
-# modules. mfu is null on any other device.
+# Dense peaks in FLOP/s from the vendors' data sheets: (bfloat16 and float16, float32 without TF32).
+# A key is a part of the device's name, and the first key that matches counts. Cards have lower clocks or
+# fewer cores than SXM modules. mfu is null on any other device.
 PEAK_FLOPS = {
     "A100": (312e12, 19.5e12),
     "H100 PCIe": (756e12, 51e12),
@@ -29,7 +29,7 @@ PEAK_FLOPS = {
     "B200": (2250e12, 75e12),
     "L40S": (362e12, 91.6e12),
     "MI300X": (1307.4e12, 163.4e12),
-    "MI250X": (191.5e12, 47.9e12),  # of one of its two dies, which is a device to torch
+    "MI250X": (191.5e12, 47.9e12),  # of one die: torch counts each of the two dies as a device
 }
 
 
@@ -39,7 +39,7 @@ class StepResult:
 
     loss: Tensor  # mean loss of this replica's batch; zero if another rank of the replica has it
     gradient_norm: Tensor  # of the entire model, before clipping; always valid on rank 0
-    skipped: Tensor | None = None  # steps skipped so far, valid on rank 0; None if none may be
+    skipped: Tensor | None = None  # steps skipped so far, valid on rank 0; None if steps may not be skipped
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Metrics:
         self._steps += 1
 
     def leave_out(self, seconds: float, *, steps: int = 0) -> None:
-        """Subtract time that was not spent on steps (validation), or that went to `steps` not to be timed.
+        """Subtract time that was not spent on steps (validation), or that was spent on `steps` untimed steps.
 
         If no timed step is left since the last line, the next line repeats its step time (`timed_steps` = 0).
         """
@@ -102,7 +102,7 @@ class Metrics:
             "step": step,
             "samples": step * scale.global_batch_size,
             "loss": finite(sum(losses) / scale.replicas),
-            "grad_norm": finite(norms[0]),  # rank 0, because only a parameter server has it
+            "grad_norm": finite(norms[0]),  # rank 0 always has it
             "learning_rate": learning_rate,
             "step_time_s": step_time_s,
             "data_s": max(waits),
@@ -154,9 +154,9 @@ def peak_flops(device: torch.device, *, precision: str) -> float | None:
 
 
 def peak_of(name: str, *, precision: str, tf32: bool = False) -> float | None:
-    """The peak of a device by its full name; None for a part of one (MIG), and in float64.
+    """The peak of a device by its full name; None for a part of a device (MIG), and in float64.
 
-    tf32: products of float32 use it; its peak is half of that of bfloat16 on NVIDIA's devices.
+    tf32: whether products of float32 use TF32, whose peak is half the peak of bfloat16 on NVIDIA's devices.
     """
     peaks = next((peaks for part, peaks in PEAK_FLOPS.items() if part in name), None)
     if peaks is None or " MIG " in name or precision == "float64":

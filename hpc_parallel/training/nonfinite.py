@@ -1,7 +1,7 @@
 """Reports losses and gradients that are not finite to the host, and names the rank and the layer to blame.
 
 A step itself only withholds its update, on the device (`gradients.Withholding`). Nothing waits for the
-device, unless an optimizer ignores the flag: then the host reads it before each update.
+device, unless an optimizer ignores the flag. In this case the host reads the flag before each update.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NonFiniteError(RuntimeError):
 
 
 class Guard(Withholding):
-    """Withholds updates, and reports to the host why; `parameters` are those of the gradients' norms."""
+    """Withholds updates, and reports the reason to the host."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Guard(Withholding):
     def raise_if_nonfinite(self, step: int, *, trace: Callable[[int], FirstLayers]) -> None:
         """Read from the device whether a step up to the 1-based `step` was withheld.
 
-        `trace`: what `nonfinite_trace.trace` shows in a replay of that step, on this rank.
+        `trace`: replays a step and returns the result of `nonfinite_trace.trace` on this rank.
 
         All ranks must call it together. Raises NonFiniteError on the rank to blame and FollowerError on the
         others.
@@ -103,9 +103,10 @@ def blame(by_rank: Sequence[Mapping[str, Any]], *, step: int) -> tuple[int, str,
 
     `by_rank`: each rank's `loss`, and its first `weight` and first `gradient` that are not finite.
 
-    The first of these is to blame: a weight that is not finite (an update overflowed, or it was loaded so);
-    a loss that is not finite, which says nothing about a parameter because all gradients follow from it;
-    a gradient, the first in the order of the model.
+    The first of these that exists is to blame:
+    - a weight that is not finite: an update overflowed, or the weight was not finite when it was loaded;
+    - a loss that is not finite. It says nothing about a parameter, because all gradients follow from it;
+    - a gradient that is not finite: the first in the order of the model.
     """
     for kind, subject in (("weight", "the weight"), ("gradient", "the gradient of")):
         candidates = [

@@ -1,7 +1,7 @@
 """Finds the layer whose output, or whose output's gradient, was the first that is not finite.
 
 A step whose gradient is not finite does not change the weights, and the samples of a step are known. So the
-step can run again with hooks that look at every layer, which would be too slow for all steps.
+step can run again with hooks on every layer. Such hooks would be too slow for all steps.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def trace(
     whole: bool = False,
     replay: Callable[[], object],
 ) -> FirstLayers:
-    """Returns the first layer of this rank's `parts` with such an output, and with such a gradient, if any.
+    """Returns this rank's first layer with an output that is not finite, and the first with such a gradient.
 
-    `replay`: runs the forward and backward passes of the step again; collective over all ranks. Of compiled
-    blocks, only the outputs of whole blocks are seen. A model compiled as a `whole` runs uncompiled here.
+    `replay`: runs the forward and backward passes of the step again; collective over all ranks. If blocks are
+    compiled, only the outputs of whole blocks are seen. A model compiled as a `whole` runs uncompiled here.
     """
     finding: dict[str, tuple[str, str]] = {}
     handles = []
@@ -71,7 +71,7 @@ def _after_forward(
 
 @torch.no_grad()
 def _note(finding: dict[str, tuple[str, str]], kind: str, name: str, tensor: Tensor) -> None:
-    """Keep the first one of its kind. It reads the tensor on the host."""
+    """Keep the first finding of its kind. The host reads the tensor."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if kind not in finding and not bool(local.isfinite().all()):
         finding[kind] = name, str(float(local[~local.isfinite()][0]))
@@ -82,7 +82,7 @@ def first_clause(
 ) -> tuple[int, str, str] | None:
     """Returns the rank, a clause and the layer's name of the first finding of all ranks; None without any.
 
-    A forward pass goes in the `order` of the model, and a backward pass against it.
+    A forward pass runs in the `order` of the model, and a backward pass in the reverse order.
     """
     for kind, sign in ((OUTPUT, 1), (GRADIENT, -1)):
         candidates = [

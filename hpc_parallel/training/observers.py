@@ -1,4 +1,4 @@
-"""What observes a training and does not change it: metrics, profilers, the watchdog, callbacks."""
+"""The objects that observe a training without changing it: metrics, profilers, the watchdog, callbacks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Profiler(Protocol):
 
 @dataclass(frozen=True)
 class Observers:
-    """The observers of this rank. `around` stands around the parts of each step."""
+    """The observers of this rank. `around` wraps each part of a step."""
 
     metrics: Metrics
     measurement: Measurement
@@ -63,7 +63,7 @@ class Observers:
 
     @cached_property
     def _profilers(self) -> Sequence[Profiler]:
-        """Those that are on, in the order in which they enter a step."""
+        """The profilers that are on, in the order in which they enter a step."""
         profilers: Sequence[Profiler] = (self.recording, self.measurement, self.rank_times)
         return [profiler for profiler in profilers if profiler.on]
 

@@ -1,4 +1,4 @@
-"""The optimizers of a run: what updates each weight, and its state under full names."""
+"""The optimizers of a run: which one updates each weight, and their state under full names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ELEMENTWISE = (*SKIPS_ON_DEVICE, SGD)
 
 
 class Update:
-    """One optimizer of torch with the weights that it updates where they are."""
+    """One optimizer of torch with the weights that it updates in place."""
 
     def __init__(
         self, kind: type[Optimizer], weights: Mapping[str, Parameter], *, options: Mapping[str, Any]
@@ -82,7 +82,7 @@ class ModelOptimizer:
     def step(self) -> None:
         """Update the weights by their `.grad`, unless the flag of `withhold_by` is 1.
 
-        The host reads the flag, and thus waits for the device, if an optimizer does not read it there.
+        If an optimizer does not read the flag on the device, the host reads it and so waits for the device.
         """
         if self._withhold is not None and bool(self._withhold):
             return
@@ -119,7 +119,7 @@ class ModelOptimizer:
         }
 
     def create_state(self, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """Create state of these sizes and types, by names as of `state`, for a checkpoint to fill.
+        """Create state of these sizes and types, by the names of `state`, for a checkpoint to fill.
 
         Names of weights whose state other ranks keep are left out.
         """
@@ -189,7 +189,7 @@ def _arguments(kind: Any, settings: Settings, *, rate: float) -> dict[str, Any]:
     arguments = {**settings.options, "lr": rate * settings.learning_rate_scale}
     parameters = inspect.signature(kind).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if takes_any or settings.weight_decay or "weight_decay" in parameters:  # the class's default may be other
+    if takes_any or settings.weight_decay or "weight_decay" in parameters:  # the class's default may differ
         arguments["weight_decay"] = settings.weight_decay
     if takes_any:
         return arguments

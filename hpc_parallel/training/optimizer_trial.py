@@ -1,7 +1,7 @@
 """Tries a class of optimizer on two small weights before it gets those of the model.
 
-What every layout relies on can't be read from a class: that it updates a weight by nothing else than this
-weight's gradient and state, that it draws no random numbers, and that its state is in tensors.
+Every layout relies on three properties that can't be read from a class: it updates a weight only by this
+weight's gradient and state, it draws no random numbers, and its state is in tensors.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Reads the batch of the next step in a thread while a step runs.
 
-A checkpoint knows nothing of a batch that was read ahead: the samples of a step depend on its number only.
-Only one thread reads at a time, because a user's dataset may not be safe for two.
+A checkpoint does not contain a batch that was read ahead, because the samples of a step depend only on the
+number of the step. Only one thread reads at a time, because a user's dataset may not be safe for two.
 
-The global generators of random numbers belong to the main thread. Samples that draw from them are read there.
+The global generators of random numbers belong to the main thread. It reads the samples that draw from them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ReadAhead:
     def next(self, step: int) -> Batch:
         """Returns the batch of the 0-based `step` on the device, and begins to read the one after it.
 
-        Raises what the samples raise, at the step whose batch it is.
+        Raises the exception of the samples, at the step whose batch failed.
         """
         reading, self._reading = self._reading, None
         batch = self._read(step) if reading is None or reading.step != step else self._take(reading)
@@ -111,9 +111,10 @@ class ReadAhead:
         return reading.batch
 
     def _read_again(self, step: int, *, before: GeneratorStates) -> Batch:
-        """Something has drawn random numbers since the request: a sample, or the model in the main thread.
+        """Read a batch again if something has drawn random numbers since the request.
 
-        If it was a sample, what it drew is undone. From now on the main thread reads all batches.
+        A sample drew them, or the model in the main thread. If a sample did, its draws are undone first. From
+        now on the main thread reads all batches.
         """
         self._on = False
         samples = self._batches.samples
