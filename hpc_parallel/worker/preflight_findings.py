@@ -1,4 +1,4 @@
-"""What `task=preflight` measured, and the devices, storage and links in it that are slow."""
+"""The measurements of `task=preflight`, and findings about slow devices, storage and links."""
 
 from __future__ import annotations
 

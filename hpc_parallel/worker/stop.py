@@ -47,8 +47,8 @@ class StopFlag:
         """`step`: the last step done.
 
         `time_limit`: the limit of the job; on one rank only. When it is near, the ranks stop as after Slurm's
-        SIGUSR2. `period_s`: the time between two collectives; 0: one after each step, if steps take very
-        different times.
+        SIGUSR2. `period_s`: the time between two collectives; 0 for a collective after each step, if steps
+        take very different times.
         """
         self._time_limit = time_limit
         self._period_s = period_s
@@ -94,7 +94,7 @@ class StopFlag:
             self._published = flag
 
     def _requested(self) -> int:
-        """The largest flag that a rank has published, 0 without one."""
+        """The largest flag that a rank has published; 0 if no rank has published one."""
         flags = range(len(STOP_SIGNALS), 0, -1)
         return next((flag for flag in flags if self._store.add(str(flag), 0)), 0)
 
