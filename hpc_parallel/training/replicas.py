@@ -36,7 +36,7 @@ class ReplicaError(RuntimeError):
 
 
 class ReplicaCheck:
-    """This rank's weights, and which ranks must have the same."""
+    """Compares this rank's weights with those of the ranks that must hold the same weights."""
 
     def __init__(
         self,
@@ -121,7 +121,10 @@ def blame(sums: Mapping[int, Mapping[str, str]]) -> tuple[int, int, str]:
 
 @torch.no_grad()
 def checksums(weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """The sum of the bits of each weight's local part, in words, modulo 2^64. The host waits once."""
+    """The sum of the bits of each weight's local part, in words, modulo 2^64.
+
+    The host waits for the device once.
+    """
     if not weights:
         return {}
     sums = torch.stack([bit_sum(weight) for weight in weights.values()])

@@ -171,7 +171,7 @@ class Saver:
         self._pending.add_done_callback(partial(self._measure, self._began_s))
 
     def _write(self, state: dict[str, Any], save: dict[str, Any]) -> None:
-        """Write without a copy, in a thread, so that this rank's main thread can say that it waits."""
+        """Write without a copy, in a thread, so that this rank's main thread can report that it waits."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # a thread begins with device 0
         dcp.save(state, **save)
@@ -269,6 +269,6 @@ class Saver:
 
 
 def is_broken(error: BaseException | None) -> bool:
-    """Whether a save ended with this error because the ranks could not meet."""
+    """Whether a save ended with this error because a collective timed out or a rank was lost."""
     kind = None if error is None else failure.kind_and_source(error)[0]
     return kind in (failure.COLLECTIVE_TIMEOUT, failure.LOST_PEER)

@@ -83,7 +83,7 @@ class Stager(AsyncStager):
         return
 
     def close(self) -> None:
-        """Give up the buffers."""
+        """Release the buffers."""
         for name in list(self._pinned):
             self._unpin(name)
         self._buffers.clear()

@@ -263,7 +263,7 @@ def _machine(config: RunConfig, devices: DeviceRows, *, spread: float) -> Machin
 
 
 def _link_profile(config: RunConfig, links: CollectivesPlan) -> MachineConfig:
-    """The fits of the links. The group of all ranks counts as inside a node, or as across nodes."""
+    """The fits of the links. On one node all ranks count as inside a node, on several as across nodes."""
     names = {WORLD: INSIDE if config.nodes == 1 else ACROSS}
     rows = [replace(row, group=names.get(row.group, row.group)) for row in links.sorted_rows()]
     profile = machine_profile(rows, site=config.cluster.name, device_type="", measured="")

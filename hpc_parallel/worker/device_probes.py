@@ -35,7 +35,7 @@ BLOCKS = {
     "cuda": ((64, 16), (1024, 2048), (2048, 4096), (4096, 4096)),
 }
 UPDATED = {"cpu": (2**10, 2**20, 2**22), "cuda": (2**10, 2**24, 2**27)}  # weights
-TENSORS = 32  # that an update has; about four blocks have as many
+TENSORS = 32  # in an update; about four blocks have as many
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measure what ranks of a run would hold and send, on a machine that has neither its devices nor its memory.
+"""Measure what ranks of a run would hold and send, on a machine without the run's devices and memory.
 
     python -m hpc_parallel.worker.exact_plan CONFIG.YAML RANK...
 
@@ -35,7 +35,7 @@ def measure(config: RunConfig, ranks: Sequence[int], *, microbatches: int | None
     microbatches: the number in the traced step; None: as many as the run has.
 
     torch keeps names of process groups in caches, so a process can't have one world after another. Raises
-    ConfigError as `assemble` does, for tiles in a pipeline, and for data whose shape must be read.
+    ConfigError as `assemble` does, and also for tiles in a pipeline and for data whose shape must be read.
     """
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         return [pool.apply(measure_here, (config, rank, microbatches)) for rank in ranks]

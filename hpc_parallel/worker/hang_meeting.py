@@ -19,7 +19,7 @@ from hpc_parallel.machine.world import World
 
 SERVE_S = 1.0  # rank 0's process is the store, so it goes on for this long after the last key is set
 _ALL = "hang/all"
-_LEAST_S = 0.01  # torch takes 0 for no time-out
+_LEAST_S = 0.01  # torch treats 0 as no time-out
 
 
 class HangStore(Protocol):

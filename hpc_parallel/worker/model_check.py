@@ -3,7 +3,7 @@
     python -m hpc_parallel.worker.model_check < QUESTION
 
 reads {tables, advice, values, tries_data} as JSON. `tables` and `advice` are those of launch/import_check.py.
-`values` are resolved configurations. `tries_data`: whether to build the data of the first one. It writes
+`values` are resolved configurations. `tries_data`: whether to build the data of the first one. The output is
 {messages, note} as JSON. `messages` has a list for each configuration: why a class can't be imported. If all
 classes can be imported, the list says what the data, and the model's hints and code, refuse.
 """

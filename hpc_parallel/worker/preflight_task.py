@@ -257,7 +257,7 @@ def opened_file(
 
 
 def raise_storage_errors(storage: Path, *, names: Sequence[str], errors: Sequence[str | None]) -> None:
-    """Raise the error of the first rank that has one, with all hosts that have one.
+    """Raise the error of the first rank that has an error. The message names all hosts with an error.
 
     names, errors: the host and the error of each rank.
     """

@@ -1,4 +1,4 @@
-"""Whether input scales with devices: 1, 2, 4, ... processes of each host read at the same time."""
+"""Measures whether input scales with devices: 1, 2, 4, ... processes of each host read together."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ class _Start:
             ) from None
 
     def _find(self) -> SignedStore:
-        """Connect another rank's store to rank 0 of this start.
+        """Connect the store of a rank other than 0 to rank 0 of this start.
 
         If the launcher has no unique name for a start, the file may belong to an earlier start, and another
         run may use its port now. So the rank tries again after every problem until the deadline.

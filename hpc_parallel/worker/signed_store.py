@@ -56,8 +56,8 @@ class SignedStore(Store):
     A key's stored bytes are a sequence of records: one that sets the value, and those that append to it or
     add to it. A record that appends or adds carries a random nonce, so that a repeated record is detected.
     A call takes an idle connection, or opens one, because TCPStore holds a lock for as long as a `get` waits.
-    There are as many connections as calls at the same time. One for each thread would be too many: gloo has
-    two threads for each group, and rank 0's host serves the connections of all ranks.
+    So there is one connection for each simultaneous call. One for each thread would be too many: gloo has two
+    threads for each group, and rank 0's host serves the connections of all ranks.
 
     The methods are those that torch's C++ code calls (PythonStore in torch/csrc/distributed/c10d/init.cpp).
     Each raises ForgedError for a value that fails the verification.

@@ -2,9 +2,9 @@
 
 Slurm sends SIGUSR2 before the time limit, and SIGTERM at preemption or scancel. A terminal sends SIGINT.
 
-A rank with a signal writes it to the store of all ranks. Rank 0 reads the store and broadcasts what it
-finds. gloo's broadcast is a binomial tree of log2 N hops (gloo/broadcast.cc). Its all-reduce is a ring of
-2 (N - 1) hops, and its reduce is a ring too.
+A rank that receives a signal writes the signal to the store of all ranks. Rank 0 reads the store and
+broadcasts what it finds. gloo's broadcast is a binomial tree of log2 N hops (gloo/broadcast.cc). gloo's
+all-reduce is a ring of 2 (N - 1) hops, and its reduce is a ring too.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class StopFlag:
         return STOP_SIGNALS[int(flag) - 1] if flag else None
 
     def _publish(self) -> None:
-        """Write this rank's flag to the store, once. A signal handler can't: it may interrupt the store."""
+        """Write this rank's flag to the store, once. A handler can't: it may interrupt a store call."""
         if (flag := self._flag) > self._published:
             self._store.add(str(flag), 1)
             self._published = flag

@@ -36,7 +36,7 @@ MOST = 3  # microbatches to trace: the first, the last, and one that stands for 
 
 @dataclass
 class Counts:
-    """The bytes of one microbatch, by kind and ranks."""
+    """The calls and bytes of one microbatch, by kind and ranks."""
 
     calls: Counter[Key] = field(default_factory=Counter)
     bytes: Counter[Key] = field(default_factory=Counter)

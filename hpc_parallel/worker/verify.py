@@ -32,7 +32,7 @@ from hpc_parallel.worker.small_model import SmallRun, build_small
 from hpc_parallel.worker.small_results import BUFFER, Results, on_layout, on_one_device, sometimes_used
 
 OWN_SHARE = 1e-5  # of a gradient's own norm: far above float64's rounding, far below a wrong layout
-# As a share of the whole gradient's norm: the size of rounding noise, in float64 and in float32. A gradient
+# The size of rounding noise in float64 and in float32, as a share of the whole gradient's norm. A gradient
 # that is zero in exact arithmetic consists of such noise.
 NOISE, NOISE_OF_FLOAT32 = 1e-12, 1e-6
 MOST_WEIGHTS = {"cpu": 40_000_000, "cuda": 400_000_000}
@@ -46,7 +46,7 @@ class DifferenceError(ConfigError):
 
 @located("the comparison with one device")
 def verify(config: RunConfig, *, plan: Plan, data: Data, groups: Groups, device: torch.device) -> str | None:
-    """Compare the layout of `config` with one device, unless the result is known or nobody asks for it.
+    """Compare the layout of `config` with one device, unless the result is known or not needed.
 
     All ranks of the default process group call it together, after `model_checks` found no problem. Returns a
     line about the comparison, which rank 0 prints. Raises DifferenceError on all ranks.
