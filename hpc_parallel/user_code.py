@@ -14,9 +14,9 @@ from typing import Any
 from hpc_parallel.problems import ConfigError
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
-_INSTALLED = {"site-packages", "dist-packages"}  # also of another Python, and below the home folder
+_INSTALLED = {"site-packages", "dist-packages"}  # also of another Python, and also in the home folder
 _NOT_THE_USERS = tuple({_PACKAGE, *map(os.path.abspath, sysconfig.get_paths().values())})
-_MOST_CHARACTERS = 200  # of the message of one cause
+_MOST_CHARACTERS = 200  # the longest message of one cause
 _HINTS = (  # messages of torch and of the system
     (
         re.compile(
@@ -120,7 +120,7 @@ def failure_of(key: str, table: dict[str, Any], *, advice: str = "") -> str | No
 
 
 def _find(path: str) -> Any:
-    """The object at a dotted path: attributes of the longest part that is a module."""
+    """The object at a dotted path. The names after the longest prefix that is a module are attributes."""
     parts = path.split(".")
     value: Any = import_module(parts[0])
     for end, part in enumerate(parts[1:], start=2):

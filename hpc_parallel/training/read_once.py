@@ -1,7 +1,7 @@
 """Reads each part of a state on one of the ranks that hold it, which sends it to the others.
 
-Without it each of N replicas would read the entire state from the storage. The readers of the parts are
-spread over the ranks, so that all of them read at the same time.
+Otherwise each of N replicas would read the entire state from the storage. The readers of the parts are
+spread over the ranks, so that all ranks read at the same time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from hpc_parallel.training.written_parts import chosen, holders
 
 @torch.no_grad()
 def read_once(state: StateDict, fill: Callable[[StateDict], object]) -> None:
-    """Fill the tensors of `state` by `fill`, which gets those that this rank reads.
+    """Fill the tensors of `state`. `fill` is called with the tensors that this rank reads.
 
-    All ranks must call it together. Ranks that hold the same part but have no group of their own all read it.
+    All ranks must call it together. If the ranks that hold a part have no process group, each of them reads
+    the part.
     """
     keys = {name: digest(holding(name, tensor)) for name, tensor in sorted(state.items())}
     groups = torch_internals.groups_by_ranks()
@@ -42,7 +43,7 @@ def read_once(state: StateDict, fill: Callable[[StateDict], object]) -> None:
 def send(tensor: Tensor, *, reader: int, group: dist.ProcessGroup) -> None:
     """Send the local part of `tensor` from the rank `reader` to all ranks of `group`.
 
-    As bytes: gloo and NCCL do not take every type, such as int16.
+    It sends bytes, because gloo and NCCL do not support every type, for example int16.
     """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     message = local.contiguous()

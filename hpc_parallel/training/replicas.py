@@ -1,8 +1,8 @@
-"""Compares the weights of ranks that must hold the same ones, by a checksum of their bits.
+"""Compares the weights of ranks that must hold equal weights, by a checksum of their bits.
 
-Replicas begin with equal weights and take equal steps, so nothing else would notice that one differs: after a
-flipped bit, or an update that is not the same on all ranks. A rank sums the bits of each weight on its device
-and sends a few numbers. A checkpoint of unequal replicas would mix them.
+Replicas begin with equal weights and take equal steps. A flipped bit makes a replica differ, and so does an
+update that is not the same on all ranks. Nothing else would notice it. A checkpoint of unequal replicas would
+mix them. A rank sums the bits of each weight on its device and sends only a few numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ReplicaError(RuntimeError):
 
 
 class ReplicaCheck:
-    """This rank's weights, and which ranks must have the same."""
+    """Compares this rank's weights with those of the ranks that must hold the same weights."""
 
     def __init__(
         self,
@@ -45,9 +45,10 @@ class ReplicaCheck:
         tensor_rank: int,
         device: torch.device,
     ) -> None:
-        """`weights`: by full name; none if this rank has no replica.
+        """`weights`: this rank's weights by full name; empty if this rank has no replica.
 
-        `tensor_rank`: the place on the axis `tensor`, whose ranks compute weights that none of them averages.
+        `tensor_rank`: this rank's position on the axis `tensor`. The ranks of this axis compute weights that
+        none of them averages, so only ranks at the same position are compared.
         """
         self._weights = dict(sorted(weights.items(), key=lambda item: order(item[0])))
         # A weight that is split and one that is not may have different replicas.
@@ -63,8 +64,9 @@ class ReplicaCheck:
     def check(self, step: int) -> None:
         """Compare the weights after `step` (0: before the first). All ranks must call it together.
 
-        Later than the start nothing is compared if the devices are of several kinds, because sums in another
-        order differ in the last bit. Raises ReplicaError on a rank that differs, FollowerError on the others.
+        If the devices are of several kinds, only the weights before the first step are compared, because sums
+        in another order differ in the last bit. Raises ReplicaError on a rank that differs, FollowerError on
+        the others.
         """
         sums = checksums(self._weights)
         row = [self._kind]
@@ -80,7 +82,7 @@ class ReplicaCheck:
                 self._raise(step, sums, split=split, ranks=differing)
 
     def _raise(self, step: int, sums: Mapping[str, int], *, split: bool, ranks: Sequence[int]) -> NoReturn:
-        """`ranks`: replicas that do not all agree."""
+        """`ranks`: the replicas of one part, whose checksums are not all equal."""
         local_sums = {name: str(sums[name]) for name in self._names[split]}
         by_rank = exchange.all_gather(local_sums)
         rank, reference, name = blame({rank: by_rank[rank] for rank in ranks})
@@ -92,9 +94,9 @@ class ReplicaCheck:
 
 
 def first_difference(rows: Sequence[tuple[int, int]]) -> list[int]:
-    """The ranks of the first holdings whose checksums differ; empty if there are none.
+    """The first group of ranks that hold the same weights with different checksums; empty if there is none.
 
-    `rows`: each rank's key of what it holds, and the checksum.
+    `rows`: for each rank, a key of the weights that it holds, and their checksum.
     """
     ranks: dict[int, list[int]] = defaultdict(list)
     for rank, (holdings, _) in enumerate(rows):
@@ -106,11 +108,12 @@ def first_difference(rows: Sequence[tuple[int, int]]) -> list[int]:
 def blame(sums: Mapping[int, Mapping[str, str]]) -> tuple[int, int, str]:
     """The first rank in the minority, the first rank in the majority, and the first weight that differs.
 
-    `sums`: rank -> checksum by name, in the order of the model. Of two replicas the later one is accused.
+    `sums`: rank -> checksum by name, in the order of the model. If there are only two replicas, the one with
+    the higher rank is blamed.
     """
     names = next(iter(sums.values()))
     name = next(name for name in names if len({table[name] for table in sums.values()}) > 1)
-    counts = Counter(table[name] for table in sums.values())  # of equal counts, the first in order of ranks
+    counts = Counter(table[name] for table in sums.values())  # if counts are equal, the lowest rank's
     common, _ = counts.most_common(1)[0]
     reference = next(rank for rank, table in sums.items() if table[name] == common)
     return next(rank for rank, table in sums.items() if table[name] != common), reference, name
@@ -118,7 +121,10 @@ def blame(sums: Mapping[int, Mapping[str, str]]) -> tuple[int, int, str]:
 
 @torch.no_grad()
 def checksums(weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """The sum of the bits of each weight's local part, in words, modulo 2^64. The host waits once."""
+    """The sum of the bits of each weight's local part, in words, modulo 2^64.
+
+    The host waits for the device once.
+    """
     if not weights:
         return {}
     sums = torch.stack([bit_sum(weight) for weight in weights.values()])
@@ -132,7 +138,7 @@ def bit_sum(weight: Tensor) -> Tensor:
     start = flat.storage_offset() * flat.element_size()
     word = next(word for word in _WORDS if start % word.itemsize == flat.nbytes % word.itemsize == 0)
     words = flat.view(word)
-    if words.device.type == "cpu":  # torch's threads wait for each other here, a core alone is faster
+    if words.device.type == "cpu":  # one core is faster: torch's threads wait for each other
         return torch.from_numpy(np.add.reduce(words.numpy(), dtype=np.int64, keepdims=True)).squeeze()
     return words.sum(dtype=torch.int64)
 
@@ -155,13 +161,13 @@ def holding(name: str, weight: Tensor) -> list[Any]:
 
 
 def kind_of(device: torch.device) -> list[Any]:
-    """What decides in which order numbers are summed."""
+    """The properties of a device that decide in which order it sums numbers."""
     if device.type == "cuda":
         return [torch.cuda.get_device_name(device)]
     return [platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
 
 
 def digest(value: Any) -> int:
-    """63 bits of a JSON value."""
+    """A hash of 63 bits of a JSON value."""
     content = json.dumps(value, separators=(",", ":")).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1

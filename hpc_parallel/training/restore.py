@@ -61,8 +61,8 @@ def restore(
 ) -> None:
     """Fill `state`; restore the random generators too if the same number of ranks wrote the checkpoint.
 
-    `reader`: reads the checkpoint. `digest`: that of the run's data. Raises ConfigError if the checkpoint was
-    trained on other data.
+    `reader`: reads the checkpoint. `digest`: the digest of the run's data. Raises ConfigError if the
+    checkpoint was trained on other data.
     """
     if checkpoint.manifest["data"] != digest:
         raise ConfigError(

@@ -29,7 +29,7 @@ from hpc_parallel.training.stager import Stager, stager_for
 from hpc_parallel.training.written_parts import WrittenParts
 
 _MARK_EVERY_S = 2.0
-_PATIENCE = 2  # times `checkpoint_timeout_s`, after which a rank that still writes ends the run
+_PATIENCE = 2  # a rank that still writes after this many `checkpoint_timeout_s` ends the run
 _SAVERS = itertools.count()
 
 
@@ -43,10 +43,10 @@ class StuckSaveError(RuntimeError):
 
 @dataclass(frozen=True)
 class SavingGroup:
-    """The group over which the ranks write a checkpoint, and how to make it anew.
+    """The group over which the ranks write a checkpoint, and a function that makes a new one.
 
     A collective that timed out closes the connections of its group. `make` is called on all ranks together.
-    timeout_s: within which all ranks must have written.
+    timeout_s: the time within which all ranks must have written their parts.
     """
 
     group: dist.ProcessGroup | None
@@ -82,11 +82,11 @@ class Saver:
 
         `save_s`: how long it took to write that checkpoint; later saves replace the value.
 
-        `check` is called with the step before its state is copied, and raises if it must not be saved.
+        `check` is called with the step before the state is copied. It raises if the state must not be saved.
 
         `on_wait` is called every few seconds while training waits for a save, so that the watchdog does not
-        report a hang. If the ranks have not written within the time-out of `saving`, the save has failed; a
-        rank that then still writes, for as long again, ends the run.
+        report a hang. If the ranks have not written within the time-out of `saving`, the save has failed. A
+        rank that still writes after twice the time-out ends the run.
 
         `on_saved` is called with the step of a checkpoint that is found to be complete.
         """
@@ -97,7 +97,7 @@ class Saver:
         self._device = device
         self._group, self._saving = saving.group, saving
         self._parts = WrittenParts()
-        self._thread: ThreadPoolExecutor | None = None  # of saves without a copy
+        self._thread: ThreadPoolExecutor | None = None  # writes the saves without a copy
         self._began_s = 0.0
         self._saved_step = saved_step
         self.save_s = save_s
@@ -171,7 +171,7 @@ class Saver:
         self._pending.add_done_callback(partial(self._measure, self._began_s))
 
     def _write(self, state: dict[str, Any], save: dict[str, Any]) -> None:
-        """Write without a copy, in a thread, so that this rank's main thread can say that it waits."""
+        """Write without a copy, in a thread, so that this rank's main thread can report that it waits."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # a thread begins with device 0
         dcp.save(state, **save)
@@ -192,9 +192,9 @@ class Saver:
         return self._stager
 
     def _finish(self) -> str | None:
-        """Wait until all ranks have ended the pending save; returns why it failed, the same on all ranks.
+        """Wait until all ranks have ended the pending save. Returns why it failed, the same on all ranks.
 
-        What rank 0 has is the outcome: it completes the checkpoint after all ranks have written.
+        The outcome on rank 0 counts, because rank 0 completes the checkpoint after all ranks have written.
         """
         if self._pending is None:
             return None
@@ -269,6 +269,6 @@ class Saver:
 
 
 def is_broken(error: BaseException | None) -> bool:
-    """Whether a save ended with this error because the ranks could not meet."""
+    """Whether a save ended with this error because a collective timed out or a rank was lost."""
     kind = None if error is None else failure.kind_and_source(error)[0]
     return kind in (failure.COLLECTIVE_TIMEOUT, failure.LOST_PEER)

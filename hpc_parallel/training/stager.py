@@ -1,10 +1,10 @@
 """Copies a state to the host's memory, so that training can go on while the copy is written.
 
-torch's DefaultStager registers the memory of each tensor with CUDA, down to 5 bytes, and the states of the
-random generators anew at each save, because they are new tensors each time. If CUDA refuses one ("part or
-all of the requested memory range is already mapped"), the save fails. torch 2.11 and 2.12 also register
-all memory anew at each save. Here a buffer lasts as long as the run, only large ones are pinned, and a
-refusal costs speed only.
+torch's DefaultStager registers the memory of each tensor with CUDA, even of a tensor with 5 bytes. The states
+of the random generators are new tensors at each save, so it registers them again each time. If CUDA refuses
+to register one ("part or all of the requested memory range is already mapped"), the save fails. torch 2.11
+and 2.12 also register all other memory again at each save. In this module a buffer lasts as long as the run,
+only large buffers are pinned, and a refusal costs only speed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch.distributed.tensor import DTensor
 
 from hpc_parallel import torch_internals
 
-PIN_FROM_BYTES = 2**20  # to register a smaller buffer takes longer than its copy gains
+PIN_FROM_BYTES = 2**20  # registering a smaller buffer takes longer than its faster copy saves
 _PORTABLE = 1  # cudaHostRegisterPortable
 
 
 @dataclass(frozen=True)
 class Pinning:
-    """Locks memory of the host for copies by the device. Each returns CUDA's error code, 0 for success."""
+    """Locks host memory for copies by the device. Both functions return CUDA's error code, 0 for success."""
 
     register: Callable[[int, int], int]  # address, bytes
     unregister: Callable[[int], int]  # address
@@ -41,7 +41,7 @@ def cuda_pinning(device: torch.device) -> Pinning:
 
     def register(address: int, size: int) -> int:
         if code := int(runtime.cudaHostRegister(address, size, _PORTABLE)):
-            with suppress(RuntimeError):  # the check after a kernel takes the error away
+            with suppress(RuntimeError):  # the check after this kernel clears the error
                 torch.ones(1, device=device)
         return code
 
@@ -83,7 +83,7 @@ class Stager(AsyncStager):
         return
 
     def close(self) -> None:
-        """Give up the buffers."""
+        """Release the buffers."""
         for name in list(self._pinned):
             self._unpin(name)
         self._buffers.clear()
@@ -98,7 +98,7 @@ class Stager(AsyncStager):
         return buffer
 
     def _pinned_buffer(self, name: str, like: Tensor) -> Tensor:
-        """Pages that nothing else uses, because CUDA refuses pages that are registered already."""
+        """A buffer on pages that nothing else uses: CUDA refuses pages that are already registered."""
         assert self._pinning is not None
         pages = torch.frombuffer(mmap.mmap(-1, like.nbytes), dtype=torch.uint8)
         if code := self._pinning.register(pages.data_ptr(), like.nbytes):

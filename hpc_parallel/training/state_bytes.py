@@ -13,7 +13,7 @@ from hpc_parallel.training.optimizer import ModelOptimizer
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """The bytes of the numbers that this rank holds; of a DTensor, those of the local shard."""
+    """The bytes of `tensors` that this rank holds; for a DTensor, the bytes of the local shard."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     return sum(tensor.nbytes for tensor in local)
 

@@ -42,8 +42,8 @@ class Step:
     ) -> None:
         """`on_nonfinite`: stop, skip or rollback; what to do if a step's gradient is not finite.
 
-        `on_gradients` is called in each step when `.grad` is complete, before it is clipped; with a parameter
-        server on the server only.
+        `on_gradients` is called in each step when `.grad` is complete, before it is clipped. With a parameter
+        server, it is called only on the server.
         """
         self._schedule = assembled.forward_backward  # microbatches, or a pipeline's schedule
         self._server = assembled.server  # None without a parameter server
@@ -57,7 +57,7 @@ class Step:
             axes=weight_axes(assembled.mesh),
         )
         names = {id(parameter): name for name, parameter in assembled.named_parameters().items()}
-        self._loss_scale = assembled.loss_scale  # of float16
+        self._loss_scale = assembled.loss_scale  # for float16
         self._guard = Guard(
             {names[id(parameter)]: parameter for parameter in self._gradient_norm.counted},
             optimizer=optimizer, policy=on_nonfinite, buffers=list(statistics(assembled).values()),
@@ -101,7 +101,7 @@ class Step:
             mark(error, place_in_backward(error, parts=self._assembled.parts) or "the loss")
             raise
         if not self._updates:
-            self._count_bytes()  # a worker's go to the server
+            self._count_bytes()  # a worker's gradients go to the server
         return loss
 
     def _update(self, loss: Tensor) -> Tensor:
@@ -111,7 +111,8 @@ class Step:
             if self._loss_scale is not None:
                 self._loss_scale.unscale(local_gradients(self._parameters))
             norm, norms = self._gradient_norm()  # of the model, and of each weight of this rank
-            self._guard.note(norm=norm, norms=norms, loss=loss)  # the optimizer skips it if not finite
+            # If they are not finite, the optimizer skips the step.
+            self._guard.note(norm=norm, norms=norms, loss=loss)
             if self._on_gradients is not None:
                 self._on_gradients()
             if self._clip_norm is not None:
@@ -125,12 +126,12 @@ class Step:
             raise
 
     def _count_bytes(self) -> None:
-        """In the first step, when the gradients of this rank are complete."""
+        """Count once, in the first step, when the gradients of this rank are complete."""
         if not self.held_bytes:
             self.held_bytes = held_bytes(self._parameters)
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the mean loss of this replica's batch; zero if another rank of the replica has it."""
+        """Returns the mean loss of this replica's batch; zero if another rank of the replica has the loss."""
         for part in self._assembled.parts:
             part.eval()
         loss = self._schedule.evaluate(inputs, targets)
@@ -139,7 +140,7 @@ class Step:
         return loss
 
     def raise_if_nonfinite(self, step: int, *, batches: ReadAhead) -> None:
-        """As `Guard.raise_if_nonfinite`; `batches` are those of `train`, to run the first bad step again."""
+        """Call `Guard.raise_if_nonfinite`. `batches`: those of `train`, to run the first bad step again."""
 
         def trace_step(bad_step: int) -> FirstLayers:
             replay = partial(self._schedule.train, *self._begin(batches.again(bad_step - 1)))

@@ -73,7 +73,7 @@ class Trainer:
         """Train to the last step.
 
         Returns the signal that stopped the training earlier, after its checkpoint is complete, else None.
-        A callback may end it earlier too (`ended_early`).
+        A callback may also end the training earlier (`ended_early`).
         """
         if self.steps_done:  # the last start may have died between its early end and its summary
             self.ended_early = self._callbacks.reason()
@@ -122,7 +122,7 @@ class Trainer:
             self.ended_early = reason
 
     def _save_last(self, step: int) -> None:
-        """Save the last step of a training that ends early, as after its planned last step."""
+        """Save the last step of a training that ends early, in the same way as the planned last step."""
         if self._training.checkpoint_every is not None:
             self._save(step, blocking=True)
 

@@ -25,13 +25,13 @@ def validate(
 ) -> dict[str, float | None]:
     """Returns the means over the first `steps` global batches on all ranks, by their keys in a metrics line.
 
-    `validation_loss` is there in any case. None stands for a mean that is not finite. `evaluation`: the loss
+    `validation_loss` is always present. None stands for a mean that is not finite. `evaluation`: the loss
     function of `evaluate`, which knows the names of the metrics on the ranks that compute them.
     """
     values = [evaluate(*to_device(batches.at(step), device)).reshape(-1) for step in range(steps)]
     means = torch.stack(values).double().mean(0).tolist()
     names = ("loss", *evaluation.names)[: len(means)]
-    # JSON has no infinity: numbers travel as texts
+    # JSON has no infinity, so numbers are sent as strings
     by_rank = all_gather({name: repr(mean) for name, mean in zip(names, means, strict=True)}, device=device)
     keys = dict.fromkeys(name for means in by_rank for name in means)
     totals = {name: sum(float(means.get(name, 0)) for means in by_rank) for name in keys}

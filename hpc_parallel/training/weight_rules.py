@@ -15,9 +15,10 @@ from hpc_parallel.strategies import exchange
 
 
 def settings_of(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> dict[str, Settings]:
-    """Returns the settings of each weight of `parameters`, which are this rank's by full name.
+    """Returns the settings of each weight of `parameters`.
 
-    All ranks must call it together. Raises ConfigError for a pattern that matches no weight on any rank.
+    `parameters`: this rank's weights by full name. All ranks must call it together. Raises ConfigError for a
+    pattern that matches no weight on any rank.
     """
     require_matches(list(parameters), config.groups)
     return {name: settings_for(name, parameter.ndim, config) for name, parameter in parameters.items()}

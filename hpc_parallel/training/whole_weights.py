@@ -24,7 +24,7 @@ Coordinates = tuple[int, ...]
 
 
 class SharedWeight:
-    """A distributed weight, and the whole of it on the rank that owns it."""
+    """A distributed weight. The rank that owns it also gets the whole weight."""
 
     def __init__(self, weight: Parameter, *, owner: Coordinates) -> None:
         assert isinstance(weight, DTensor)
@@ -34,7 +34,7 @@ class SharedWeight:
         self._mesh = weight.device_mesh
         self.owned = all(self._mesh.get_local_rank(dim) == owner[dim] for dim in self._dims)
         local = weight.to_local()
-        # Of the full shape, which optimizers check, but with the memory of one number.
+        # It has the full shape, because optimizers check the shape, but the memory of one number.
         self._placeholder = local.new_zeros(()).expand(weight.shape)
         self.whole = Parameter(self._placeholder, requires_grad=weight.requires_grad)
 

@@ -36,7 +36,7 @@ class FileWriter:
 
 
 class TensorBoardWriter:
-    """Writes every number of a line as a scalar of that name to `tensorboard/` in the run folder."""
+    """Writes each number of a line to `tensorboard/` in the run folder, as a scalar named by its key."""
 
     def __init__(self, folder: RunFolder) -> None:
         from torch.utils.tensorboard import SummaryWriter

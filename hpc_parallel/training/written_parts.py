@@ -1,7 +1,7 @@
-"""Which rank writes which part of a checkpoint: of the ranks that hold the same part, one.
+"""Chooses which rank writes which part of a checkpoint: one of the ranks that hold the same part.
 
 torch.distributed.checkpoint removes duplicates too, but only after each replica has copied its entire state
-to the host, and has sent the plan for all of it to rank 0.
+to the host, and has sent the plan for its entire state to rank 0.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from hpc_parallel.training.replicas import digest, holding
 
 
 class WrittenParts:
-    """This rank's choice, made with all ranks at the first save and when the state of any rank changes."""
+    """The parts that this rank writes.
+
+    All ranks choose together, at the first save and when the parts of any rank change.
+    """
 
     def __init__(self) -> None:
         self._keys: dict[str, int] = {}
         self._written: frozenset[str] = frozenset()
 
     def of(self, state: StateDict) -> StateDict:
-        """Returns what this rank writes of its `state`. All ranks must call it together."""
+        """Returns the part of `state` that this rank writes. All ranks must call it together."""
         keys = {name: digest(holding(name, tensor)) for name, tensor in state.items()}
         changed = float(keys != self._keys)
         if max(exchange.all_gather_numbers([changed], device=exchange.CPU)[0]):
@@ -41,14 +44,17 @@ def written(keys: dict[str, int]) -> frozenset[str]:
 
 
 def chosen(ranks: Sequence[int], key: int) -> int:
-    """The rank that works for all `ranks`, which hold the part of this `key`."""
+    """The one of `ranks` that reads or writes a part for all of them. `key`: the key of this part."""
     return ranks[key % len(ranks)]
 
 
 def holders(keys: dict[str, int]) -> dict[str, tuple[int, ...]]:
-    """The ranks that hold each part of this rank, in order. All ranks must call it together."""
+    """For each part that this rank holds, all ranks that hold it, in order.
+
+    All ranks must call it together.
+    """
     table = all_keys(list(keys.values())).numpy()  # [rank, key]
-    order = table.ravel().argsort(kind="stable")  # so that the holders of a key are in the order of ranks
+    order = table.ravel().argsort(kind="stable")  # stable: keeps the holders of a key in the order of ranks
     ordered = table.ravel()[order]
     ranks: dict[str, tuple[int, ...]] = {}
     for name, key in keys.items():
@@ -58,7 +64,7 @@ def holders(keys: dict[str, int]) -> dict[str, tuple[int, ...]]:
 
 
 def all_keys(keys: list[int]) -> Tensor:
-    """The keys of all ranks: [rank, key], int64, filled up with -1, which is no key."""
+    """The keys of all ranks: [rank, key], int64, padded with -1, which is never a key."""
     (counts,) = exchange.all_gather_numbers([float(len(keys))], device=exchange.CPU)
     row = torch.full((int(max(counts)),), -1, dtype=torch.int64)
     row[: len(keys)] = torch.tensor(keys, dtype=torch.int64)

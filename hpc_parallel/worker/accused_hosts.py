@@ -1,6 +1,6 @@
-"""What follows from findings about hosts: a warning, the end of the run, or a start without these hosts.
+"""Acts on findings about hosts: prints a warning, ends the run, or lets the next start leave out these hosts.
 
-The start checks and `task=preflight` both use it.
+The start checks and `task=preflight` both use this module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PreflightError(RuntimeError):
 
 
 def warn(findings: Sequence[Finding]) -> None:
-    """Write a line for each finding, and the flag that leaves out the hosts to blame."""
+    """Print a line for each finding, and the override that leaves out the hosts to blame."""
     for finding in findings:
         print(f"WARNING: preflight: {finding.line}", file=sys.stderr, flush=True)
     if hosts := accused(findings):
@@ -40,7 +40,7 @@ def accused(findings: Sequence[Finding]) -> list[str]:
 
 
 def act_on(findings: Sequence[Finding], *, act: str, host: str, hosts: Sequence[str]) -> None:
-    """Stop this rank if `act` is `stop` or `exclude` and a finding is harmful. The same on all ranks.
+    """Stop this rank if `act` is `stop` or `exclude` and a finding is harmful. All ranks decide alike.
 
     act: `preflight.act`. host: the host of this rank. hosts: all hosts of the run.
 
@@ -49,7 +49,7 @@ def act_on(findings: Sequence[Finding], *, act: str, host: str, hosts: Sequence[
     harmful = [finding for finding in findings if finding.harmful]
     if not harmful or act not in (STOP, EXCLUDE):
         return
-    # A finding of several hosts would be there at the next start too.
+    # A finding about several hosts would occur again at the next start.
     first = next((finding for finding in harmful if not finding.excludable), harmful[0])
     blamed = accused(harmful) if first.excludable else [first.host]
     message = first.line + (f"; also accused: {listed_hosts(blamed[1:])}" if len(blamed) > 1 else "")

@@ -1,4 +1,4 @@
-"""Compares what is generated with cached keys and values with the whole text, on the weights of the run."""
+"""Checks that cached keys and values give the same logits as the whole text, on the weights of the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ CACHED = 3  # tokens after which the cache is compared with the whole text
 class CacheCheck:
     """Compares logits that follow cached positions with those of the whole text, on the run's own weights.
 
-    The comparison at the start has random weights and few blocks; these weights may use what those hide.
+    The comparison at the start has random weights and few blocks, which may hide a difference that the run's
+    weights show.
     """
 
     def __init__(self, decoder: Decoder, *, config: RunConfig) -> None:
@@ -29,14 +30,14 @@ class CacheCheck:
         self._latest: Tensor | None = None  # on the rank that chooses
 
     def kept(self, logits: Tensor) -> Tensor:
-        """Returns `logits`, and keeps them as those that follow cached positions."""
+        """Keep `logits` for the comparison, and return them."""
         self._latest = logits
         return logits
 
     def __call__(self, tokens: Tensor) -> None:
-        """Compute `tokens` [batch, seq] anew; their last position is that of the kept logits.
+        """Compute `tokens` [batch, seq] from the start, and compare their last logits with the kept ones.
 
-        The cache has the same positions after it. Raises DifferenceError on all ranks.
+        The cache has the same positions before and after. Raises DifferenceError on all ranks.
         """
         if not is_own(self._config) or self._config.strategy.verify == "never":
             return
@@ -55,7 +56,7 @@ class CacheCheck:
 
 
 def _distance(cached: Tensor | None, whole: Tensor | None) -> float:
-    """Relative; infinite if it is not finite, and 0 on a rank without logits."""
+    """The relative distance; infinity if it is not finite, and 0 on a rank without logits."""
     if cached is None or whole is None:
         return 0.0
     distance = float((cached.double() - whole.double()).norm() / whole.double().norm())

@@ -41,13 +41,13 @@ from hpc_parallel.worker.stop import StopFlag
 from hpc_parallel.worker.storage_rates import StorageRow, gigabytes
 from hpc_parallel.worker.time_budget import TimeBudget, advice
 
-DEVICES_SHARE = 0.5  # of the time; the links have the rest
+DEVICES_SHARE = 0.5  # the devices' share of the time; the links have the rest
 LINKS = CollectivesConfig(
     operations=["all_reduce", "send_recv"], dtypes=["float32"],
     min_bytes=1024, factor=16,
 )  # fmt: skip
 MOST_LINK_BYTES = {"cuda": 2**28, "cpu": 2**24}
-BASES = {"cpu": "cpu", "cuda": "h100_sxm_node8_3200gbit"}  # the values that nothing here measures
+BASES = {"cpu": "cpu", "cuda": "h100_sxm_node8_3200gbit"}  # for the values that are not measured here
 LEAST_SPREAD = 1e-3
 WORLD = "world"  # the group of all ranks
 SOURCES = {
@@ -65,8 +65,8 @@ SOURCES = {
 def calibrate(context: TaskContext) -> None:
     """Measure on all ranks of the default process group.
 
-    Rank 0 writes a line of `metrics.jsonl` for each row at once, and at the end `hardware.yaml` and
-    `calibration.json`, then `summary.json`; after a signal `stopped.json`, without a profile.
+    Rank 0 writes a line of `metrics.jsonl` as soon as a row is measured. At the end it writes `hardware.yaml`
+    and `calibration.json`, then `summary.json`. After a signal it writes `stopped.json`, and no profile.
     """
     config, folder, device = context.config, context.folder, context.device
     assert isinstance(config.task, CalibrateConfig)
@@ -118,9 +118,9 @@ def _left_s(budget: TimeBudget) -> float:
 
 
 class DeviceRows:
-    """The rows of the devices. All measure at the same time, and the slowest counts.
+    """The rows of the devices. All devices measure at the same time, and the slowest counts.
 
-    turns: how many of them take turns on each core. A row has the time of one that has a core to itself.
+    turns: the result of `turns_of`. A row has the time of a device that has a core to itself.
     """
 
     def __init__(self, device: torch.device, *, turns: tuple[float, int | None]) -> None:
@@ -130,7 +130,7 @@ class DeviceRows:
         self.left_out: str | None = None
 
     def measure(self, budget: TimeBudget) -> Iterator[DeviceRow]:
-        """The smallest of each kind is always measured."""
+        """Yields each row when it is measured. The smallest row of each kind is always measured."""
         times: dict[tuple[str, int], float] = {}
         measured: set[tuple[str, str]] = set()
         skipped = 0
@@ -150,13 +150,16 @@ class DeviceRows:
             self.left_out = f"left out: {skipped} of {len(self.probes)} rows of devices: {reason}"
 
     def _alone_s(self, probe: Probe, time_s: float, times: Mapping[tuple[str, int], float]) -> float:
-        """Without the parts that other rows have; at least a tenth of it, where noise is larger."""
+        """The time without the parts that other rows measure.
+
+        At least a tenth of `time_s`, because noise may make the difference smaller.
+        """
         rest_s = time_s - sum(times[kind, probe.size] for kind in probe.less)
         return max(rest_s, time_s / 10)
 
 
 def link_groups(groups: Mapping[str, Group]) -> dict[str, Group]:
-    """The groups inside a node and across nodes. If all ranks are one of them, the group of all."""
+    """The groups inside a node and across nodes. If there are none, the group of all ranks."""
     both = {name: groups[name] for name in (INSIDE, ACROSS) if name in groups}
     return both or {name: group for name, group in groups.items() if name == WORLD and group.ranks > 1}
 
@@ -173,10 +176,10 @@ def cells(row: DeviceRow) -> list[str]:
 def turns_of(
     config: RunConfig, environment: Mapping[str, str], *, device: torch.device
 ) -> tuple[float, int | None]:
-    """How many ranks take turns on each core, and the cores if all nodes of the run share them.
+    """How many ranks take turns on each core, and the number of cores if all nodes of the run share them.
 
-    Several nodes on one machine share its cores, as the processes of a local run do. A job on one node says
-    nothing about others.
+    Several nodes on one machine share its cores, as the processes of a local run do. A job on one node does
+    not show whether other nodes share its cores.
     """
     machines = all_gather(Path("/proc/sys/kernel/random/boot_id").read_text())
     cores = len(os.sched_getaffinity(0))
@@ -222,7 +225,7 @@ class HardwareMeasurement:
 
 
 def write_profile(folder: RunFolder, *, config: RunConfig, measured: HardwareMeasurement) -> None:
-    """Write `hardware.yaml`, and the rows with the lines for people to `calibration.json`."""
+    """Write `hardware.yaml`, and write the rows and the lines to print to `calibration.json`."""
     devices, links = measured.devices, measured.links
     machine = _machine(config, devices, spread=measured.spread)
     base = named_hardware(BASES[devices.device.type], user_folder=None)
@@ -260,7 +263,7 @@ def _machine(config: RunConfig, devices: DeviceRows, *, spread: float) -> Machin
 
 
 def _link_profile(config: RunConfig, links: CollectivesPlan) -> MachineConfig:
-    """The fits of the links; all ranks are those inside a node, or one of each node."""
+    """The fits of the links. On one node all ranks count as inside a node, on several as across nodes."""
     names = {WORLD: INSIDE if config.nodes == 1 else ACROSS}
     rows = [replace(row, group=names.get(row.group, row.group)) for row in links.sorted_rows()]
     profile = machine_profile(rows, site=config.cluster.name, device_type="", measured="")

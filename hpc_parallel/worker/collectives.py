@@ -1,7 +1,7 @@
 """`task=collectives`: check and time the collectives of torch, inside nodes, across nodes and over each axis.
 
-Bandwidths are defined as in NVIDIA's nccl-tests (PERFORMANCE.md): the algorithm bandwidth is size / time, and
-the bus bandwidth is that times a factor of the operation and the number of ranks.
+Bandwidths are defined as in NVIDIA's nccl-tests (PERFORMANCE.md). The algorithm bandwidth is size / time. The
+bus bandwidth is the algorithm bandwidth times a factor that depends on the operation and the number of ranks.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ from hpc_parallel.worker.session import TaskContext, complete, note_stop
 from hpc_parallel.worker.stop import StopFlag
 from hpc_parallel.worker.time_budget import TimeBudget
 
-WARM_UP = 3  # rounds: the first allocate buffers and connect ranks
+WARM_UP = 3  # rounds; the first rounds allocate buffers and connect ranks
 MOST_ROUNDS = 2000  # in a batch
 BUFFERS = 4  # arrays of the largest size that a check holds at the same time
 PROFILE_HEAD = """\
 # Measured by task=collectives: time = latency_s + bytes on the bus / bandwidth_bytes_per_s.
 # Copy it to FOLDER/machine/NAME.yaml: `--config-dir FOLDER machine=NAME` compares another run with it.
 """
-LARGEST_BYTES = {"cuda": 2**30, "cpu": 2**26}  # where `task.max_bytes` is null
-SUM_ELEMENTS = 2**20  # of the all-reduce that comes first
+LARGEST_BYTES = {"cuda": 2**30, "cpu": 2**26}  # if `task.max_bytes` is null
+SUM_ELEMENTS = 2**20  # of the first all-reduce
 
 
 class WrongResultError(RuntimeError):
-    """A collective gave other values than it must."""
+    """A collective returned wrong values."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one round: the median of all batches and their (largest - smallest) / median."""
+    """`time_s`: of one round, the median of all batches. `spread`: their (largest - smallest) / median."""
 
     time_s: float
     spread: float
@@ -78,8 +78,9 @@ class Times:
 def measure_collectives(context: TaskContext) -> None:
     """Measure as `task` of the configuration says, on all ranks of the default process group.
 
-    Rank 0 writes a line of `metrics.jsonl` for each row at once, and at the end or after a signal
-    `collectives.json`, `collectives.csv` and `machine.yaml`; then `summary.json`, or `stopped.json`.
+    Rank 0 writes a line of `metrics.jsonl` as soon as a row is measured. At the end or after a signal it
+    writes `collectives.json`, `collectives.csv` and `machine.yaml`. Then it writes `summary.json`, or
+    `stopped.json` after a signal.
 
     Raises WrongResultError on all ranks.
     """
@@ -94,7 +95,7 @@ def measure_collectives(context: TaskContext) -> None:
     most_bytes = largest_size(task, device=device)
     bench = Bench(device=device, seconds=ROW_S)
     writer = FileWriter(folder, steps=0)
-    with StopFlag(step=0, period_s=0.0) as stop:  # until all is written
+    with StopFlag(step=0, period_s=0.0) as stop:  # until all files are written
         first = bench.measure("all_reduce", group=("world", groups["world"]), dtype=torch.float32,
                               size_bytes=4 * SUM_ELEMENTS)  # fmt: skip
         say(first_line(first))
@@ -120,7 +121,7 @@ def measure_collectives(context: TaskContext) -> None:
 
 
 def write_results(context: TaskContext, *, first: CollectiveRow, plan: CollectivesPlan) -> None:
-    """Write the rows, beside what a machine profile predicts, and the machine profile of this run."""
+    """Write the rows with the times that a machine profile predicts, and the machine profile of this run."""
     config, folder, device = context.config, context.folder, context.device
     rows = plan.sorted_rows()
     comparison = compare(rows, machine=config.machine, device_type=device.type)
@@ -149,7 +150,7 @@ def measure_cell(
 
 
 def named_groups(config: RunConfig, *, device: torch.device) -> dict[str, Group]:
-    """All ranks, those inside a node, one of each node, and those of each axis; no set of ranks twice.
+    """The groups of all ranks, inside a node, across nodes and of each axis; no set of ranks twice.
 
     All ranks create the groups in the same order, and each rank is in one group of each name.
     """
@@ -171,7 +172,7 @@ def named_groups(config: RunConfig, *, device: torch.device) -> dict[str, Group]
 
 
 def add_axis(groups: dict[str, Group], name: str, group: Group) -> None:
-    """Add a group, or its name to a group with the same ranks: they are measured once."""
+    """Add a group. If another group has the same ranks, add only the name to it: they are measured once."""
     for other_name, other in groups.items():
         if all(all_gather(same_ranks([other], group))):
             groups[other_name] = replace(other, also=(*other.also, name))
@@ -195,7 +196,7 @@ def requested_bytes(task: CollectivesConfig, *, device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Free memory of the device; on a CPU, this rank's share of what the machine can still give."""
+    """Free memory of the device; on a CPU, this rank's share of the machine's available memory."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     machines = all_gather(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -236,7 +237,7 @@ class Bench:
             size_bytes=case.size_bytes,
             count=case.size_bytes // dtype.itemsize // (members.ranks if operation.by_slices else 1),
             redop="sum" if operation.sums else "none",
-            wrong=0,  # else the run has ended
+            wrong=0,  # otherwise the run has ended
             time_s=times.time_s,
             spread=times.spread,
             rounds=times.rounds,
@@ -250,7 +251,7 @@ class Bench:
             raise WrongResultError(f"{what}: rank {', '.join(wrong)} got wrong values")
 
     def time(self, run: Callable[[], object]) -> Times:
-        """The slowest rank's time counts, as for a training that waits for all."""
+        """Time rounds of `run`. The slowest rank's time counts, because a training waits for all ranks."""
         self.elapsed_s(run, rounds=WARM_UP)
         estimate_s = self.elapsed_s(run, rounds=1)
         rounds = max(1, min(MOST_ROUNDS, int(self.seconds / BATCHES / estimate_s)))

@@ -13,8 +13,8 @@ from hpc_parallel.record.collectives_file import CollectiveRow
 from hpc_parallel.record.collectives_table import row_cells
 from hpc_parallel.worker.time_budget import TimeBudget, advice
 
-BATCHES = 8  # of rounds: their spread shows how steady a time is
-ROW_S = 0.5  # of timed rounds at most: more make a median no steadier
+BATCHES = 8  # batches of rounds; their spread shows how steady a time is
+ROW_S = 0.5  # the most for the timed rounds of a row; more rounds do not make the median steadier
 LATENCY_BYTES = 2**16  # up to here a message takes about as long as the smallest
 Series = tuple[str, str, str]
 """(group, operation, type): a row for each size."""
@@ -35,7 +35,7 @@ Measure = Callable[[PlannedRow, float], CollectiveRow]
 class CollectivesPlan:
     """Measures from small sizes to large ones: all collectives of one size, then all of the next.
 
-    If the time is used, or one is interrupted, the rows so far compare all collectives.
+    If the time is used up or the run is interrupted, the rows so far still compare all collectives.
     """
 
     def __init__(self, levels: Sequence[Sequence[PlannedRow]]) -> None:
@@ -44,7 +44,7 @@ class CollectivesPlan:
         self.cells = [cell for level in levels for cell in level]
         self.rows: list[CollectiveRow] = []
         self.left_out: str | None = None  # with the reason
-        # Of each series: its last size, and the seconds that it took with as few rounds as possible.
+        # For each series: its last size, and the seconds that this size takes with as few rounds as possible.
         self._last: dict[Series, tuple[int, float]] = {}
 
     @classmethod
@@ -62,7 +62,7 @@ class CollectivesPlan:
         return cls([first, *([PlannedRow(one, size) for one in sized] for size in all_sizes[1:])])
 
     def measure(self, measure: Measure, budget: TimeBudget) -> Iterator[CollectiveRow]:
-        """Yields each row when it is measured. The smallest size is measured in any case."""
+        """Yields each row when it is measured. The smallest size is always measured."""
         for number, level in enumerate(self.levels):
             needed_s = sum(map(self._least_s, level))
             if number > 0 and budget.left_s(after_s=needed_s) < 0:
@@ -71,7 +71,7 @@ class CollectivesPlan:
                 left_s = budget.left_s()
                 if number > 0 and left_s < 0:
                     break
-                # The other half is for checks and buffers, and for large sizes, which take longer.
+                # Half of the time is for checks and buffers, and for large sizes, which take longer.
                 share_s = max(0.0, left_s) / (len(self.cells) - len(self.rows)) / 2
                 yield self._measure(cell, measure, seconds=min(ROW_S, share_s), budget=budget)
         if rest := self.cells[len(self.rows) :]:
@@ -80,7 +80,7 @@ class CollectivesPlan:
             self.left_out = f"left out: {what}: {reason}"
 
     def stopped_by(self, signal_name: str) -> None:
-        """Record that a signal has ended `measure`, so that no reader takes the rows for all."""
+        """Record that a signal has ended `measure`, so that no reader thinks that the rows are complete."""
         if missing := len(self.cells) - len(self.rows):
             self.left_out = f"left out: {missing} of {len(self.cells)} rows: stopped by {signal_name}"
 
@@ -113,6 +113,6 @@ class CollectivesPlan:
         return row
 
     def _least_s(self, cell: PlannedRow) -> float:
-        """The least time of a cell if all of it grows with the size; 0 before its series has a row."""
+        """The least time of a cell if it is proportional to the size; 0 before its series has a row."""
         last_bytes, least_s = self._last.get(cell.series, (0, 0.0))
         return least_s * max(1.0, cell.size_bytes / max(last_bytes, LATENCY_BYTES))

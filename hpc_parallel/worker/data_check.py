@@ -24,7 +24,7 @@ MOST_BYTES = 8 * 2**30
 
 @dataclass(frozen=True)
 class Seen:
-    """What the data showed: problems, or a note if only a rank can know; shape and type of a sample."""
+    """The result: problems, or a note if only a rank can find out, and the shape and type of a sample."""
 
     problems: tuple[str, ...] = ()
     note: str | None = None
@@ -50,7 +50,7 @@ def look_at(table: Mapping[str, Any], *, advice: str) -> Seen:
         return Seen(note=f"data        not tried here: it takes longer than {LONGEST_S:g} s")
     except MemoryError:
         return Seen(note="data        not tried here: it needs more memory than a login node may give")
-    except Exception as error:  # of any kind: it is the user's code
+    except Exception as error:  # the user's code may raise any kind
         messages = [str(problem) for problem in error.problems] if isinstance(error, ConfigError) else []
         messages = messages or [described(error)]
         if _only_in_the_job(error, is_job=bool(advice)):
@@ -60,7 +60,7 @@ def look_at(table: Mapping[str, Any], *, advice: str) -> Seen:
 
 
 def _only_in_the_job(error: BaseException, *, is_job: bool) -> bool:
-    """Whether a rank may not meet the error: a file of the nodes, or data that asks for its rank."""
+    """Whether the error may not occur on a rank: it needs a file of the nodes, or a process group."""
     chain = (error, *causes(error))
     if any("process group has not been initialized" in str(one) for one in chain):
         return True

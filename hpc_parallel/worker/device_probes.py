@@ -29,18 +29,18 @@ from hpc_parallel.torch_internals import scaled_product
 PRECISIONS = ("float32", "bfloat16", "float64")
 SIDES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
 MOVED_BYTES = {"cpu": (2**18, 2**22, 2**26), "cuda": (2**20, 2**24, 2**28, 2**30)}
-# (width, tokens): the smallest is launches only.
+# (width, tokens). The time of the smallest block is only that of its launches.
 BLOCKS = {
     "cpu": ((32, 8), (128, 128), (256, 256), (384, 512)),
     "cuda": ((64, 16), (1024, 2048), (2048, 4096), (4096, 4096)),
 }
 UPDATED = {"cpu": (2**10, 2**20, 2**22), "cuda": (2**10, 2**24, 2**27)}  # weights
-TENSORS = 32  # of the weights of an update: about four blocks
+TENSORS = 32  # in an update; about four blocks have as many
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One measurement to make. less: the name of an earlier one whose time is part of this one's."""
+    """One measurement to make. less: kinds of earlier probes whose times are part of this probe's time."""
 
     kind: str
     precision: str
@@ -51,7 +51,7 @@ class Probe:
 
 
 def probes(device: torch.device) -> Iterator[Probe]:
-    """All of them, from small to large within each kind."""
+    """All probes, from small to large within each kind."""
     kind = device.type
     precision = FITTED_PRECISION[kind]
     yield Probe(LAUNCH, precision, 4, lambda: _launch(device))
@@ -111,14 +111,14 @@ def _launch(device: torch.device) -> Callable[[], object]:
 
 
 def _product(side: int, precision: str, device: torch.device) -> Callable[[], object]:
-    """A product of drawn numbers: with equal ones, a GPU needs less power and is faster than in training."""
+    """A product of random numbers: with equal ones, a GPU needs less power and is faster than in training."""
     one, other = (torch.randn(side, side, device=device).to(getattr(torch, precision)) for _ in range(2))
     result = torch.empty_like(one)
     return lambda: torch.mm(one, other, out=result)
 
 
 def _float8_product(side: int, device: torch.device) -> Callable[[], object]:
-    """The product alone, as `training.fp8=tensorwise` computes it; a plan counts the rounding apart."""
+    """Only the product of `training.fp8=tensorwise`. A plan counts the time of the rounding separately."""
     one, other = (torch.randn(side, side, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     scale, columns = torch.ones((), device=device), other.t()
     return lambda: scaled_product(one, columns, scales=(scale, scale), fast=True)

@@ -19,7 +19,7 @@ from hpc_parallel.problems import spell
 from hpc_parallel.strategies import exchange
 from hpc_parallel.worker.start_times import product_times_s
 
-ROUNDS = 11  # about two seconds: other work on a host must not decide
+ROUNDS = 11  # about two seconds, so that other work on a host does not decide the result
 
 
 def with_measured_shares(config: RunConfig, layout: Layout, *, device: torch.device) -> RunConfig:
@@ -43,7 +43,7 @@ def with_measured_shares(config: RunConfig, layout: Layout, *, device: torch.dev
 
 
 def shares_of(times_s: Sequence[float], layout: Layout) -> list[float]:
-    """The speed of each replica, or of each rank of a pipeline, in hundredths of the fastest.
+    """The speed of each replica, or of each rank of a pipeline, relative to the fastest (two decimals).
 
     times_s: the times of the same work on each rank of the layout. A part is as fast as its slowest rank.
     """

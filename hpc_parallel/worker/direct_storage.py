@@ -1,8 +1,8 @@
 """Read a file into device memory with NVIDIA's kvikio, which uses GPUDirect Storage where it can.
 
-Without GPUDirect Storage kvikio reads through host memory: because it finds no library cuFile, or because
-cuFile falls back (cuFile API Reference, "Compatibility Mode"). Nothing here fails a run: what can't be
-measured is a sentence.
+kvikio reads through host memory if it does not find the library cuFile, or if cuFile falls back (cuFile API
+Reference, "Compatibility Mode"). Nothing in this module fails a run: if the rates can't be measured, a
+sentence says why.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DirectReader:
                 torch.cuda.synchronize(self.buffer.device)
             took_s = time.perf_counter() - started
             return took_s if count == len(self.buffer) else f"kvikio read {count} of {len(self.buffer)} bytes"
-        except Exception as error:  # of a library of others: RuntimeError, OSError, ...
+        except Exception as error:  # kvikio raises RuntimeError, OSError, ...
             return one_line(error)
 
     def first_error(self) -> str | None:
@@ -94,7 +94,7 @@ def open_reader(path: Path, *, size_bytes: int, device: torch.device) -> DirectR
 
 
 def missing(device: torch.device) -> str | None:
-    """What is needed and not there."""
+    """Why kvikio can't read into the device; None if nothing is missing."""
     if device.type == "cpu":
         return "no GPU"
     return None if importlib.util.find_spec("kvikio") else "kvikio is not installed"

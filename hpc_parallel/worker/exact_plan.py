@@ -1,10 +1,10 @@
-"""Measure what ranks of a run would hold and send, on a machine that has neither its devices nor its memory.
+"""Measure what ranks of a run would hold and send, on a machine without the run's devices and memory.
 
     python -m hpc_parallel.worker.exact_plan CONFIG.YAML RANK...
 
-A rank's part of the model is assembled as for the run, in a world whose other ranks don't exist, with tensors
-that have shapes but no numbers, and takes a step of up to three microbatches. `plan --exact` runs this and
-compares the formulas of `planning/` with the figures; so do the tests.
+A rank's part of the model is assembled as for the run, in a world whose other ranks don't exist. Its tensors
+have shapes but no numbers. The rank takes a step of up to three microbatches. `plan --exact` and the tests
+run this module and compare the formulas of `planning/` with its figures.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def measure(config: RunConfig, ranks: Sequence[int], *, microbatches: int | None
     microbatches: the number in the traced step; None: as many as the run has.
 
     torch keeps names of process groups in caches, so a process can't have one world after another. Raises
-    ConfigError as `assemble` does, for tiles in a pipeline, and for data whose shape must be read.
+    ConfigError as `assemble` does, and also for tiles in a pipeline and for data whose shape must be read.
     """
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         return [pool.apply(measure_here, (config, rank, microbatches)) for rank in ranks]
 
 
 def measure_here(config: RunConfig, rank: int, microbatches: int | None = None) -> HeldAndSent:
-    """`measure` of one rank in this process, which must have no default process group, now or before."""
+    """Measure one rank in this process, which must not have or have had a default process group."""
     model = build_model(config)
     size = config.nodes if config.strategy.execution == DATAPARALLEL else config.devices
     # How many rows an expert gets depends on the numbers.
     needs_numbers = any(isinstance(module, Experts) for module in model.modules())
-    needs_numbers |= config.optimizer._target_ == "torch.optim.Adafactor"  # so do its steps
+    needs_numbers |= config.optimizer._target_ == "torch.optim.Adafactor"  # its steps depend on them too
     fakes = nullcontext() if needs_numbers else torch_internals.fake_tensors()
     with torch_internals.fake_world(rank, size=size):
         return TracedRank(model, config, fakes=fakes).measure(microbatches=microbatches)

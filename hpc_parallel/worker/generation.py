@@ -77,7 +77,7 @@ def generate(context: TaskContext) -> None:
 
 
 def without_split_positions(config: RunConfig) -> RunConfig:
-    """Without split sequences and logits: one position has no parts, and a choice needs all logits."""
+    """Turn off split sequences and logits: one position can't be split, and a choice needs all logits."""
     return replace(config, strategy=replace(config.strategy, sequence_parallel=False, loss_parallel=False))
 
 
@@ -98,8 +98,8 @@ def continue_prompts(
 ) -> list[Continued]:
     """Returns a line of `generated.jsonl` for each prompt, on all ranks.
 
-    Of n replicas, each continues every n-th prompt. If n does not divide the number of prompts, some
-    replicas repeat the last prompt.
+    Each of n replicas continues every n-th prompt. If n does not divide the number of prompts, some replicas
+    repeat the last prompt.
     """
     task = session.config.task
     assert isinstance(task, GenerateConfig)
@@ -146,7 +146,7 @@ def continue_all(
     there on, a longer prompt takes its own next token until it ends. So nothing is padded or masked, and
     short prompts get more new tokens than asked for.
 
-    `lengths`: those of the shortest and the longest prompt of all replicas, because replicas may share
+    `lengths`: the lengths of the shortest and the longest prompt of all replicas, because replicas may share
     collectives. `on_token` is called with the 1-based number of each new token.
     """
     task = session.config.task
@@ -175,9 +175,8 @@ def continue_all(
 def chooser(task: GenerateConfig, *, seed: int, prompts: Sequence[int]) -> Choose:
     """Returns a function that takes the most likely token, or draws one, the same on every layout.
 
-    A draw depends only on (seed, prompt, position). `prompts`: the index among all prompts of each prompt in
-    the batch. To draw, probabilities are divided by exponential noise
-    (Gumbel-max; Maddison et al. 2014).
+    A draw depends only on (seed, prompt, position). `prompts`: for each prompt in the batch, its index among
+    all prompts. To draw, probabilities are divided by exponential noise (Gumbel-max; Maddison et al. 2014).
     """
     if task.temperature == 0:
         return lambda logits, position: logits.argmax(dim=-1)
@@ -194,7 +193,7 @@ def chooser(task: GenerateConfig, *, seed: int, prompts: Sequence[int]) -> Choos
 
 @dataclass
 class Clock:
-    """Measures tokens per second for each line of metrics. Only then does the host wait for the device."""
+    """Measures tokens per second for each line of metrics. The host waits for the device only at a line."""
 
     config: RunConfig
     device: torch.device

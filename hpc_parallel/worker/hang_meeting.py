@@ -1,8 +1,8 @@
 """The ranks of a run that hangs learn through the start's store that all of them have reported.
 
-Each rank writes one key. Only rank 0 reads these keys. It writes one more key when it has seen all of them,
-and the others wait for that one. So N ranks send 3 N requests, however long they wait: the store answers a
-request when its key is set.
+Each rank writes one key. Only rank 0 reads these keys. When rank 0 has seen all of them, it writes one more
+key. The other ranks wait for this key. So N ranks send 3 N requests, however long they wait, because the
+store answers a request only when its key is set.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.distributed import DistStoreError
 
 from hpc_parallel.machine.world import World
 
-SERVE_S = 1.0  # for which rank 0, whose process is the store, goes on after the last key is set
+SERVE_S = 1.0  # rank 0's process is the store, so it goes on for this long after the last key is set
 _ALL = "hang/all"
-_LEAST_S = 0.01  # torch takes 0 for no time-out
+_LEAST_S = 0.01  # torch treats 0 as no time-out
 
 
 class HangStore(Protocol):
@@ -31,7 +31,7 @@ class HangStore(Protocol):
 
 
 def meet_hang(store: HangStore | None, *, world: World, within_s: float) -> bool:
-    """Say that this rank has reported and wait until all ranks have; returns whether they have.
+    """Say that this rank has reported, and wait for all ranks. Returns whether all have reported.
 
     If the store fails or does not answer, waits for `within_s` seconds, since the others may still report.
     """
@@ -45,7 +45,7 @@ def meet_hang(store: HangStore | None, *, world: World, within_s: float) -> bool
         except RuntimeError as error:  # DistError or ForgedError
             print(f"the ranks can't meet through the store: {error}", flush=True)
 
-    if store is not None:  # a stopped rank 0 accepts connections and never answers
+    if store is not None:  # in a thread: a stopped rank 0 accepts connections but never answers
         threading.Thread(target=meet, name="hang meeting", daemon=True).start()
     met.wait(within_s)
     if met.is_set() and world.rank == 0 and world.world_size > 1:

@@ -31,8 +31,8 @@ from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.session import Session, TaskContext, complete, phases_of
 from hpc_parallel.worker.time_budget import TimeBudget, advice
 
-LEAST_PASSES = 5  # that are timed
-WARM_UP = 3  # passes: the first allocates buffers and infers shapes, the next choose kernels
+LEAST_PASSES = 5  # timed passes of a batch size
+WARM_UP = 3  # passes; the first pass allocates buffers and infers shapes, the next passes choose kernels
 
 
 def infer(context: TaskContext) -> None:
@@ -75,12 +75,12 @@ class BatchSizeTimes:
         self.left_out: str | None = None  # with the reason
 
     def measure(self) -> Iterator[dict[str, Any]]:
-        """Yields the metrics of each line. The smallest batch size is measured in any case."""
+        """Yields the metrics of each line. The smallest batch size is always measured."""
         yield validate(self.session, self.progress)
         task = self.session.config.task
         assert isinstance(task, InferConfig)
         budget = TimeBudget(task.seconds)
-        least_s = 0.0  # of one batch size, if a pass takes as many times longer as it has more samples
+        least_s = 0.0  # of one batch size, if a pass takes a time proportional to its samples
         for number, size in enumerate(self.sizes):
             rest = self.sizes[number:]
             if number > 0:
@@ -97,7 +97,7 @@ class BatchSizeTimes:
 
 
 def validate(session: Session, progress: Progress) -> dict[str, Any]:
-    """Run the validation of a training run, including the time to read the samples."""
+    """Run the validation of a training run. Its rate includes the time to read the samples."""
     batches = session.batches(session.data.validation, seed=None)
     steps = session.validation_steps
     started = time.perf_counter()
@@ -124,8 +124,8 @@ def watched(schedule: ForwardBackward, progress: Progress) -> Callable[[Tensor, 
 def time_batch(session: Session, progress: Progress, *, batch_size: int, seconds: float) -> dict[str, Any]:
     """Time a batch of `batch_size` samples from its start on all ranks to its end on the last rank.
 
-    `task.repeats` passes are timed; fewer, but at least min(task.repeats, LEAST_PASSES), if they take longer
-    than `seconds`.
+    `task.repeats` passes are timed. If they take longer than `seconds`, fewer passes are timed, but at least
+    min(task.repeats, LEAST_PASSES).
 
     A sample is ready when its batch is, so this is also the latency of one sample. The time includes the
     loss, but not the copy of the batch to the device.
@@ -141,7 +141,7 @@ def time_batch(session: Session, progress: Progress, *, batch_size: int, seconds
         """Seconds of each pass on the slowest rank."""
         times_s: list[float] = []
         for _ in range(passes):
-            dist.barrier()  # otherwise a rank begins a pass while another still ends the last
+            dist.barrier()  # otherwise a rank begins a pass while another rank still ends the last one
             synchronize(session.device)
             started = time.perf_counter()
             evaluate(inputs, targets)

@@ -1,4 +1,4 @@
-"""Looks at the loss of a model of the user's own: is it a sum, over as many terms as the model says."""
+"""Checks that the loss of a user's own model is a sum, over as many terms as the model says."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.user_code import UserCodeError, described, hint
 
-ROUNDING = 1e-5  # of a loss, where a model computes it in float32
+ROUNDING = 1e-5  # relative, of a loss that a model computes in float32
 
 
 @torch.no_grad()
 def check_loss(model: LayeredModel, *, seed: int, data: Data, device: torch.device) -> None:
-    """Raises UserCodeError if the mean over all terms can't be had from the loss of `model`.
+    """Raises UserCodeError if the mean over all terms can't be computed from the loss of `model`.
 
-    Two samples of their full length pass the model, which is small and on meta, in float64 and in evaluation
-    mode.
+    `model`: a small model on the meta device. It runs on two samples of full length, in float64 and in
+    evaluation mode.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         materialise(model, seed=seed, device=device, dtype=torch.float64).eval()

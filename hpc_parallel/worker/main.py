@@ -66,7 +66,7 @@ def main(run_folder: str) -> int:
     folder = RunFolder(Path(run_folder))
     world = World.discover(os.environ)
     redirect(folder, rank=world.rank)
-    # submitit makes Slurm send SIGUSR2 before the time limit. By default it ends the process at once.
+    # submitit makes Slurm send SIGUSR2 before the time limit. By default the signal ends the process at once.
     signal.signal(signal.SIGUSR2, stop.remember)
     xids = None
     try:
@@ -98,7 +98,7 @@ def main(run_folder: str) -> int:
             compiles=config.training.compile,
         )  # fmt: skip
         with watched as progress:
-            marks = progress if task in WATCHED else Progress()  # the others report no progress
+            marks = progress if task in WATCHED else Progress()  # the other tasks report no progress
             task(TaskContext(config, values, folder, device, os.environ, marks))
         dist.destroy_process_group()
     except BaseException as error:
@@ -112,14 +112,14 @@ def main(run_folder: str) -> int:
 
 
 def warn_of_limits(world: World) -> None:
-    """Let this rank open as many files as it may, and warn on each host if they are too few."""
+    """Let this rank open as many files as the system allows, and warn on each host if these are too few."""
     problem = rank_files.shortage(rank_files.raise_limit(), world)
     if problem is not None and world.local_rank == 0:
         print(f"WARNING: {problem}", file=sys.stderr, flush=True)
 
 
 def report(error: BaseException) -> None:
-    """Print the traceback, or only the sentence if no code is to blame."""
+    """Print the traceback, or only the message if no code is to blame."""
     kind, source = failure.kind_and_source(error)
     if kind in failure.WITHOUT_CODE:
         print(source, file=sys.stderr, flush=True)
@@ -128,7 +128,7 @@ def report(error: BaseException) -> None:
 
 
 def require_devices(config: RunConfig, world: World) -> None:
-    """Raise RuntimeError if the launcher started another number of ranks than the configuration needs."""
+    """Raise RuntimeError if the launcher did not start as many ranks as the configuration needs."""
     per_node = processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
     world_size = config.nodes * per_node
     if world.world_size != world_size:
@@ -183,9 +183,10 @@ def use_deterministic_kernels() -> None:
 
 
 def beyond_shared_gpu(config: RunConfig) -> str | None:
-    """Returns what the strategy does beyond sums and broadcasts: gloo can do no more with tensors on a GPU.
+    """Returns what the strategy does that gloo can't do with tensors on a GPU; None if there is nothing.
 
-    gloo refuses to send them, and ends the process (SIGSEGV, torch 2.11) where it should gather or scatter.
+    gloo can sum and broadcast such tensors. It refuses to send them. If it should gather or scatter them, it
+    ends the process (SIGSEGV, torch 2.11).
     """
     strategy = config.strategy
     layout = layout_of(strategy, devices=config.devices)
@@ -223,7 +224,7 @@ def join(
         timeout=timeout,
         device_id=device if device.type == "cuda" and not shared else None,
     )
-    dist.barrier()  # opens all connections now: at the last barrier rank 0 and its store may end first
+    dist.barrier()  # opens all connections now: rank 0 and its store may end first at the last barrier
     rank_info = {"host": world.host, "address": fabric.own_address(os.environ), "device": str(device)}
     print(
         f"rank {world.rank} of {world.world_size} on {world.host} ({rank_info['address']}), {device}",
@@ -283,7 +284,7 @@ def prepare_network(
 def by_differing_host(settings: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Each different set of variables and reasons once, with its `hosts`; empty if all hosts have the same.
 
-    Each rank has its own file for NCCL's log; that does not count.
+    The file of NCCL's log does not count, because each rank has its own file.
     """
     shared = {
         host: {key: {name: text for name, text in table.items() if name != nccl_log.FILE}

@@ -2,10 +2,10 @@
 
     python -m hpc_parallel.worker.model_check < QUESTION
 
-reads {tables, advice, values, tries_data} as JSON: those of launch/import_check.py, resolved configurations,
-and whether to build the data of the first. It writes as JSON {messages, note}, with a list of messages for
-each configuration: why a class can't be imported, or else what the data, and the model's hints and code,
-refuse.
+reads {tables, advice, values, tries_data} as JSON. `tables` and `advice` are those of launch/import_check.py.
+`values` are resolved configurations. `tries_data`: whether to build the data of the first one. The output is
+{messages, note} as JSON. `messages` has a list for each configuration: why a class can't be imported. If all
+classes can be imported, the list says what the data, and the model's hints and code, refuse.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hpc_parallel.worker.data_check import Seen, look_at
 
 
 def messages_of(values: Mapping[str, Any], data: Seen) -> list[str]:
-    """Returns why the model of a resolved configuration can't be built, or can't be split as it says."""
+    """Returns why the model of a resolved configuration can't be built, or can't be split as configured."""
     config = typed(values)
     layout = layout_of(config.strategy, devices=config.devices)
     length = config.data.get("sequence_length")  # the shape of other samples is known only from the data

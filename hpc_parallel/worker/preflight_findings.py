@@ -1,4 +1,4 @@
-"""What `task=preflight` measured, and the devices, storage and links in it that are slow."""
+"""The measurements of `task=preflight`, and findings about slow devices, storage and links."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _slow_hosts(title: str, by_host: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def slow_storage(reads: Mapping[str, Mapping[str, float]]) -> Iterator[Finding]:
-    """The rate with most processes counts. reads: what `read_rates` returned."""
+    """The rate of the largest number of processes counts. reads: what `read_rates` returned."""
     most = {host: list(rates.values())[-1] for host, rates in reads.items()}
     usual = median(most.values()) if most else 0.0
     for host, rate in most.items():

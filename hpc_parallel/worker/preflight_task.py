@@ -43,7 +43,7 @@ from hpc_parallel.worker.session import TaskContext, complete
 from hpc_parallel.worker.start_times import matrix_times_s
 from hpc_parallel.worker.time_budget import TimeBudget, advice
 
-MOST_TRIES = 3  # of the all-reduce inside hosts, while one seems slow
+MOST_TRIES = 3  # of the all-reduce inside hosts, which is measured again while a host seems slow
 COPIED_BYTES = 2**28
 NODE = ", node "  # between the name of a machine and a number; no host name has it
 
@@ -78,7 +78,7 @@ def check_machine(context: TaskContext) -> None:
 
 
 class PreflightReport:
-    """What rank 0 writes: each part when it is measured, then all with the findings."""
+    """Writes on rank 0 each part when it is measured, then all parts with the findings."""
 
     def __init__(self, folder: RunFolder, check: MachineProbe, *, judged: bool) -> None:
         self._folder, self._check, self._judged = folder, check, judged
@@ -87,7 +87,7 @@ class PreflightReport:
         self._part = (0, 0)
 
     def before(self, number: int, count: int, name: str) -> None:
-        """The part `name` begins, and the one before has ended."""
+        """Write the part that has ended, and note that the part `name` begins."""
         self._write_part()
         self._part = number, count
         note_phase(self._folder, f"measuring {name}")
@@ -126,7 +126,7 @@ class PreflightReport:
 
 
 class MachineProbe:
-    """Measures part after part until the time is used; the storage last, because it may be slow."""
+    """Measures one part after another until the time is used up. The storage is last: it may be slow."""
 
     def __init__(
         self, config: RunConfig, *, names: Sequence[str], folder: RunFolder, device: torch.device
@@ -150,7 +150,7 @@ class MachineProbe:
     def measure(self) -> Iterator[tuple[int, int, str]]:
         """Yields the number of a part, their count, and the part's name before it is measured.
 
-        `measured` and `left_out` are the same on all ranks. The first part is measured in any case.
+        `measured` and `left_out` are the same on all ranks. The first part is always measured.
         """
         for number, (name, part) in enumerate(self._parts.items(), start=1):
             if number > 1 and self._is_late():
@@ -185,7 +185,7 @@ class MachineProbe:
 
 
 def host_names(config: RunConfig, environment: Mapping[str, str]) -> list[str]:
-    """The host of each rank, by rank; with a number where one machine plays several nodes."""
+    """The host of each rank, by rank. If one machine simulates several nodes, the name has a number."""
     names = exchange.all_gather(World.discover(environment).host)  # the name that Slurm can exclude
     per_node = len(names) // config.nodes
     if len(set(names)) == config.nodes:
@@ -216,11 +216,11 @@ def read_rates(
     device: torch.device,
     is_late: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[str, dict[str, float]], DirectReads]:
-    """The rates of `rates_by_readers`, and those into device memory of `direct_rates`.
+    """The rates of `rates_by_readers`, and the rates into device memory of `direct_rates`.
 
     Each rank reads a file of its own, which is not in the page cache. A collective call.
 
-    names: host of each rank; is_late: whether no more processes are to read together, a collective call.
+    names: host of each rank; is_late: whether larger numbers of processes are left out, a collective call.
     Raises PreflightError, FollowerError and ReadingError.
     """
     read_bytes = size_bytes // BLOCK_BYTES * BLOCK_BYTES
@@ -236,8 +236,8 @@ def opened_file(
 ) -> Iterator[IO[bytes]]:
     """A new file with random content on each rank; a collective call.
 
-    names: host of each rank; is_named: kvikio opens files by their names; a file without a name is gone even
-    if this process is killed.
+    names: host of each rank; is_named: whether the file has a name, which kvikio needs to open it. A file
+    without a name disappears even if this process is killed.
 
     Raises PreflightError on the hosts where a file can't be written, and FollowerError on the others.
     """
@@ -257,7 +257,7 @@ def opened_file(
 
 
 def raise_storage_errors(storage: Path, *, names: Sequence[str], errors: Sequence[str | None]) -> None:
-    """Raise the error of the first rank that has one, with all hosts that have one.
+    """Raise the error of the first rank that has an error. The message names all hosts with an error.
 
     names, errors: the host and the error of each rank.
     """
@@ -279,7 +279,10 @@ def read_or_error(file: int, *, where: str) -> float | str:
 
 
 def inside_rates(config: RunConfig, *, device: torch.device, size_bytes: int) -> list[float | None]:
-    """Host -> bus bandwidth of an all-reduce of its ranks, all hosts at the same time; None for one rank."""
+    """The bus bandwidth of an all-reduce of each host's ranks; None for hosts with one rank.
+
+    All hosts run it at the same time.
+    """
     per_node = dist.get_world_size() // config.nodes
     if per_node < 2:
         return [None] * config.nodes

@@ -48,9 +48,9 @@ def full_arrays(tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
 
 
 def write_once(folder: Path, kind: str, tensors: Mapping[str, NDArray[Any]]) -> None:
-    """Write `<kind>-<rank>.npz` with the tensors of which no lower rank has an identical copy.
+    """Write `<kind>-<rank>.npz` with the tensors that no lower rank holds as an identical copy.
 
-    If copies differ that should be equal, all of them are written, and the comparison finds the wrong copy.
+    If copies that should be equal differ, all of them are written, and the comparison finds the wrong copy.
     """
     contents = {(name, hashlib.sha256(array.tobytes()).hexdigest()) for name, array in tensors.items()}
     by_rank = exchange.all_gather(sorted(contents))

@@ -16,7 +16,7 @@ MOST = 2**20  # if the system has no limit
 
 
 def raise_limit() -> int:
-    """Raise this process's limit to what the system allows; returns it."""
+    """Raise this process's limit of open files to what the system allows. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MOST if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -25,10 +25,10 @@ def raise_limit() -> int:
 
 
 def needed(world: World) -> int:
-    """The files that this rank may come to need.
+    """The number of open files that this rank may need.
 
-    A rank may send to every other one. Rank 0 also has the store, with up to two connections of each rank,
-    and receives the plan of a checkpoint from each. docs/performance.md has the counts.
+    A rank may send to every other rank. Rank 0 also has the store, with up to two connections of each rank,
+    and receives the plan of a checkpoint from each rank. docs/performance.md has the counts.
     """
     return RESERVE + world.world_size * (4 if world.rank == 0 else 1)
 

@@ -1,4 +1,4 @@
-"""Whether input scales with devices: 1, 2, 4, ... processes of each host read at the same time."""
+"""Measures whether input scales with devices: 1, 2, 4, ... processes of each host read together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def rates_by_readers(
     """Host -> number of processes that read at the same time -> bytes per second of all of them.
 
     A collective call. read_s: reads this rank's file of `size_bytes`, and returns seconds or an error; names:
-    host of each rank; is_late: whether larger numbers are left out, a collective call. Raises ReadingError.
+    host of each rank; is_late: whether larger numbers of processes are left out, a collective call. Raises
+    ReadingError.
     """
     rank = dist.get_rank()
     place = sum(host == names[rank] for host in names[:rank])  # among the ranks of this host

@@ -148,8 +148,8 @@ class _Start:
         listener = self._listen(address)
         port = listener.getsockname()[1]
         secret = secrets.token_bytes(SECRET_BYTES)
-        # The store gets a socket that already listens. If the port is taken, that is an OSError with its
-        # reason here, and the store need not listen on other networks.
+        # The store gets a socket that already listens. So a port that is taken raises an OSError with its
+        # reason here, and the store does not listen on other networks.
         server = TCPStore(
             address or LOOPBACK,
             port,
@@ -196,10 +196,10 @@ class _Start:
             ) from None
 
     def _find(self) -> SignedStore:
-        """Connect another rank's store to rank 0 of this start.
+        """Connect the store of a rank other than 0 to rank 0 of this start.
 
-        If the launcher has no unique name for a start, the file may be that of an earlier start, and another
-        run may use its port now. So every problem is retried until the deadline.
+        If the launcher has no unique name for a start, the file may belong to an earlier start, and another
+        run may use its port now. So the rank tries again after every problem until the deadline.
         """
         problem = (
             f"rank 0 on {self.world.where(0)} never published its address in {self.file.parent}. "
@@ -310,8 +310,8 @@ class _Start:
 
 def _published(file: Path) -> Published | None:
     try:
-        # To list the folder makes an NFS client ask its server. A look-up of one name may be answered
-        # with "not found" from the client's cache for a minute.
+        # Listing the folder makes an NFS client ask its server. For a minute, the client may answer a
+        # look-up of one name with "not found" from its cache.
         if file.name in os.listdir(file.parent):
             _require_own(file)
             published = read_record(Published, file)
@@ -338,12 +338,12 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 def _connect(host: str, port: int, *, timeout_s: float) -> TCPStore:
-    # A plain connection comes first: its error has a reason, but torch's is a stack trace with "timed out".
-    # It also finds the address that answers if the host has several.
+    # A plain connection comes first: its error has a reason, but torch's error is a stack trace with "timed
+    # out". The connection also finds the address that answers if the host has several.
     with socket.create_connection((host, port), timeout=PROBE_S) as probe:
         address = probe.getpeername()[0]
-    # The store's constructor looks up the peer's name for its log. If the name server does not answer, that
-    # takes the resolver's 5 s, so the constructor gets all the time that is left.
+    # The store's constructor looks up the peer's name for its log. If the name server does not answer, the
+    # look-up takes the resolver's 5 s, so the constructor gets all the time that is left.
     return TCPStore(
         address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )

@@ -13,7 +13,7 @@ from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 
 MODULE = "hpc_parallel.report.run_plot"
-SHORTEST_S = 10.0  # matplotlib takes a second or two, too long beside a shorter run
+SHORTEST_S = 10.0  # matplotlib takes a second or two, which is too long for a shorter run
 PATIENCE_S = 20.0  # srun ends a rank that stays 60 s after the others
 
 

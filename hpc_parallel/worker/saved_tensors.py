@@ -23,8 +23,9 @@ from hpc_parallel.torch_internals import tree_leaves
 class SavedTensors:
     """The memory that autograd keeps for the backward pass, without the weights.
 
-    Memory that several tensors share counts once. Weights are those that the modules hold when their forward
-    passes begin, casts and gathered ones included. Results that selective checkpointing keeps count too.
+    Memory that several tensors share counts once. Weights are the parameters that the modules hold when their
+    forward passes begin, cast and gathered ones included. Results that selective checkpointing keeps count
+    too.
     """
 
     def __init__(self, modules: Sequence[Module]) -> None:
@@ -39,7 +40,7 @@ class SavedTensors:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Count the forward passes that run meanwhile."""
+        """Count what the forward passes inside the context keep."""
         modules = [module for model in self._modules for module in model.modules()]
         handles = [module.register_forward_pre_hook(self._note_weights) for module in modules]
         selective = patch.object(checkpointing, "KeepUnwritten", _noting(self._note))
@@ -69,7 +70,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _noting(note: Callable[[Tensor], None]) -> type[KeepUnwritten]:
-    """The policy of selective checkpointing, which tells `note` what it keeps."""
+    """The policy of selective checkpointing that also calls `note` with each result that it keeps."""
 
     class Noting(KeepUnwritten):
         def __call__(self, context: Any, operation: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:

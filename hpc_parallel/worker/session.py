@@ -53,7 +53,7 @@ def read_config(path: Path) -> tuple[RunConfig, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class TaskContext:
-    """What every task is given.
+    """The argument of every task.
 
     values: `config.yaml` as plain values, which the summary and the checkpoints keep. environment: the
     variables of this process. progress: the marks that a watchdog reads.
@@ -92,12 +92,12 @@ class Session:
         """Read the data and assemble the model, on all ranks of the default process group.
 
         If not `trains`, nothing for the backward pass is set up, and the model is in evaluation mode.
-        `on_phase` is told which part begins.
+        `on_phase` is called with the name of each part that begins.
 
-        Raises ConfigError if the model or the data do not fit the layout and only building them can show it.
+        Raises ConfigError if the model or the data do not fit the layout, which only building them can show.
         """
         config = config if trains else forward_only(config)
-        torch.manual_seed(config.seed)  # for the user's code; ours draws from named seeds only
+        torch.manual_seed(config.seed)  # for the user's code; this package draws from named seeds only
         layout = layout_of(config.strategy, devices=config.devices)
         groups = make_groups(config, layout, device_type=device.type)
         config = with_measured_shares(config, layout, device=device)
@@ -129,7 +129,7 @@ class Session:
     def batches(self, samples: Samples, *, seed: int | None, batch: BatchPlan | None = None) -> Batches:
         """Returns this rank's part of each global batch of `samples`.
 
-        Without `seed`, samples keep their order. `batch`: another plan than the session's.
+        Without `seed`, samples keep their order. `batch`: a plan that replaces the session's.
         """
         batch = batch or self.plan.batch
         replica, replicas = share_of(dist.get_rank(), layout=self.plan.layout, strategy=self.config.strategy)
@@ -156,7 +156,7 @@ class Session:
 
 
 def phases_of(folder: RunFolder, *, rank: int) -> Callable[[str], None]:
-    """Returns a function that records which part of the start begins; on other ranks it does nothing."""
+    """Returns a function that records which part of the start begins. It does so only on rank 0."""
     return partial(note_phase, folder) if rank == 0 else lambda text: None
 
 
@@ -199,7 +199,7 @@ def note_stop(
 
 
 def planned(config: RunConfig, layout: Layout, *, device: torch.device) -> tuple[RunConfig, Plan]:
-    """Plan the run, with the least memory of all GPUs in `cluster.device_memory_gb` if that is not set.
+    """Plan the run. If `cluster.device_memory_gb` is not set, set it to the least memory of all GPUs.
 
     A collective call. The default microbatch depends on the memory, and rank 0 prints it. On CPUs the memory
     stays unknown.

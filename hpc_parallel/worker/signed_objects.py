@@ -60,7 +60,7 @@ def require_signatures(secret: bytes) -> None:
 
 
 def _require_hooks() -> None:
-    """torch's object collectives use these two names in these two functions and nowhere else."""
+    """Raise RuntimeError unless these functions of torch use these names. No other function uses them."""
     for function, hook in (("_object_to_tensor", "_pickler"), ("_tensor_to_object", "_unpickler")):
         code = getattr(getattr(distributed_c10d, function, None), "__code__", None)
         if code is None or hook not in code.co_names:

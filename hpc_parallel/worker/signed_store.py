@@ -55,9 +55,9 @@ class SignedStore(Store):
 
     A key's stored bytes are a sequence of records: one that sets the value, and those that append to it or
     add to it. A record that appends or adds carries a random nonce, so that a repeated record is detected.
-    A call takes an idle connection, or opens one: TCPStore holds a lock for as long as a `get` waits. There
-    are as many connections as calls at the same time, not as threads: gloo has two threads for each group,
-    and rank 0's host serves the connections of all ranks.
+    A call takes an idle connection, or opens one, because TCPStore holds a lock for as long as a `get` waits.
+    So there is one connection for each simultaneous call. One for each thread would be too many: gloo has two
+    threads for each group, and rank 0's host serves the connections of all ranks.
 
     The methods are those that torch's C++ code calls (PythonStore in torch/csrc/distributed/c10d/init.cpp).
     Each raises ForgedError for a value that fails the verification.
@@ -152,7 +152,7 @@ class SignedStore(Store):
     def _connection(self) -> Iterator[Any]:
         try:
             connection = self._idle.pop()
-        except IndexError:  # other threads use all
+        except IndexError:  # other threads use all connections
             connection = self._first.clone()
         try:
             if connection.timeout != self.timeout:
@@ -168,7 +168,7 @@ class SignedStore(Store):
         return nonce
 
     def _set_record(self, key: str, value: str | bytes) -> bytes:
-        """Without a nonce: `compare_set` compares stored bytes."""
+        """A record that sets a value. It has no nonce, because `compare_set` compares stored bytes."""
         return self._signed(key, _Record(_SET, _NO_NONCE, _bytes(value)))
 
     def _signed(self, key: str, record: _Record) -> bytes:
@@ -180,7 +180,7 @@ class SignedStore(Store):
         return hmac.digest(self._secret, len(name).to_bytes(4, "big") + name + body, "sha256")
 
     def _value(self, key: str, stored: bytes, *, until: bytes | None = None) -> bytes:
-        """Returns the value of all records; with `until`, of those up to the record with this nonce."""
+        """Returns the value of all records; with `until`, of the records up to the one with this nonce."""
         value, nonces = b"", set[bytes]()
         for record in self._verified(key, stored):
             if record.nonce in nonces:

@@ -1,4 +1,4 @@
-"""A small copy of a run for `verify.py`: few blocks, short sequences, few samples, float64, drawn weights."""
+"""A small run for `verify.py`: few blocks, short sequences, few samples, float64, random weights."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from hpc_parallel.strategies.dropout_shapes import dry_pass
 from hpc_parallel.strategies.whole_model import build_small_sizes
 
 FEW_BLOCKS = 4
-MOST_REPLICAS = 8  # that have samples of their own; further replicas repeat these samples
+MOST_REPLICAS = 8  # this many have samples of their own; further replicas repeat these samples
 LEAST_POSITIONS = 16
-SAMPLES = 3  # in a microbatch of a replica: BatchNorm needs two, and makes +1 and -1 of two
-STEPS = 2  # the second one sees what the first one has written
+SAMPLES = 3  # in a microbatch of a replica; BatchNorm needs two, but turns any two into +1 and -1
+STEPS = 2  # the second step sees what the first step has written
 
 
 @dataclass(frozen=True)
 class SmallRun:
     """A small copy of a run.
 
-    config: the run's, with SAMPLES samples in each microbatch and without compilation.
+    config: the run's configuration, with SAMPLES samples in each microbatch and without compilation.
     inputs, targets: [STEPS * microbatches * distinct * SAMPLES, ...]; each microbatch has SAMPLES samples for
     each of `distinct` replicas.
     """
@@ -50,10 +50,10 @@ class SmallRun:
     ) -> SmallRun:
         """Take the first training samples, with sequences as short as the layout and the model allow.
 
-        `plan`: that of the run. `model`: from `build_small`.
+        `plan`: the plan of the run. `model`: from `build_small`.
         """
         layout = plan.layout
-        # A pipeline's schedule needs all its microbatches; without one, two show the accumulation.
+        # A pipeline's schedule needs all its microbatches. Without a pipeline, two show the accumulation.
         microbatches = plan.batch.microbatches if layout.pipeline > 1 else 2
         distinct = max(count for count in divisors(layout.data) if count <= MOST_REPLICAS)
         count = STEPS * microbatches * distinct * SAMPLES
@@ -127,7 +127,7 @@ def _short_length(length: int, *, config: RunConfig, layout: Layout) -> int:
 
 
 def _takes(model: LayeredModel, inputs: Tensor) -> bool:
-    """Whether the model takes these inputs; False too if only real numbers can show it."""
+    """Whether the model takes these inputs. It is also False if only real numbers can show it."""
     return dry_pass(model, sample_shape=tuple(inputs.shape[1:]), dtype=inputs.dtype).error is None
 
 
@@ -138,11 +138,11 @@ def _shapes(block: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
 def randomise(model: LayeredModel, *, seed: int) -> LayeredModel:
     """Let the whole `model`, on meta, start with random numbers of order 1; returns it.
 
-    Many models start with gates or heads at zero, behind which a wrong layout computes the right thing.
+    Many models start with gates or heads at zero, which hide the errors of a wrong layout.
 
-    A product with a random matrix has numbers as large as its input has. The elements of vectors and scalars
-    are between 0.5 and 1.5. Each element of a buffer is multiplied by such a number, and a zero is replaced
-    by one; so an infinity in a mask stays.
+    A product with a random matrix has numbers of the size of its input. The elements of vectors and scalars
+    are between 0.5 and 1.5. Each element of a buffer is multiplied by a number between 0.5 and 1.5, or
+    replaced by this number if the element is zero. So an infinity in a mask stays.
     """
     initialise_model, buffers = model.initialise, {name for name, _ in model.named_buffers()}
 

@@ -27,7 +27,7 @@ from hpc_parallel.training.optimizer import ModelOptimizer, Update
 from hpc_parallel.training.step import Step
 from hpc_parallel.worker.small_model import SAMPLES, STEPS, SmallRun
 
-CACHED = 3  # positions whose logits are compared: two of them follow cached ones
+CACHED = 3  # positions whose logits are compared; two of them follow cached positions
 LOGITS = "logits of the next token"
 BUFFER = "buffer "
 UPDATE = 0.1  # the norm of the first update of all weights together
@@ -35,7 +35,7 @@ UPDATE = 0.1  # the norm of the first update of all weights together
 
 @dataclass(frozen=True)
 class Results:
-    """The mean loss of each step, and the tensors that this rank has, by what they are.
+    """The mean loss of each step, and the tensors that this rank has, by their descriptions.
 
     norms: for each tensor, the norm of all tensors of its kind together, such as the whole gradient of a
     step. A run that generates has the logits as its only tensor.
@@ -83,7 +83,7 @@ class Reference(Results):
 
 
 class _Rounding(DispatchMode):
-    """Sees whether an operator makes lower precision of float64."""
+    """Detects whether an operator converts float64 to a lower precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,14 +194,14 @@ def _train(run: SmallRun, assembled: Assembled, *, reference: Reference) -> Resu
         loss = step.run(*run.samples(rows)).loss.detach().double().clone()
         dist.all_reduce(loss)  # it is zero on ranks that do not compute it
         results.losses.append(float(loss) / replicas)
-    if assembled.mesh.get_coordinate() is not None:  # a server that does not work has seen no samples
+    if assembled.mesh.get_coordinate() is not None:  # a dedicated server has seen no samples
         buffers = {name: buffer for part in assembled.parts for name, buffer in part.named_buffers()}
         results.note_buffers({name: buffers[name] for name in reference.written if name in buffers})
     return results
 
 
 def _decode(run: SmallRun, assembled: Assembled) -> Results:
-    """The logits of the last positions, with cached keys and values; only the rank that chooses has them."""
+    """The logits of the last positions, with cached keys and values, on the rank that chooses the tokens."""
     tokens = run.samples(run.local_rows(0))[0]
     length = tokens.shape[1]
     decoder = Decoder(assembled, length=length, device=run.device)

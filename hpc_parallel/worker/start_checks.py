@@ -44,7 +44,7 @@ def check(
     act = config.preflight.act
     if act == OFF:
         if world.rank == 0:
-            folder.preflight.unlink(missing_ok=True)  # of an earlier start
+            folder.preflight.unlink(missing_ok=True)  # written by an earlier start
         return
     began = time.perf_counter()
     ranks = exchange.all_gather(_facts_of_rank(folder, world=world, device=device))
@@ -92,7 +92,7 @@ def by_host(ranks: Sequence[Mapping[str, Any]], *, matrix_s: Sequence[float]) ->
 def _add_times(
     hosts: Mapping[str, dict[str, Any]], *, ranks: Sequence[Mapping[str, Any]], times_s: Sequence[float]
 ) -> None:
-    """Add `all_reduce_s` of each rank. No host is judged by it, because all wait for the slowest."""
+    """Add `all_reduce_s` of each rank. It does not judge a host, because all ranks wait for the slowest."""
     for facts in hosts.values():
         facts["all_reduce_s"] = []
     for rank, time_s in zip(ranks, times_s, strict=False):
@@ -114,7 +114,7 @@ def _facts_of_rank(folder: RunFolder, *, world: World, device: torch.device) -> 
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """`name`, `uuid`, `total_bytes`, and `used_bytes` of other processes (on CPUs not known: 0)."""
+    """`name`, `uuid`, `total_bytes`, and `used_bytes` of other processes (unknown on CPUs: 0)."""
     if device.type == "cpu":
         return {"name": "cpu", "uuid": None, "total_bytes": 1, "used_bytes": 0}
     free, total = torch.cuda.mem_get_info(device)
@@ -174,7 +174,7 @@ def _add_packages(hosts: Mapping[str, dict[str, Any]], *, world: World) -> Versi
 def _add_xid_events(
     hosts: Mapping[str, dict[str, Any]], *, world: World, device: torch.device, xids: XidEvents
 ) -> None:
-    """Add the Xid events since the kernel logs were read, which the matrix products may have caused.
+    """Add the Xid events since the kernel logs were read. The matrix products may have caused them.
 
     A collective call.
     """

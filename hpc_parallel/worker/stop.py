@@ -2,9 +2,9 @@
 
 Slurm sends SIGUSR2 before the time limit, and SIGTERM at preemption or scancel. A terminal sends SIGINT.
 
-A rank with a signal writes it to the store of all ranks. Rank 0 reads the store and broadcasts what it
-finds. gloo's broadcast is a binomial tree of log2 N hops (gloo/broadcast.cc). Its all-reduce is a ring of
-2 (N - 1) hops, and its reduce is a ring too.
+A rank that receives a signal writes the signal to the store of all ranks. Rank 0 reads the store and
+broadcasts what it finds. gloo's broadcast is a binomial tree of log2 N hops (gloo/broadcast.cc). gloo's
+all-reduce is a ring of 2 (N - 1) hops, and its reduce is a ring too.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class StopFlag:
         """`step`: the last step done.
 
         `time_limit`: the limit of the job; on one rank only. When it is near, the ranks stop as after Slurm's
-        SIGUSR2. `period_s`: the time between two collectives; 0: one after each step, if steps take very
-        different times.
+        SIGUSR2. `period_s`: the time between two collectives; 0 for a collective after each step, if steps
+        take very different times.
         """
         self._time_limit = time_limit
         self._period_s = period_s
@@ -88,13 +88,13 @@ class StopFlag:
         return STOP_SIGNALS[int(flag) - 1] if flag else None
 
     def _publish(self) -> None:
-        """Write this rank's flag to the store, once. A signal handler can't: it may interrupt the store."""
+        """Write this rank's flag to the store, once. A handler can't: it may interrupt a store call."""
         if (flag := self._flag) > self._published:
             self._store.add(str(flag), 1)
             self._published = flag
 
     def _requested(self) -> int:
-        """The largest flag that a rank has published, 0 without one."""
+        """The largest flag that a rank has published; 0 if no rank has published one."""
         flags = range(len(STOP_SIGNALS), 0, -1)
         return next((flag for flag in flags if self._store.add(str(flag), 0)), 0)
 

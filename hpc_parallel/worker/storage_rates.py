@@ -20,8 +20,8 @@ from hpc_parallel.worker.read_scaling import BLOCK_BYTES
 from hpc_parallel.worker.time_budget import TimeBudget, advice
 
 FILE_BYTES = 2**26  # of each rank
-PIECE_BYTES, PIECES = 2**14, 256  # that are read, in places that no read-ahead can guess
-STORAGE_S = 5.0  # about, of a slow disk
+PIECE_BYTES, PIECES = 2**14, 256  # the pieces to read, in places that no read-ahead can guess
+STORAGE_S = 5.0  # about the time that a slow disk needs
 
 
 class StorageError(RuntimeError):
@@ -29,7 +29,7 @@ class StorageError(RuntimeError):
 
 
 class StorageRow:
-    """The rates, once they are measured. left_out: why they are not."""
+    """The rates, once they are measured. left_out: why they are not measured."""
 
     def __init__(self, folder: Path, *, device: torch.device) -> None:
         self._folder, self._device = folder, device
@@ -56,9 +56,9 @@ def gigabytes(rate: float | None) -> str:
 
 
 def storage_rates(folder: Path, *, device: torch.device) -> Storage:
-    """All ranks write a file each at the same time, and read pieces of it. A collective call.
+    """Each rank writes a file and reads pieces of it, at the same time as all others. A collective call.
 
-    The slowest counts. Raises StorageError.
+    The slowest rank counts. Raises StorageError.
     """
     ranks, copied = dist.get_world_size(), copy_rates(device).get("pinned_to_host_bytes_per_s")
     written_s, read_s = _slowest(_file_times(folder))

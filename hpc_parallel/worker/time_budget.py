@@ -27,7 +27,7 @@ class TimeBudget:
 
 
 def advice(budget: TimeBudget, *, needed_s: float) -> str:
-    """Why something was left out, and a budget that should suffice. needed_s: the time of what is left."""
+    """Why something was left out, and a budget that should suffice. needed_s: the time for the rest."""
     enough = rounded_up(budget.used_s + needed_s)
     return f"the time of task.seconds={budget.seconds:g} is used. Try task.seconds={enough}"
 

@@ -1,7 +1,7 @@
 """How early a run must begin its last save, so that Slurm's time limit does not cut it off.
 
-Slurm sends its signal `launcher.grace_s` before the limit, which was chosen before any save was measured. The
-state of a large model takes longer, so rank 0 compares the time left with the time that saves take.
+Slurm sends its signal `launcher.grace_s` before the limit. `grace_s` was chosen before any save was measured.
+A save of a large model takes longer, so rank 0 compares the time left with the time that saves take.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class TimeLimit:
 
         `save_s`: how long the newest save took; None before the first.
 
-        `current_end_s`: asks Slurm, because an administrator may have moved the limit; None if it is silent.
+        `current_end_s`: asks Slurm, because an administrator may have moved the limit. It returns None if
+        Slurm does not answer.
         """
         self._end_s = end_s
         self._current_end_s = current_end_s
@@ -42,7 +43,7 @@ class TimeLimit:
         self._most_s = (end_s - clock()) / 2  # a short job keeps half of its time
 
     def is_near(self, *, step_s: float) -> bool:
-        """Whether the run must save now; `step_s`: the time of a step, which delays the next look."""
+        """Whether the run must save now; `step_s`: the time of a step, which delays the next check."""
         save_s = self._save_s()
         if save_s is None:
             return False

@@ -41,8 +41,8 @@ class HeldAndSent:
     """What one rank holds and sends.
 
     parameters, gradients, optimizer: bytes. activations: bytes that each of its stages keeps of one
-    microbatch. collectives: those of one step; the ones of a parameter server and between the devices of one
-    process are not traced.
+    microbatch. collectives: the collectives of one step. Those of a parameter server and those between the
+    devices of one process are not traced.
     """
 
     parameters: int
@@ -92,7 +92,7 @@ class TracedRank:
     def measure(self, *, microbatches: int | None = None) -> HeldAndSent:
         """Run a step with the first microbatches and the last one.
 
-        microbatches: how many the step has, if not as many as in the run.
+        microbatches: the number in the step; None: as many as in the run.
         """
         microbatches = microbatches or self._batch.microbatches
         assembled, server = self._assembled, self._assembled.server
@@ -120,7 +120,7 @@ class TracedRank:
         return HeldAndSent(*held, state_bytes, activations, tuple(collectives))
 
     def _train(self, microbatches: int, *, traffic: GroupTraffic) -> tuple[int, ...]:
-        """The bytes that each stage keeps of the first microbatch."""
+        """Take the step. Returns the bytes that each stage keeps of the first microbatch."""
         mesh, strategy = self._assembled.mesh, self._config.strategy
         if mesh.get_coordinate() is None:  # a dedicated server
             return ()
@@ -147,7 +147,10 @@ class TracedRank:
 
 @contextmanager
 def _watched_passes(model: LayeredModel, *, traffic: GroupTraffic) -> Iterator[list[SavedTensors]]:
-    """What each forward pass keeps that `Accumulate` runs meanwhile; `traffic` learns where each begins."""
+    """Yields what each forward pass of `Accumulate` inside the context keeps.
+
+    Each pass begins a microbatch of `traffic`.
+    """
     watched: list[SavedTensors] = []
 
     def ranged(name: str) -> AbstractContextManager[object]:
@@ -167,7 +170,10 @@ _REPLICATE = replicate.apply
 def _averaging_in_sight(
     model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig, finds_unused: bool = False
 ) -> DistributedDataParallel:
-    """As `replicate.apply`. torch's own averaging needs a result of the collective, and a fake has none."""
+    """Call `replicate.apply`, and replace torch's own averaging.
+
+    torch's averaging needs a result of the collective, and a fake collective has none.
+    """
     replica = _REPLICATE(model, axis=axis, options=options, finds_unused=finds_unused)
     if options.gradient_compression != "bfloat16":
         # A lambda, because torch rejects string annotations (`from __future__ import annotations`).

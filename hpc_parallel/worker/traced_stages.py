@@ -34,7 +34,8 @@ from hpc_parallel.worker.traced_traffic import GroupTraffic
 class Stages:
     """A schedule that takes each microbatch through each stage of this rank, forward and backward.
 
-    What it would send to the stages of other ranks is counted. torch's own schedules read numbers.
+    It counts the messages that it would send to the stages of other ranks. torch's own schedules can't run
+    here, because they read numbers.
     """
 
     copies: Sequence[Parameter] = ()
@@ -100,7 +101,7 @@ class Stages:
             sliced.set_requires_gradient_sync(False)
 
     def _pass(self, part: LayeredModel, samples: Tensor, targets: Tensor, *, stage: int) -> int:
-        """One microbatch through a stage; returns the bytes that it keeps."""
+        """Take one microbatch through a stage. Returns the bytes that the stage keeps."""
         saved, inputs = SavedTensors([part]), self._inputs(part, samples)
         with saved.watch():
             outputs = as_tuple(part(*inputs))
@@ -124,7 +125,7 @@ class Stages:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average what DistributedDataParallel or `Average` averages, in one message for each stage."""
+        """Average the gradients that DistributedDataParallel or `Average` averages, one message per stage."""
         if self._config.strategy.execution != SPMD:
             return
         mesh = self._assembled.mesh
@@ -149,7 +150,7 @@ class Stages:
                 Stage(part, stage, stages, device, group=axis.get_group()).perform_reduce_grad(1)
 
     def _inputs(self, part: LayeredModel, inputs: Tensor) -> tuple[Tensor, ...]:
-        """The inputs of a stage, in the type in which the stage before sends them."""
+        """The inputs of a stage, in the type that the previous stage sends."""
         if part.stem is not None:
             return (inputs,)
         precision = self._config.training.precision

@@ -17,8 +17,8 @@ from hpc_parallel.profiling.traffic import Moved, Traffic
 class TracedCollective:
     """What one rank sends in a step by one kind of collective over one group.
 
-    over: the axes that the group's ranks differ on. calls: how many have this rank as a sender. sent_bytes:
-    the bytes of the best algorithm, as `Traffic` counts them.
+    over: the axes that the group's ranks differ on. calls: the number of collectives in which this rank
+    sends. sent_bytes: the bytes of the best algorithm, as `Traffic` counts them.
     """
 
     kind: str
@@ -36,21 +36,21 @@ MOST = 3  # microbatches to trace: the first, the last, and one that stands for 
 
 @dataclass
 class Counts:
-    """The bytes of one microbatch, by kind and ranks."""
+    """The calls and bytes of one microbatch, by kind and ranks."""
 
     calls: Counter[Key] = field(default_factory=Counter)
     bytes: Counter[Key] = field(default_factory=Counter)
 
 
 class GroupTraffic(Traffic):
-    """As `Traffic`, and by group and microbatch of a step."""
+    """Counts as `Traffic` does, and also by group and by microbatch of a step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.microbatches: list[Counts] = []
 
     def begin_microbatch(self) -> None:
-        """What follows belongs to the next microbatch."""
+        """Count the messages that follow for the next microbatch."""
         self.microbatches.append(Counts())
 
     def _count(self, kind: str, moved: Moved, group: Any) -> None:
@@ -87,7 +87,7 @@ def of_step(traced: GroupTraffic, *, microbatches: int, layout: Layout, first: i
 
 
 def _axes(ranks: Sequence[int], layout: Layout, *, first: int) -> str:
-    """The axes on which the first and the last rank differ: groups are those of a mesh."""
+    """The axes on which the first and the last rank differ. This suffices for the groups of a mesh."""
     if min(ranks) < first:
         return "all ranks"
     low, high = (layout.coordinates(rank - first) for rank in (ranks[0], ranks[-1]))

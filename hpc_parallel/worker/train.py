@@ -59,8 +59,9 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
 
     Continues from the newest undamaged checkpoint of the run folder; without one, starts from
     `config.weights`. `on_gradients` is called in each step when `.grad` is complete, before it is clipped.
-    Rank 0 writes `metrics.jsonl`, and `summary.json`, or `stopped.json` if a signal stops the training before
-    the last step. Raises what `Session.open` raises, and SaveError if the last checkpoint can't be written.
+    Rank 0 writes `metrics.jsonl` and `summary.json`. If a signal stops the training before the last step, it
+    writes `stopped.json` instead of `summary.json`. Raises what `Session.open` raises, and SaveError if the
+    last checkpoint can't be written.
     """
     config, folder, device = context.config, context.folder, context.device
     on_phase = phases_of(folder, rank=dist.get_rank())
@@ -88,7 +89,7 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
         step, optimizer=optimizer, samples=samples, observers=observers, config=config, saver=saver,
         stop=stop.after, steps_done=steps_done,
     )  # fmt: skip
-    # `stop` until all is written: a signal must not end a run that is almost done.
+    # `stop` stays open until all files are written: a signal must not end a run that is almost done.
     on_phase("first steps (torch.compile)" if config.training.compile else "first steps")
     with contextlib.closing(samples.train), stop:
         signalled = fit(trainer, saver=saver)
@@ -235,7 +236,10 @@ def saving_of(session: Session) -> SavingGroup:
 
 
 def replicas_check(session: Session) -> Callable[[int], None]:
-    """Returns the comparison of replicas; a parameter server's ranks have none between two pulls."""
+    """Returns the function that compares replicas.
+
+    With a parameter server it compares nothing, because the ranks have no replicas between two pulls.
+    """
     assembled = session.assembled
     if not session.config.training.compare_replicas or assembled.server is not None:
         return lambda step: None

@@ -1,4 +1,4 @@
-"""Prove what carries the data between ranks, before the task begins: NCCL's log says what it chose."""
+"""Finds out from NCCL's log what carries the data between ranks, before the task begins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpc_parallel.record.safe_read import DamagedError, read_tail
 from hpc_parallel.strategies import exchange
 
 LOG_BYTES = 2**24
-SMALL_BYTES, LARGE_BYTES = 4, 2**24  # NCCL takes other algorithms, and other connections, for large messages
+SMALL_BYTES, LARGE_BYTES = 4, 2**24  # NCCL uses other algorithms, and other connections, for large messages
 
 
 class FabricError(RuntimeError):
@@ -31,7 +31,11 @@ class FabricError(RuntimeError):
 
 @dataclass(frozen=True)
 class TransportCheck:
-    """The same on all ranks. kinds, devices: host -> those of the fabric. transport: None without NCCL."""
+    """The result, the same on all ranks.
+
+    kinds, devices: host -> the kind of its fabric, and the devices of the fabric. transport: None without
+    NCCL.
+    """
 
     expected: str
     kinds: Mapping[str, str]
@@ -49,7 +53,7 @@ def find_transport(
 ) -> TransportCheck:
     """Find what carries the data; a collective call.
 
-    hosts: of all ranks, by rank.
+    hosts: the host of each rank, by rank.
     """
     expected_kind = config.cluster.fabric
     transport = None
@@ -80,15 +84,15 @@ def find_transport(
 def use_connections(device: torch.device) -> None:
     """Send what trainings send: small and large sums, a gather, and messages from rank to rank.
 
-    NCCL 2.22 and later connects two ranks only when an algorithm first needs it. The log that is read
-    afterwards says what is connected so far.
+    NCCL 2.22 and later connects two ranks only when an algorithm first needs the connection. The log that is
+    read afterwards says what is connected so far.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for size in (SMALL_BYTES, LARGE_BYTES):
         dist.all_reduce(torch.zeros(size // 4, device=device))
     part = torch.zeros(max(1, LARGE_BYTES // 4 // ranks), device=device)
     dist.all_gather([torch.empty_like(part) for _ in range(ranks)], part)
-    if ranks > 1:  # in one batch, so that NCCL makes no further communicator, whose ranks have other numbers
+    if ranks > 1:  # in one batch: otherwise NCCL makes another communicator, which numbers ranks differently
         transfers = [
             dist.P2POp(dist.isend, part, (rank + 1) % ranks),
             dist.P2POp(dist.irecv, torch.empty_like(part), (rank - 1) % ranks),

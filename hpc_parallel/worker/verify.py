@@ -1,4 +1,4 @@
-"""The layout check: compares a layout with one device before a model of the user's own trains on it.
+"""The layout check: compares a layout with one device before a user's own model trains on the layout.
 
 A small copy of the model, with random weights, takes two steps on this layout and on one device. A difference
 stops the run. Equal results are recorded, so that the next run does not repeat the comparison.
@@ -32,7 +32,7 @@ from hpc_parallel.worker.small_model import SmallRun, build_small
 from hpc_parallel.worker.small_results import BUFFER, Results, on_layout, on_one_device, sometimes_used
 
 OWN_SHARE = 1e-5  # of a gradient's own norm: far above float64's rounding, far below a wrong layout
-# As a share of the whole gradient's norm: the size of rounding noise, in float64 and in float32. A gradient
+# The size of rounding noise in float64 and in float32, as a share of the whole gradient's norm. A gradient
 # that is zero in exact arithmetic consists of such noise.
 NOISE, NOISE_OF_FLOAT32 = 1e-12, 1e-6
 MOST_WEIGHTS = {"cpu": 40_000_000, "cuda": 400_000_000}
@@ -41,12 +41,12 @@ TASKS = ("train", "infer", "generate")
 
 
 class DifferenceError(ConfigError):
-    """The layout computes something else than one device."""
+    """The layout computes other results than one device."""
 
 
 @located("the comparison with one device")
 def verify(config: RunConfig, *, plan: Plan, data: Data, groups: Groups, device: torch.device) -> str | None:
-    """Compare the layout of `config` with one device, unless that is known or not asked for.
+    """Compare the layout of `config` with one device, unless the result is known or not needed.
 
     All ranks of the default process group call it together, after `model_checks` found no problem. Returns a
     line about the comparison, which rank 0 prints. Raises DifferenceError on all ranks.
@@ -122,7 +122,7 @@ def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
             result = on_layout(run, small, groups=groups, reference=reference)
         except ConfigError:
             raise
-        except Exception as error:  # of the user's code: it worked on one device
+        except Exception as error:  # of the user's code, which worked on one device
             if run.layout.tensor == 1:
                 raise
             raise UserCodeError([
@@ -163,7 +163,7 @@ def _require_gradients(run: SmallRun, *, as_random: bool) -> None:
 
 
 def _advice(run: SmallRun) -> str:
-    """A way that works for every layer, if roles may be wrong."""
+    """Advice that works for every layer, if roles may be wrong; otherwise empty."""
     if run.layout.tensor == 1:
         return ""
     along = ", with strategy.sequence_parallel=false" if run.config.strategy.sequence_parallel else ""
@@ -174,9 +174,9 @@ def _advice(run: SmallRun) -> str:
 
 
 def _differences(result: Results, reference: Results, *, noise: float) -> Iterator[tuple[str, float]]:
-    """Yields the difference of each tensor in units of what is allowed: above 1 it is wrong.
+    """Yields the difference of each tensor, divided by the allowed difference. Above 1 the tensor is wrong.
 
-    `noise`: what is allowed in any case, as a share of the norm of all tensors of the kind.
+    `noise`: the difference that is always allowed, as a share of the norm of all tensors of the kind.
     """
     for name, tensor in result.tensors.items():
         exact = reference.tensors.get(name)
@@ -200,7 +200,7 @@ def _reasons(losses: Sequence[float], differences: dict[str, float], *, referenc
     wrong = [name for name, difference in differences.items() if difference > 1]
     names = [name for name in (*reference.tensors, *wrong) if name in missing or name in wrong]
     if names:
-        names.sort(key=lambda name: not name.startswith(BUFFER))  # it may be why all gradients differ
+        names.sort(key=lambda name: not name.startswith(BUFFER))  # a buffer may be why all gradients differ
         share = OWN_SHARE * differences.get(names[0], 0.0)
         off = "none" if names[0] in missing else f"off by {share:.1g} of its norm"
         yield f"{names[0]}: {off} ({len({*missing, *wrong})} of {len(reference.tensors)} differ)"

@@ -35,8 +35,8 @@ from hpc_parallel.worker.hang_meeting import HangStore, meet_hang
 from hpc_parallel.worker.rendezvous import Published
 
 _POLL_S = 0.2
-COMPILES = 6  # times the time-out that a first step may take if it compiles
-FIRST_S = 60.0  # that a first step may take at least: it connects the ranks and loads kernels
+COMPILES = 6  # a first step that compiles may take this many times the time-out
+FIRST_S = 60.0  # the least time-out of a first step, which connects the ranks and loads kernels
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -53,7 +53,8 @@ def watch(
 
     If there is no mark for `timeout_s` from the first step on, or if another rank raises the alarm, this
     rank writes its stacks and its report. After all ranks have done so, the process ends with code 1.
-    They learn that through the start's `store`; without it, each waits for a time that suffices.
+    The ranks learn through the start's `store` that all have reported. Without the store, each rank waits for
+    a time that suffices.
     The first step may take a minute at least, and longer if it `compiles`.
     """
     progress = Progress()
@@ -146,7 +147,7 @@ class _Watchdog:
         print(f"no progress for {idle_s:.0f} s: {self.hang_report.place}", file=sys.stderr, flush=True)
 
     def _unreachable(self) -> str | None:
-        """Returns rank 0's address if its host can't be reached. A refused connection reaches the host."""
+        """Returns rank 0's address if its host can't be reached. A refusal shows that it can be."""
         if self.address is None:
             return None
         try:
@@ -167,7 +168,7 @@ class _Watchdog:
 
 
 def stack_in(phase: str) -> traceback.StackSummary:
-    """The stack that shows where the rank is: while it waits for its batch, that of the thread that reads."""
+    """The stack of the main thread, or of the thread that reads while the main thread waits for a batch."""
     threads = {thread.name: thread.ident for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sys._current_frames()
@@ -192,8 +193,9 @@ def collectives() -> dict[str, Any]:
 def last_collective(entries: Sequence[Mapping[str, Any]]) -> Collective:
     """The collective that this process waits in, or the last one that it began.
 
-    A group retires its collectives in order, for each backend. So the first that is pending in some group is
-    the one that all later ones wait for. A save beside the training may be pending for long.
+    A group retires its collectives in order, for each backend. So all later collectives of a group wait for
+    its first pending one. A save beside the training may be pending for a long time, so the collectives of
+    the training count first.
     """
     pending: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, entry in enumerate(entries):
