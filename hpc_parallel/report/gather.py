@@ -10,12 +10,13 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.axes import AXES, with_all_axes
 from hpc_parallel.config.layout import Layout, layout_of, recorded_strategy
+from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.problems import printable
 from hpc_parallel.record import attempts
@@ -202,8 +203,19 @@ class Gathered:
 
 
 def identity(config: Mapping[Any, Any]) -> str:
-    """A text that is the same for the same values in any order."""
-    return repr(sorted((key, repr(value)) for key, value in flatten(config).items()))
+    """A text that is the same for the same values in any order.
+
+    It omits defaults, because a run that is older than a key lacks it.
+    """
+    values, defaults = flatten(config), _defaults()
+    return repr(sorted(
+        (key, repr(value)) for key, value in values.items() if key not in defaults or defaults[key] != value
+    ))  # fmt: skip
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return flatten(asdict(RunConfig()))
 
 
 def without(section: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:

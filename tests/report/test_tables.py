@@ -211,6 +211,22 @@ def test_a_series_names_the_settings_common_to_its_runs(tmp_path: Path, new: Cal
     }  # fmt: skip
 
 
+def test_a_run_that_is_older_than_a_key_stands_on_the_curve_of_its_default(
+    tmp_path: Path, new: Callable[[], Path]
+) -> None:
+    older = ended(new(), "strategy=data", "nodes=1", samples_per_s=50)
+    ended(new(), "strategy=data", "nodes=2", samples_per_s=90)
+    ended(new(), "strategy=data", "nodes=4", "training.compile=true", samples_per_s=400)
+    config = yaml.safe_load(older.config.read_text())
+    del config["training"]["compile_whole"], config["plan"]
+    older.config.write_text(yaml.safe_dump(config))
+    strong = [series for series in scaling(rows(tmp_path)) if series.kind == STRONG]
+    assert [[point.devices for point in series.points] for series in strong] == [[1, 2]]
+    first, second, _ = rows(tmp_path)
+    assert first.settings == second.settings
+    assert first.loss_settings == second.loss_settings
+
+
 def test_runs_of_one_name_are_distinguished_by_layout(tmp_path: Path, new: Callable[[], Path]) -> None:
     for words in ((), ("strategy.pipeline=2",), ("strategy.pipeline=2",)):
         ended(new(), "strategy=data", "nodes=2", *words)
