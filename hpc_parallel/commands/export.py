@@ -1,6 +1,6 @@
 """`python -m hpc_parallel export RUN`: the weights of a run's checkpoint as one safetensors file.
 
-Exports weights and running statistics under their full names, of the newest sound checkpoint or of `--step`.
+Exports the weights and running statistics of the newest sound checkpoint, or of `--step`, by full name.
 Exit codes: 0 done, 1 the file can't be written, 2 what was asked for is wrong or damaged.
 """
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         warn(f"{options.output or folder.path} can't be written: {error.strerror or error}.")
         return FAILED
     say(f"{output}: the weights of step {checkpoint.step}, {size:,} bytes.")
-    say(f"Start from them: the run's own line with weights={output}")
+    say(f"To start from these weights, add weights={output} to the command of the run.")
     return DONE
 
 
@@ -96,6 +96,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--step", type=int, help="of which checkpoint (default: the newest that is sound)")
     parser.add_argument("--output", type=Path, help="the file (default: RUN/step-<n>.safetensors)")
     parser.add_argument(
-        "--library-names", action="store_true", help="the names in the model's own code or library"
+        "--library-names", action="store_true", help="use the names of the model's own code or library"
     )
     return parser

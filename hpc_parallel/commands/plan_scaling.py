@@ -98,7 +98,7 @@ def table(sizes: Sequence[Size], *, room: float) -> Iterator[str]:
             f"{each.nodes:>5}  {each.layout!s:{width}}  {each.step_s:>8.4g}s  {each.tokens_per_s:>11,.0f}  "
             f"{100 * each.mfu:>5.1f}%  {100 * efficiency(each, first):>9.0f}%  {text}"
         )
-    yield f"efficiency: tokens/s of a device, beside {first.nodes} node{'s' * (first.nodes > 1)}."
+    yield f"efficiency: tokens/s per device, relative to {first.nodes} node{'s' * (first.nodes > 1)}."
     yield verdict(sizes)
 
 
@@ -108,7 +108,7 @@ def efficiency(each: Size, first: Size) -> float:
 
 
 def verdict(sizes: Sequence[Size]) -> str:
-    """The line about the first size at which an added device gains less than PAYS, or that all pay."""
+    """Name the first size at which an added device gains less than PAYS, or say that all sizes pay."""
     first = sizes[0]
     of_a_device = first.tokens_per_s / first.devices
     for before, after in pairwise(sizes):

@@ -194,7 +194,7 @@ def _roles(run: RecordedRun) -> Iterable[RenderableType]:
         yield f"\nwho sends what to whom: not known, because {reason}"
     if setup is None:
         return
-    yield "\nwho holds what: of weights, gradients and optimizer state; of the samples of a step"
+    yield "\nwho holds what: parts of weights, gradients and optimizer state, and of the samples of a step"
     yield _table(roles.holding_rows(setup))
     if exchanges := roles.exchange_rows(setup):
         yield "\nwho sends what to whom in a step"
@@ -218,7 +218,7 @@ def _head(run: RecordedRun, row: RunRow) -> list[tuple[str, str]]:
     if steps := _checkpoints(run):
         lines.append(("checkpoints", ", ".join(map(str, steps))))
     if not is_script and (names := skipped(run.folder.checkpoints)):
-        lines.append(("no checkpoints", f"{', '.join(names)} (links and files are skipped)"))
+        lines.append(("not checkpoints", f"{', '.join(names)} (links and files are skipped)"))
     lines += [("can't be read", f"{name} ({why})") for name, why in run.damaged.items()]
     return lines
 

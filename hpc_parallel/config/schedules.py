@@ -19,7 +19,7 @@ class Schedule:
     """The rules of a schedule; `stages_per_rank`: minimum, maximum (None: no limit), default."""
 
     stages_per_rank: tuple[int, int | None, int] = (1, 1, 1)
-    v_shaped: bool = False  # a rank's stages: one is as far from the first as the other from the last
+    v_shaped: bool = False  # a rank has the n-th stage from the start and the n-th from the end
     full: bool = False  # needs at least as many microbatches as stages
     rounds: bool = False  # runs microbatches in equal rounds of about one microbatch per rank
     splits_backward: bool = False  # computes gradients of weights later than those of inputs
@@ -58,7 +58,7 @@ def unfit(strategy: StrategyConfig, *, microbatches: int, ranks: int) -> str | N
         return f"leaves stages idle: {strategy.schedule} needs at least as many as its {stages} stages"
     rounds = max(1, microbatches // ranks)
     if schedule.rounds and microbatches % rounds:
-        return f"does not split into {rounds} equal rounds of {ranks} stages"
+        return f"does not split into {rounds} equal rounds of about one microbatch for each of {ranks} ranks"
     return None
 
 

@@ -55,8 +55,8 @@ class StrategyConfig(DegreesConfig):
     # The first block of each pipeline stage after the first stage; null: the stages are balanced.
     cuts: list[int] | None = None
     balance: str = key("flops", one_of("flops", "parameters"))  # What is balanced over the pipeline stages.
-    # The speeds of uneven devices, one for each replica or each rank of a pipeline: `[3,1]` gives the first
-    # three quarters of the batch or of the blocks. `measured`: each device is timed at the start.
+    # The speeds of uneven devices, one for each replica or each rank of a pipeline: `[3,1]` gives three
+    # quarters of the batch or of the blocks to the first. `measured`: each device is timed at the start.
     shares: Any = None
     # The size of one message of gradients in MB, with DistributedDataParallel and the parameter server.
     bucket_mb: float = key(25.0, above(0))
@@ -74,8 +74,8 @@ class StrategyConfig(DegreesConfig):
     context_attention: str = key("ring", one_of("ring", "gather", "all_to_all"))
     sequence_parallel: bool = True  # With `tensor`, each device keeps a slice of the sequence between layers.
     loss_parallel: bool = True  # With `tensor`, the logits stay split by vocabulary in the loss.
-    # Compare this layout with one device before a model class of your own trains on it; `auto`: unless that
-    # is recorded, `always`: also classes of this package, `never`: only say that it was not compared.
+    # Whether the layout is compared with one device before training. `auto`: for a model class of your own,
+    # unless an earlier comparison is recorded. `always`: for every model. `never`: a warning says so.
     verify: str = key("auto", one_of("auto", "always", "never"))
     tile_grid: list[int] | None = None  # Rows and columns of the grid of tiles; null: the most square grid.
 
@@ -121,15 +121,16 @@ class TrainingConfig:
 
     steps: int = key(100, count())  # The number of optimizer steps.
     # Samples in one optimizer step, whatever the layout is. null: 16 (convnet 64, segmenter and unet 8), or
-    # the next number that the layout can split. A sweep takes the first number, so its runs can be compared.
+    # the next number that the layout can split. Runs of a sweep do not take the next number, so that they can
+    # be compared.
     global_batch_size: int = key(16, count())
-    # Samples in one forward pass; null: as many as the layout allows and, as estimated for our decoders, as
-    # fit in the device's memory.
+    # Samples in one forward pass. null: the most that the layout allows; for our decoders at most what is
+    # estimated to fit in the device's memory.
     microbatch_size: int | None = key(None, count())
     # The type of the computation, over float32 weights: with bfloat16 they are cast once a step, with float16
     # by autocast. null: bfloat16 on GPUs, float32 on CPUs.
     precision: str = key("float32", one_of("float32", "bfloat16", "float16", "float64"))
-    # Linear layers inside blocks multiply in float8, beside bfloat16: with one scale for a tensor
+    # With precision=bfloat16, linear layers inside blocks multiply in float8: with one scale for a tensor
     # (`tensorwise`), one for each row (`rowwise`), or not at all (`off`).
     fp8: str = key("off", one_of("off", "tensorwise", "rowwise"))
     # The factor of the loss at the start, with float16.
@@ -253,7 +254,7 @@ class RunConfig:
 
     @property
     def devices(self) -> int:
-        """The devices of all nodes, with a parameter server's."""
+        """The devices of all nodes, including that of a parameter server."""
         return self.nodes * self.gpus_per_node
 
 
@@ -293,7 +294,8 @@ def register() -> None:
     """
     OmegaConf.register_new_resolver("product", _product, replace=True)
     store = ConfigStore.instance()
-    # Hydra copies the store for each composition, a sixth of its time, and then copies what it reads from it.
+    # Hydra copies the store for each composition, and copies each schema again when it reads it. The first
+    # copy takes a sixth of the time and is not needed.
     vars(store)["__deepcopy__"] = lambda _memo: store
     if "run_schema.yaml" in store.repo:
         return  # by an earlier command of this process

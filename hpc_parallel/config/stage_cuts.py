@@ -20,8 +20,8 @@ def divide_blocks(
 ) -> list[range]:
     """The blocks of each stage, in order, by `strategy.cuts`, or by `costs` and `strategy.shares`.
 
-    `between`: as for `balance`; explicit cuts must be among them. Raises ConfigError if the model has too few
-    blocks.
+    `between`: the blocks before which a stage may begin, as for `balance`; explicit cuts are checked too.
+    Raises ConfigError if the model has too few blocks.
     """
     count = len(costs.blocks)
     if options.cuts is not None:

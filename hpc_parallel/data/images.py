@@ -98,7 +98,7 @@ class Cells:
 
 
 class CellsData:
-    """Synthetic cells with masks: `samples` for training and a tenth as many for validation, of any size."""
+    """Synthetic images of cells with masks: `samples` for training, a tenth as many for validation."""
 
     def __init__(self, *, height: int = 64, width: int = 64, samples: int = 4096, seed: int = 0) -> None:
         self.sample_shape = (1, height, width)

@@ -135,7 +135,7 @@ class Batches:
 
     @property
     def draws(self) -> bool:
-        """Whether reading seeds the global generators. If so, no other thread may use them meanwhile."""
+        """Whether a read seeds the global generators. If so, no other thread may use them meanwhile."""
         return self.is_random and getattr(self.samples, "draws", True)
 
     @property
@@ -186,7 +186,7 @@ class Batches:
         return tensor.to(self.floating) if self.floating and tensor.is_floating_point() else tensor
 
     def indices(self, step: int) -> NDArray[np.int64]:
-        """Returns the indices in the whole training of this replica's samples of the 0-based `step`."""
+        """This replica's samples of the 0-based `step`, by their indices in the whole training."""
         if self.replica is None:
             return np.empty(0, dtype=np.int64)
         microbatch = self.global_batch_size // self.microbatches

@@ -29,7 +29,7 @@ HARMFUL, REPORTED, PROGRAM = "harmful", "reported", "program"
 
 @dataclass(frozen=True)
 class Meaning:
-    """harm: HARMFUL, REPORTED (for later), or PROGRAM (usually the fault of a program, not of the GPU)."""
+    """harm: HARMFUL, REPORTED (no harm yet), or PROGRAM (usually the fault of a program, not of the GPU)."""
 
     text: str
     harm: str
@@ -42,8 +42,8 @@ MEANINGS = {
     45: Meaning("the work of a program was removed, because it ended or after another error", PROGRAM),
     48: Meaning("a memory error of two bits, which ECC can't correct", HARMFUL),
     62: Meaning("the internal controller of the GPU halted", HARMFUL),
-    63: Meaning("a bad row of its memory will be replaced at the next reset", REPORTED),
-    64: Meaning("a bad row of its memory could not be replaced", HARMFUL),
+    63: Meaning("a bad row of the GPU's memory will be replaced at the next reset", REPORTED),
+    64: Meaning("a bad row of the GPU's memory could not be replaced", HARMFUL),
     74: Meaning("an NVLink failed", HARMFUL),
     79: Meaning("the GPU fell off the bus", HARMFUL),
     94: Meaning("a memory error that ECC can't correct; one program was stopped", HARMFUL),

@@ -31,7 +31,7 @@ class Positions:
     """
 
     def __call__(self, length: int, *, device: torch.device) -> Tensor:
-        """Returns the indices in the sample of this device's `length` positions: [length], int64."""
+        """The `length` positions that this device has, as indices in the sample: [length], int64."""
         return torch.arange(length, device=device)
 
     def key(self, length: int) -> Hashable | None:
@@ -66,7 +66,7 @@ class PositionTables(Generic[Tables]):
 class Attention(nn.Module):
     """The base of both kinds of attention; `causal` decides which positions a query sees.
 
-    `positions(length, device=...)` gives the indices in the sample of the positions that this device has.
+    `positions(length, device=...)` gives the positions that this device has, as indices in the sample.
     """
 
     causal: bool
@@ -107,7 +107,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """The values to add to the scores: [batch or 1, heads or 1, q, k], -inf where a key is hidden.
 
-        `indices`: the indices in the sample of the queries and of the keys.
+        `indices`: the positions of the queries and of the keys in the sample.
 
         Raises ValueError for a bias of another shape.
         """

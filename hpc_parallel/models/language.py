@@ -11,7 +11,7 @@ from hpc_parallel.models.layered import LayeredModel, PartFlops
 
 
 class LanguageHead(nn.Module):
-    """The last norm and the projection to logits, which is the submodule of the name `projection`."""
+    """The last norm and the projection to logits. `projection` holds the name of the submodule."""
 
     projection: str
     norm: nn.Module

@@ -41,8 +41,8 @@ class Table:
         """Print which runs will start, then the head of the table."""
         self._say(f"{plan}\n")
         self._say(
-            "Largest relative difference from one device: of the loss over all steps, of any tensor's "
-            "gradient at step 1, and of any tensor's weights after the last step, by tensor norm.\n"
+            "Largest relative differences from one device. losses: of all steps. gradients: of any tensor at "
+            "step 1. weights: of any tensor after the last step. Tensors are compared by their norms.\n"
         )
         self._line("strategy", "data", "layout", *MEASURES, "verdict", style="bold")
         bounds = (f"<= {getattr(self._tolerance, measure):g}" for measure in MEASURES)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 COMMON = (
     "task=proof",
     "name=parity",
-    "device=cpu",  # any layout can run there, and one device draws the same random numbers as many
+    "device=cpu",  # it can run any layout, and draws the same random numbers on one device and on several
     "launcher=local",
-    "launcher.snapshot=false",  # the runs start now
+    "launcher.snapshot=false",  # no edit can come between: the runs start at once
     "training.precision=float32",  # also on a GPU
     "training.steps=6",
     "training.log_every=1",
@@ -25,8 +25,8 @@ COMMON = (
 )
 # Sizes that don't divide evenly: five blocks over two or four stages, maps of 3 positions over two tiles.
 # Images are small because BatchNorm makes a kernel's gradient a sum whose terms cancel. With a hundred times
-# more terms, the gradient in float32 loses one more digit. (With 16 digits of 40 x 56 pixels, float32 and
-# float64 on one device differ by 4e-5.)
+# more terms, the gradient in float32 loses one more decimal place. (With 16 images of 40 x 56 pixels, float32
+# and float64 on one device differ by 4e-5.)
 NETS = {
     "text": (
         "model=tiny", "model.layers=5", "model.dim=64", "model.heads=8", "model.kv_heads=4",

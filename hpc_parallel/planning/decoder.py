@@ -9,7 +9,7 @@ from hpc_parallel.planning.float8_rounding import ALIGNED, Rounding, in_float8
 from hpc_parallel.planning.hardware import MemoryTraffic
 from hpc_parallel.planning.operations import FLOAT32_BYTES, MatrixProduct, Move, Operation, precise_bytes
 
-# Bytes that a forward pass moves for each number of a kind, if a number has HALF_BYTES.
+# Bytes that a forward pass moves per element, if an element has HALF_BYTES. Each line names its elements.
 HALF_BYTES = 2
 WHOLE_BYTES = 22  # of a token's width: two norms (4 each), two sums with dropout and its mask (7 each)
 HEADS_BYTES = 12  # of a device's part: transposed heads
@@ -25,7 +25,7 @@ QKV, UP, DOWN = "queries, keys, values", "feed-forward up", "feed-forward down"
 GATED_BYTES = 14  # sorted by expert (4) and back (4), weighted (4), summed (2)
 ARRIVED_BYTES = 8  # in addition if experts are split: sorted on arrival (4) and back (4)
 ROUTED_BYTES = 32  # of each probability, in float32: softmax, the largest ones, balance
-MIXTURE_KERNELS = 14  # (25 forward + 17 backward) / 3: a gradient counts as two (operations.py)
+MIXTURE_KERNELS = 14  # (25 forward + 17 backward) / 3: operations.py counts a backward pass twice
 CAST_BYTES = 6  # of an expert's weight for a product in 16 bits: read 4, write 2
 LOSS_FORWARD = 0.6  # the share of the loss's traffic that is in the forward pass
 
@@ -85,7 +85,10 @@ class DecoderSizes:
 
     @property
     def block_flops(self) -> float:
-        """FLOPs of one sample in a block, as metrics count: its weights, and the scores of visible tokens."""
+        """FLOPs of one sample in a block: products with its weights, and attention over the visible tokens.
+
+        The metrics of a run count the same.
+        """
         scores = self.sequence * (self.sequence + 1) / 2
         return 2 * self.sequence * self.weights_with(self.per_token) + 4 * scores * self.dim
 

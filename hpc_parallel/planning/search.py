@@ -206,7 +206,7 @@ class _Search:
         return Candidate(config, step.work, step.result(), planned)
 
     def _leanest(self, layout: Layout) -> Iterator[RunConfig]:
-        """The variants with the smallest microbatches and the last kind of checkpointing, by schedule."""
+        """The variant of each schedule with the smallest microbatches and the last kind of checkpointing."""
         for size in self._variants.microbatch_sizes(layout)[:1]:
             for schedule in self._variants.schedules(layout):
                 strategy = self._variants.strategy(layout, schedule)

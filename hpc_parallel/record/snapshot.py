@@ -80,7 +80,7 @@ class Snapshot:
                     shutil.copy2(root / name, target)
 
     def take_as(self, original: Snapshot) -> None:
-        """Make the same copies as hard links to those of `original` if the file system has hard links."""
+        """Make the copies of `original` again: by hard links, or as copies if the file system has none."""
         for root, copy in self.copies.items():
             for folder in sorted({os.path.dirname(name) for name in self.files[root]}):
                 (copy / folder).mkdir(mode=0o700, parents=True, exist_ok=True)

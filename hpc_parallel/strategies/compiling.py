@@ -25,7 +25,7 @@ from hpc_parallel.torch_internals import (
     wrap_integers,
 )
 
-SHAPES = 64  # most shapes of a block's inputs: microbatches in training, each batch size in inference
+SHAPES = 64  # at most this many input shapes: microbatches in training, batch sizes in inference
 
 
 def apply(model: LayeredModel, *, memory_budget: float | None = None, whole: bool = False) -> LayeredModel:
@@ -73,7 +73,7 @@ def run_compiled(
     versions = versions_of(block)
     output = _run(compiled, forward, block, plain)
     if clause := written_since(block, versions):  # torch 2.13 recomputes values that depend on the buffer
-        raise _refused(block, f"can't be used: {clause}, and compiled gradients would be of its later value")
+        raise _refused(block, f"can't be used: {clause}, and compiled gradients would use its later value")
     looked_at.add(id(block))
     return output
 

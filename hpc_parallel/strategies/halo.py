@@ -107,7 +107,10 @@ class BoxExchange:
     def all_to_all(
         self, x: Tensor, pieces: Sequence[tuple[slice, slice]], *, expected: Sequence[tuple[slice, slice]]
     ) -> list[Tensor]:
-        """Send each other rank its piece of `x` and return theirs; this rank's own entry is empty."""
+        """Send a piece of `x` to each of the other ranks, and return the pieces that they send.
+
+        This rank's own entry is empty.
+        """
         leading = x.shape[:-2]
         outgoing = [x[..., *piece].reshape(-1) for rank, piece in enumerate(pieces) if rank != self.rank]
         sent_counts = [leading.numel() * area(piece) for piece in pieces]

@@ -1,4 +1,4 @@
-"""The loss of a rank: its number of terms, and the model's metrics beside it in evaluation.
+"""The loss of a rank, the number of its terms and, in evaluation, the model's metrics.
 
 A model's own metrics (`LayeredModel.metrics`) are sums over the terms of the loss, so schedules add up and
 average metrics and loss in the same way. In evaluation the loss function returns a vector: the loss and then

@@ -132,7 +132,7 @@ class MapRecorder(DispatchMode):
                     f"{size}. Try a separate module for each use."
                 )
         if isinstance(module, BatchNorm) and self.is_full(inputs[0]):
-            self._report(name, "normalises a pooled map over the batch, which each tile has as a whole")
+            self._report(name, "normalises a pooled map over the batch, but each tile has all of that map")
         self.running.append((name, supported))
 
     def leave(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:

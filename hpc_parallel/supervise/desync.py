@@ -29,8 +29,8 @@ class Desync:
 def compare(collectives: Mapping[int, Sequence[Mapping[str, Any]]], *, world_size: int) -> Desync | None:
     """Find the first disagreement; None if all ranks with a record are at the same collectives.
 
-    A group member without a record counts as missing only if no rank with a record is behind, because this
-    member may have waited when it was ended.
+    A member of the group may have no record because its process was ended while it waited. So it counts as
+    missing only if no rank with a record is behind.
 
     collectives: rank -> `flight_recorder.by_group`.
     """

@@ -26,7 +26,7 @@ def held(folder: Path, *, key: str) -> Iterator[None]:
         owner.claim(owned)
     except owner.OwnedError as error:
         on_other_host = " on " in str(error).partition(", as ")[2]  # this host can't see if it runs
-        rule = f"{error}" + f". If that is gone: rm {owned.owner}" * on_other_host
+        rule = f"{error}" + f". If that process is gone: rm {owned.owner}" * on_other_host
         raise ConfigError([Problem(key, folder, rule)]) from error
     except OSError as error:
         rule = f"can't be written: {error.strerror or error}"

@@ -235,7 +235,7 @@ def write_profile(folder: RunFolder, *, config: RunConfig, measured: HardwareMea
     head = [
         f"Measured by {MEASURED_BY} on {today}: {config.nodes} nodes x {config.gpus_per_node} devices.",
         f"Links: {', '.join(names) or 'not measured'}.",
-        f"What has no source is of {BASES[devices.device.type]}.yaml.",
+        f"Values without a source are taken from {BASES[devices.device.type]}.yaml.",
     ]
     sources = SOURCES | ({"node": "links: measured", "network": "measured"} if names else {})
     write_text(folder.hardware, hardware_text(hardware, head=head, sources=sources))
@@ -282,7 +282,7 @@ def _summary(hardware: Hardware, links: Sequence[str]) -> Iterator[str]:
     if storage.write_bytes_per_s is not None:
         rates = {"one rank": storage.write_bytes_per_s, "all ranks": storage.together_bytes_per_s}
         yield f"storage, written     {', '.join(f'{name} {gigabytes(rate)}' for name, rate in rates.items())}"
-        yield f"storage, read        {gigabytes(storage.read_bytes_per_s)} in pieces, a rank"
+        yield f"storage, read        {gigabytes(storage.read_bytes_per_s)} per rank, in pieces"
     if hardware.shared_cores:
         yield f"all devices share {hardware.shared_cores} cores"
     if links:

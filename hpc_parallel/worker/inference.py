@@ -80,7 +80,7 @@ class BatchSizeTimes:
         task = self.session.config.task
         assert isinstance(task, InferConfig)
         budget = TimeBudget(task.seconds)
-        least_s = 0.0  # of one batch size, if a pass takes a time proportional to its samples
+        least_s = 0.0  # the time of one batch size, if time is proportional to samples
         for number, size in enumerate(self.sizes):
             rest = self.sizes[number:]
             if number > 0:

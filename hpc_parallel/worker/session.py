@@ -201,7 +201,7 @@ def note_stop(
 def planned(config: RunConfig, layout: Layout, *, device: torch.device) -> tuple[RunConfig, Plan]:
     """Plan the run. If `cluster.device_memory_gb` is not set, set it to the least memory of all GPUs.
 
-    A collective call. The default microbatch depends on the memory, and rank 0 prints it. On CPUs the memory
+    A collective call. The default microbatch depends on the memory; rank 0 prints both. On CPUs the memory
     stays unknown.
     """
     if device.type != "cuda" or config.cluster.device_memory_gb is not None:

@@ -39,16 +39,16 @@ def remember(number: int, frame: FrameType | None) -> None:
 class StopFlag:
     """The stop flag of this rank, and the agreement of all ranks. Inside the context, signals set the flag.
 
-    About every `period_s` seconds rank 0 broadcasts two numbers, at a step that all ranks compute alike; the
-    steps between have no collective. A second signal ends the process at once.
+    About every `period_s` seconds rank 0 broadcasts two numbers. All ranks calculate the same number for the
+    step at which it does. Steps between have no collective. A second signal ends the process at once.
     """
 
     def __init__(self, *, step: int, time_limit: TimeLimit | None = None, period_s: float = PERIOD_S) -> None:
         """`step`: the last step done.
 
-        `time_limit`: the limit of the job; on one rank only. When it is near, the ranks stop as after Slurm's
-        SIGUSR2. `period_s`: the time between two collectives; 0 for a collective after each step, if steps
-        take very different times.
+        `time_limit`: the limit of the job, given to one rank only. When it is near, the ranks stop as after
+        Slurm's SIGUSR2. `period_s`: the time between two collectives; 0 for a collective after each step, if
+        steps take very different times.
         """
         self._time_limit = time_limit
         self._period_s = period_s

@@ -53,9 +53,9 @@ def watch(
 
     If there is no mark for `timeout_s` from the first step on, or if another rank raises the alarm, this
     rank writes its stacks and its report. After all ranks have done so, the process ends with code 1.
-    The ranks learn through the start's `store` that all have reported. Without the store, each rank waits for
-    a time that suffices.
-    The first step may take a minute at least, and longer if it `compiles`.
+    The ranks learn through `store`, the key-value store of this start, that all have reported. Without the
+    store, each rank waits for a time that suffices.
+    The time-out of the first step is at least a minute, and longer if the step `compiles`.
     """
     progress = Progress()
     if timeout_s is None:

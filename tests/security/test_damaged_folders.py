@@ -265,7 +265,7 @@ class TestCheckpoints:
         checkpoint_index.clear(folder.checkpoints)
         assert sorted(os.listdir(folder.checkpoints)) == ["step-10", "step-2", "step-4", "step-9"]
         out = " ".join(ran(capsys, "show", "1")[1].split())
-        assert "checkpoints 2, 4 no checkpoints step-10, step-9 (links and files are skipped)" in out
+        assert "checkpoints 2, 4 not checkpoints step-10, step-9 (links and files are skipped)" in out
         (folder.checkpoints / "step-4" / "part").write_bytes(b"")
         (folder.checkpoints / "step-2" / "part").write_bytes(b"")
         code, _, error = ran(capsys, "export", "runs/a/1")

@@ -184,7 +184,7 @@ def test_of_two_that_go_on_with_a_sweep_one_must_refuse(
         write_json(sweep / "owner.json", {"host": "elsewhere", "pid": 1, "began": "x"})
         assert main(again) == 2
         said = capsys.readouterr().err
-        assert f"as process 1 on elsewhere. If that is gone: rm {sweep}/owner.json." in said
+        assert f"as process 1 on elsewhere. If that process is gone: rm {sweep}/owner.json." in said
         assert sorted(path for path in here.rglob("*") if path.name != "owner.json") == [
             path for path in before if path.name != "owner.json"
         ]
