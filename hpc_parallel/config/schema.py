@@ -212,8 +212,8 @@ class SweepConfig:
 class PlanConfig:
     """The plan of a run before it starts ([Plan](plan.md))."""
 
-    # What the devices are, a file of `conf/hardware/`; `hardware=NAME` is short for it. null: the site's
-    # `cluster.hardware`, and without one nothing is planned.
+    # The file of `conf/hardware/` that describes the devices; `hardware=NAME` is short for it. null: the
+    # site's `cluster.hardware`; if that is null too, nothing is planned.
     hardware: str | None = None
     # If parameters, optimizer state and activations need more memory than a device has: `stop` before the run
     # starts, or `warn`. `off` plans nothing.

@@ -84,12 +84,12 @@ class ClusterConfig:
     hardware: str | None = None  # The file of `conf/hardware/` that describes the nodes, for plans of runs.
     # What an hour of one device costs, in your currency, for the cost in plans; null: no cost.
     device_hour_price: float | None = key(None, at_least(0), legal=2.5)
-    # CPU cores for each device, if `launcher.cpus_per_device` is not set; null: what sinfo says of a node's
-    # cores, divided by its GPUs, or 1.
+    # CPU cores for each device, if `launcher.cpus_per_device` is not set; null: a node's cores (from sinfo)
+    # divided by its GPUs, or 1 if sinfo does not say.
     cpus_per_device: int | None = key(None, count())
-    # Memory for each device in GB, if `launcher.memory_gb` is not set; null: nine tenths of a node's memory,
-    # divided by its GPUs, if sinfo says it and `cluster.cpus_per_device` is null; else the partition's
-    # default.
+    # Memory for each device in GB, if `launcher.memory_gb` is not set. null: if `cluster.cpus_per_device` is
+    # null, nine tenths of a node's memory (from sinfo) divided by its GPUs; otherwise, or if sinfo does not
+    # say, the partition's default.
     memory_gb_per_device: float | None = key(None, above(0), legal=16)
     modules: list[str] = field(default_factory=list)  # Names for `module load`, before `launcher.modules`.
     setup: list[str] = field(default_factory=list)  # Shell commands of every job, before `launcher.setup`.
@@ -109,7 +109,7 @@ class ClusterConfig:
     scratch: str | None = key(None, line("must be the path of a folder of each node"))
     max_array_size: int | None = key(None, count())  # The most runs in a job array; null: ask `scontrol`.
     resubmit: bool = False  # The site does not requeue jobs, so a run continues in a new one.
-    # Appended to the host name of rank 0 (some sites name the fast network so).
+    # Appended to the host name of rank 0 (some sites name the fast network this way).
     master_suffix: str = key("", matches(r"[A-Za-z0-9.-]*", "can't end a host name"), legal="i")
     # The port of rank 0 on a closed network; null: any free port.
     port: int | None = key(None, between(1024, 65535), legal=29500)

@@ -64,7 +64,7 @@ class CollectivesConfig(TaskConfig):
     dtypes: list[str] = key([*COLLECTIVE_DTYPES], some_of(*COLLECTIVE_DTYPES))
     min_bytes: int = key(8, at_least(1))  # The smallest size, counted as nccl-tests counts it.
     max_bytes: int | None = None  # The largest size; null: 1 GiB on GPUs, 64 MiB on CPUs.
-    factor: int = key(4, at_least(2))  # Each size is so many times the one before.
+    factor: int = key(4, at_least(2))  # Each size is the size before times this factor.
     # Seconds for all measurements, which decide the rounds and the largest size; null: 60 on this machine,
     # 300 in a job (at most half of its time limit).
     seconds: float | None = key(None, SECONDS)
@@ -75,7 +75,8 @@ class PreflightTaskConfig(TaskConfig):
     """Measure devices, storage, and each link between hosts, and name what is slow."""
 
     name: str = "preflight"  # The name of the task.
-    message_bytes: int = key(2**24, at_least(4))  # What two hosts send to each other, and what a node sums.
+    # The size of messages between two hosts, and of sums inside a node.
+    message_bytes: int = key(2**24, at_least(4))
     read_bytes: int = key(2**27, at_least(2**22))  # The size of the file that each process reads.
     storage: str | None = None  # The folder of these files; null: the run folder.
     # Seconds for all measurements: what does not fit is left out; null: 60 on this machine, 300 in a job (at
