@@ -41,9 +41,9 @@ def foreign_tables(config: RunConfig) -> Iterator[str]:
                     yield f"{place}: {'; '.join(reasons)}. Try {group}={EXAMPLES.get(choice, choice)}."
 
 
-def _names(keys: set[str]) -> str:
+def _names(keys: set[Any]) -> str:
     """Sorted, without those that Hydra reads."""
-    return ", ".join(sorted(key for key in keys if not key.startswith("_")))
+    return ", ".join(sorted(name for name in map(str, keys) if not name.startswith("_")))
 
 
 def huge_integers(config: RunConfig) -> Iterator[Problem]:
