@@ -40,6 +40,7 @@ from hpc_parallel.config.resolve import REQUIRED, flat, missing_keys, resolve, u
 from hpc_parallel.problems import ConfigError, Problem, nearest, spell
 
 PLUGINS = {"hydra/sweeper": "sweeper", "hydra/launcher": "launcher"}
+_FILE_NAME = re.compile(r"\w[\w.-]*")
 
 
 def diagnose(
@@ -214,7 +215,7 @@ def _not_a_choice(key: str, value: str, *, choices: Sequence[str], default: str 
     rule = f"is not one of {', '.join(choices)}"
     if advice := of_ones_own(key, value):
         return f"{key} = {spell(value)} {rule}. {advice}"
-    if not close and key == "model":
+    if not close and key == "model" and _FILE_NAME.fullmatch(value):
         rule += f". A file of your own is found by --config-dir FOLDER, which holds model/{value}.yaml"
     elif not close:
         close = [default or choices[0]]

@@ -75,7 +75,8 @@ class StrategyConfig(DegreesConfig):
     sequence_parallel: bool = True  # With `tensor`, each device keeps a slice of the sequence between layers.
     loss_parallel: bool = True  # With `tensor`, the logits stay split by vocabulary in the loss.
     # Whether the layout is compared with one device before training. `auto`: for a model class of your own,
-    # unless an earlier comparison is recorded. `always`: for every model. `never`: a warning says so.
+    # unless an earlier comparison is recorded. `always`: for every model. `never`: a warning
+    # says that nothing was compared.
     verify: str = key("auto", one_of("auto", "always", "never"))
     tile_grid: list[int] | None = None  # Rows and columns of the grid of tiles; null: the most square grid.
 

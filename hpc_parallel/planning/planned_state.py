@@ -38,7 +38,7 @@ WHOLE_KINDS = frozenset(target for target, kind in KINDS.items() if kind.whole)
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that one device holds between two steps, by the names of `rank_state_bytes`."""
+    """Bytes that a device holds from the backward pass to the update, by the names of `rank_state_bytes`."""
 
     parameters: int = 0
     gradients: int = 0
@@ -169,7 +169,7 @@ class States:
         return shapes, self._owned_bytes(holding), holding.keeps, holding.samples is None
 
     def of(self, holding: Holding) -> StateBytes:
-        """What the device of `holding` keeps between two steps."""
+        """What the device of `holding` keeps from the backward pass to the update."""
         stages = holding.model.get(STAGE, WHOLE).indices
         division, keeps = self._division, {*holding.keeps}
         parameters = sum(

@@ -94,8 +94,8 @@ def assemble(
 ) -> Assembled:
     """Apply the techniques to the whole `model`, which is on meta; `model_checks` must have found no problem.
 
-    The order is: cut into stages, reorder images, split samples or layers, float8, checkpoint, compile,
-    shard, set the precision, materialise, replicate.
+    The order is: cut into stages, reorder images, split samples or layers, mask for dropout, float8,
+    checkpoint, compile, set the precision, shard, materialise, replicate.
     Weights are materialised before replication, which needs real weights. They are materialised after every
     technique that decides which weights this rank needs. Each weight is drawn from (seed, its name), so no
     rank sends weights to another.

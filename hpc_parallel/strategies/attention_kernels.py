@@ -122,8 +122,8 @@ STRIPS = Strips()
 def kernel_for(query: Tensor) -> Kernel:
     """The kernel for queries of this device, dtype and width.
 
-    Strips serve the cases for which no fused kernel is used: float64 on a GPU, widths that are not aligned,
-    and ROCm, whose `lse` has never been compared.
+    Strips serve the cases for which no fused kernel is used: float64 on a GPU, bfloat16 on a GPU older than
+    Ampere, widths that are not aligned, ROCm, whose `lse` has never been compared, and other devices.
     """
     if query.device.type == "cpu":
         return CPU_FLASH

@@ -95,7 +95,7 @@ def _missing(calls: Mapping[int, Calls], *, members: set[int]) -> Desync | None:
         return None
     name = calls[waiting[0]][number]
     first = missing[0]
-    previous = f"; its last was {calls[first][last[first]]} {last[first]}" if first in last else ""
+    previous = f"; its last collective was {calls[first][last[first]]} {last[first]}" if first in last else ""
     others = f", with {name_ranks(missing[1:])}" if missing[1:] else ""
     message = (
         f"missing{others} from {name} (collective {number}), in which {name_ranks(waiting)} waited{previous}"

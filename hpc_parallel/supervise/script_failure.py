@@ -1,4 +1,4 @@
-"""Finds why a user's script failed, in the file of torch's `@record` or else in the rank's error log."""
+"""Why a user's script failed: from the file of torch's `@record`, or else from the rank's error log."""
 
 from __future__ import annotations
 

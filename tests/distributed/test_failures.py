@@ -101,7 +101,7 @@ def test_a_skipped_collective_names_who_skipped_it(failing: Failing) -> None:
     assert (found["rank"], found["kind"]) == (2, "collective_timeout")
     assert re.fullmatch(
         rf"rank 2 on {HOST} failed first: missing from all_?reduce \(collective \d+\), in which rank 0 "
-        r"waited; its last was all_?reduce \d+ at step 3; 2 followers",
+        r"waited; its last collective was all_?reduce \d+ at step 3; 2 followers",
         found["line"],
     )
     assert found["details"]["missing"] == [2]

@@ -126,6 +126,7 @@ def only_run(site: Site) -> Path:
     return folder
 
 
+@pytest.mark.timeout(1600)  # eight ranks on two cores
 @pytest.mark.parametrize(
     ("words", "small", "hosts", "ranks"),
     [
@@ -150,7 +151,7 @@ def test_a_job_completes_and_equals_the_local_curve(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SBATCH_EXPORT", "NONE")  # the kept code is what runs nevertheless
-    done = site.run(*words, *small, "launcher=slurm", "launcher.wait=true", timeout_s=500)
+    done = site.run(*words, *small, "launcher=slurm", "launcher.wait=true", timeout_s=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = only_run(site)
     summary = read(folder, "summary.json")
