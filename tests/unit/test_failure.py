@@ -658,7 +658,7 @@ def test_nccls_watchdog_names_the_missing_rank(folder: RunFolder) -> None:
         failure.record_death(folder, world=world(rank), returncode=-6)
     assert conclude(folder, returncode=134) == (
         "rank 6 on n3 failed first: missing from all_reduce (collective 12), in which ranks 0, 5 waited; its "
-        "last was all_reduce 11; 2 followers"
+        "last collective was all_reduce 11; 2 followers"
     )
     assert read_json(folder.failure)["details"]["missing"] == [6]
     failure.forget(folder, rank=6)
