@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "slurm"))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "slurm")]
 
 from cluster import Cluster, unavailable_reason  # noqa: E402
+
+from tests import python_path  # noqa: E402
 
 STARTS = 15
 TARGET_S = 0.7
@@ -60,8 +62,7 @@ def main() -> int:
         return 0
     with Cluster.start(hosts=2) as cluster, tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, **cluster.environment, "PYTHONPATH": path}
+        environment = {**os.environ, **cluster.environment, "PYTHONPATH": python_path()}
         floor = ("-c", FLOOR.format(conf=str(ROOT / "conf")), "nodes=2")
         times_s: dict[tuple[str, ...], list[float]] = {OURS: [], floor: []}
         for start in range(STARTS + 1):

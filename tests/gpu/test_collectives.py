@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from hpc_parallel.config.task_schema import COLLECTIVES
-from tests.gpu.test_strategies import DEVICE, ROOT, pytestmark  # noqa: F401
+from tests import python_path
+from tests.gpu.test_strategies import DEVICE, pytestmark  # noqa: F401
 
 ALONE = set(COLLECTIVES) - {"send_recv"}  # which takes two
 
@@ -19,7 +20,7 @@ def test_one_rank_over_nccl(tmp_path: Path) -> None:
              f"device={DEVICE}", "task.max_bytes=1048576", "task.factor=64", "task.seconds=60")  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "hpc_parallel.run", *words, "run_dir=alone"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": python_path()},
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

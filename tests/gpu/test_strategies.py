@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from hpc_parallel.config.places import find_folder
+from tests import python_path
 
-ROOT = Path(__file__).parents[2]
 DEVICE = os.environ.get("HPC_PARALLEL_TEST_DEVICE", "cuda")
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +54,7 @@ def prove(strategy: str, *layout: str, here: Path) -> tuple[dict[str, float], se
     words = (f"strategy={strategy}", *layout, *net, f"device={DEVICE}", "run_dir=proof")
     done = subprocess.run(
         [sys.executable, "-m", "hpc_parallel", "parity", *words],
-        cwd=here, env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "0"},
+        cwd=here, env={**os.environ, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": "0"},
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -89,7 +89,7 @@ def test_what_gloo_lacks_on_a_shared_gpu_is_refused_with_its_reason(strategy: st
     words = (f"strategy={strategy}", "nodes=2", *TEXT, "device=cuda")
     done = subprocess.run(
         [sys.executable, "-m", "hpc_parallel", "parity", *words],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "0"},
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": "0"},
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 1

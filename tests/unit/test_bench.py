@@ -1,13 +1,16 @@
-"""The figures of `make bench`: ratios, their intervals, and that another loss curve is seen."""
+"""The figures of `make bench`: ratios, their intervals, and that another loss curve is seen; and the scripts."""
 
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 from statistics import median
 
 import pytest
 
+from tests import ROOT
 from tests.benchmarks.peers import world_size
 from tests.benchmarks.peers.ratio import blocks_s, interval_places, ratio_of
 from tests.benchmarks.peers.side_by_side import largest_difference
@@ -52,3 +55,29 @@ def test_the_costs_of_a_world_are_measured(monkeypatch: pytest.MonkeyPatch) -> N
     for ranks in (8, 16):
         assert set(world_size.PER_STEP) < row["seconds"][ranks].keys() == row["growth"].keys()
         assert all(seconds > 0 for seconds in row["seconds"][ranks].values())
+
+
+IMPORT_ALL = """
+import runpy, sys
+from pathlib import Path
+
+path = list(sys.path)
+for script in sorted(Path(sys.argv[1]).glob("*.py")):
+    sys.path[:] = [sys.argv[1], *path]  # as `python FILE` begins
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "cluster")]:
+        del sys.modules[name]
+    try:
+        runpy.run_path(str(script), run_name="imported")
+    except ImportError as error:
+        print(f"{script.name}: {error}")
+"""
+
+
+@pytest.mark.processes
+def test_each_script_finds_its_imports_from_any_folder(tmp_path: Path) -> None:
+    """As `python tests/benchmarks/NAME.py` begins, which does not have this tree on its path."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", IMPORT_ALL, str(ROOT / "tests/benchmarks")],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == ""

@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 
 from hpc_parallel.training.callbacks import Callback
+from tests import ROOT, python_path
 
-ROOT = Path(__file__).resolve().parents[3]
 STARTS, TARGET_S = 5, 1.0
 TOP = 12  # packages that are shown
 RUN = (
@@ -77,10 +77,10 @@ def start_s() -> float:
     clock = "training.callbacks=[{_target_: tests.benchmarks.peers.first_step.Clock}]"
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         done = subprocess.run(
             [sys.executable, "-m", "hpc_parallel.run", *RUN, clock, f"run_dir={run}"],
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
+            cwd=ROOT, env={**os.environ, "PYTHONPATH": python_path()},
+            capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(done.stdout + done.stderr)

@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tests import ROOT, python_path
 from tests.benchmarks.peers.ratio import ratio_of
 
-ROOT = Path(__file__).resolve().parents[3]
 STARTS, PATIENCE_S = 10, 60.0
 WORDS = ("strategy=data", "nodes=2", "cluster=cpu")
 STUB = """#!/bin/sh
@@ -81,9 +81,8 @@ def stub_slurm(folder: Path) -> dict[str, str]:
     for name in ("sbatch", "srun", "scontrol", "squeue", "sacct", "scancel", "sinfo"):
         (commands / name).write_text(STUB if name == "sbatch" else "#!/bin/sh\n", encoding="utf-8")
         (commands / name).chmod(0o755)
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {
-        **os.environ, "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": path,
+        **os.environ, "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": python_path(),
         "CALLED": str(folder / "called"),
     }  # fmt: skip
 

@@ -10,11 +10,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests import ROOT, python_path
 from tests.gpu.report import setting
 from tests.gpu.report.findings import Findings
 
 TITLE, LIMIT_S = "a kernel that never ends", 45.0
-ROOT = Path(__file__).resolve().parents[3]
 HANG_AFTER_S, STEP = 4.0, 3
 FREE = "import torch; x = torch.ones(1000, 1000, device='{}'); print(int((x @ x).sum()))"
 
@@ -32,8 +32,8 @@ def run(findings: Findings) -> None:
         ]  # fmt: skip
         began = time.perf_counter()
         done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-            check=False, timeout=LIMIT_S - 10,
+            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": python_path()},
+            capture_output=True, text=True, check=False, timeout=LIMIT_S - 10,
         )  # fmt: skip
         findings.add(seconds_to_end=time.perf_counter() - began, returncode=done.returncode)
         failure = folder / "failure.json"
@@ -46,4 +46,7 @@ def run(findings: Findings) -> None:
     free = subprocess.run(
         [sys.executable, "-c", FREE.format(device)], capture_output=True, text=True, check=False, timeout=30
     )
-    findings.add(device_free_after=free.stdout.strip() == str(10**9), error=free.stderr[-300:] or None)
+    is_free = free.stdout.strip() == str(10**9)
+    findings.add(device_free_after=is_free, error=free.stderr[-300:] or None)
+    if verdict.get("kind") != "hang" or not is_free:
+        raise RuntimeError("the run should end as a hang, and the device should be free then")

@@ -7,13 +7,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
+from tests import ROOT, python_path
 from tests.gpu.report import setting
 from tests.gpu.report.findings import NOT_AVAILABLE, Findings
 
 TITLE, LIMIT_S = "the tests of tests/gpu", 75.0
-ROOT = Path(__file__).resolve().parents[3]
 OUTCOME = re.compile(r"(?:\[gw\d+\].*?)?(PASSED|FAILED|ERROR|SKIPPED)")
 NAME = re.compile(r"(tests/gpu/\S+::\S+)")
 ON_CPU = "refused_with_its_reason"  # which a dry run skips: the suite has the rest
@@ -28,13 +27,16 @@ def run(findings: Findings) -> None:
     chosen = [] if setting.on_gpu() else ["-k", ON_CPU]
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "-p", "no:cacheprovider", "-o", "addopts="]
     process = subprocess.Popen(
-        [*command, *words, *chosen], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [*command, *words, *chosen], cwd=ROOT, env={**os.environ, "PYTHONPATH": python_path()},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert process.stdout is not None
     outcomes: dict[str, str] = {}
     for line in process.stdout:
+        print(line, end="")  # the end of it stands in gpu.md if a test fails
         if (name := NAME.search(line)) and (outcome := OUTCOME.search(line)):
             outcomes[name[1]] = outcome[1]
             findings.add(outcomes=outcomes)
     findings.add(outcomes=outcomes, returncode=process.wait())
+    if process.returncode:
+        raise RuntimeError(f"pytest ended with {process.returncode}")
