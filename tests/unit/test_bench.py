@@ -1,4 +1,4 @@
-"""The figures of `make bench`: ratios, their intervals, and that another loss curve is seen; and the scripts."""
+"""The figures of `make bench`: ratios, their intervals, that another loss curve is seen; and its scripts."""
 
 from __future__ import annotations
 

@@ -22,8 +22,9 @@ def run(findings: Findings) -> None:
     if importlib.util.find_spec("pytest") is None:
         findings.add(tests=f"{NOT_AVAILABLE}: pytest is not installed")
         return
-    beside = importlib.util.find_spec("xdist") is not None and (os.cpu_count() or 1) > 3
-    words = ["--numprocesses", str(min(8, (os.cpu_count() or 1) // 2))] if beside else []
+    cores = os.cpu_count() or 1
+    beside = importlib.util.find_spec("xdist") is not None and cores > 3
+    words = ["--numprocesses", str(min(14, cores - 2))] if beside else []
     chosen = [] if setting.on_gpu() else ["-k", ON_CPU]
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "-p", "no:cacheprovider", "-o", "addopts="]
     process = subprocess.Popen(
