@@ -117,5 +117,6 @@ def verdict(sizes: Sequence[Size]) -> str:
         if brings < PAYS:
             step = f"From {before.nodes} to {after.nodes} nodes"
             share = f"each added device brings {100 * brings:.0f} % {of_first}"
-            return f"{step} {share}: more than {before.nodes} do not pay for one training with this batch."
+            most = "more than 1 node does" if before.nodes == 1 else f"more than {before.nodes} nodes do"
+            return f"{step} {share}: {most} not pay for one training with this batch."
     return f"Each added device brings at least {100 * PAYS:.0f} % {of_first}: all sizes pay."

@@ -51,7 +51,9 @@ def test_more_nodes_pay_until_an_added_device_brings_less_than_half() -> None:
     assert [efficiency(each, sizes[0]) for each in sizes] == [1.0, 0.9, 0.675, 0.375]
     share = "% of a device's tokens/s on 1 node:"
     assert verdict(sizes[:2]) == f"Each added device brings at least 50 {share} all sizes pay."
-    assert verdict(sizes).startswith(f"From 2 to 4 nodes each added device brings 45 {share} more than 2 do")
+    until_2 = f"From 2 to 4 nodes each added device brings 45 {share} more than 2 nodes do not pay"
+    assert verdict(sizes).startswith(until_2)
+    assert ": more than 1 node does not pay for one" in verdict([size(1, 100.0), size(2, 120.0)])
 
 
 def test_the_problems_of_all_sizes_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
