@@ -33,9 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     records = _from_files(options.source) if options.source else ask_records()
     if records is None:
         complain([
-            "Slurm does not answer here. Try it on a login node, or save there the output of "
-            "`scontrol show config; scontrol show partition; scontrol show node` in files, and give them "
-            "with --from FILE."
+            "Slurm does not answer here. Try it on a login node, or save the output of `scontrol show "
+            "config; scontrol show partition; scontrol show node` there, and give the files with --from FILE."
         ])  # fmt: skip
         return REFUSED
     shipped = sorted(path.stem for path in (find_folder("conf") / "cluster").glob("*.yaml"))
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         text = write_profile(records, name=name, login=login, today=date.today())
     except ValueError as error:
-        raise ConfigError([f"There is nothing to write a profile of: {error}."]) from error
+        raise ConfigError([f"No profile can be written: {error}."]) from error
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text, mode=0o644)  # a profile is for colleagues too
     print(text, end="")

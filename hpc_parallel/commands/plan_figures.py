@@ -24,7 +24,7 @@ POWERS = ((1e3, "kWh"), (1e6, "MWh"), (1e9, "GWh"))  # in Wh
 class Figure:
     """One figure.
 
-    key: its name in JSON; the name in `summary.json` if the summary has this figure. value: None if it is not
+    key: its name in JSON, and in `summary.json` if the summary has this figure. value: None if it is not
     known. text, formula: the figure and its computation as readers see them.
     """
 
@@ -61,8 +61,8 @@ def figures(
     training = Training(tokens, times.training_s(steps), work.devices)
     hours = training.device_hours
     added = "".join(f" + {wait.seconds:.4g} s of {name}" for name, wait in waits.items() if wait.seconds)
-    taken = f"{tokens:.4g} / {per_step} x {step.total_s:.4g} s{added}"
-    text = f"({taken}) x {work.devices} devices"
+    spent = f"{tokens:.4g} / {per_step} x {step.total_s:.4g} s{added}"
+    text = f"({spent}) x {work.devices} devices"
     yield Figure(
         "device_hours", f"to {tokens:.3g} tokens", hours,
         f"{duration(training.seconds)}, {hours:,.0f} device-hours", text,
@@ -90,7 +90,7 @@ def _of_step(work: Work, step: StepTime, hardware: Hardware) -> Iterator[Figure]
 
 
 def _of_wait(name: str, wait: Wait) -> Figure:
-    """The figure for the time that all steps of the training wait."""
+    """The figure for a wait of the whole training."""
     return Figure(f"{name}_s", name, wait.seconds, wait.text, wait.formula)
 
 
@@ -116,11 +116,11 @@ def energy(energy_wh: float) -> str:
 def memory_figure(planned: MemoryPlan, hardware: Hardware) -> Figure:
     """Whether the device that needs most has room."""
     label = "memory, at least" if planned.unknown else "memory, estimate"
-    needed, there = planned.fullest.total, hardware.device.memory_bytes
-    verdict = "fits" if needed <= there and not planned.unknown else "may not fit"
+    needed, room = planned.fullest.total, hardware.device.memory_bytes
+    verdict = "fits" if needed <= room and not planned.unknown else "may not fit"
     clauses = [*planned.unknown, *planned.unproven]
     remarks = f" ({'; '.join(clauses)})" if clauses else ""
-    text = f"{size(needed)} of {size(there)}: {verdict}{remarks}"
+    text = f"{size(needed)} of {size(room)}: {verdict}{remarks}"
     return Figure("memory_bytes", label, needed, text, f"device {planned.fullest.device} needs most")
 
 

@@ -110,13 +110,13 @@ def efficiency(each: Size, first: Size) -> float:
 def verdict(sizes: Sequence[Size]) -> str:
     """Name the first size at which an added device gains less than PAYS, or say that all sizes pay."""
     first = sizes[0]
-    of_a_device = first.tokens_per_s / first.devices
+    per_device = first.tokens_per_s / first.devices
     of_first = f"of a device's tokens/s on {first.nodes} node{'s' * (first.nodes > 1)}"
     for before, after in pairwise(sizes):
-        brings = (after.tokens_per_s - before.tokens_per_s) / (after.devices - before.devices) / of_a_device
+        brings = (after.tokens_per_s - before.tokens_per_s) / (after.devices - before.devices) / per_device
         if brings < PAYS:
             step = f"From {before.nodes} to {after.nodes} nodes"
             share = f"each added device brings {100 * brings:.0f} % {of_first}"
-            most = "more than 1 node does" if before.nodes == 1 else f"more than {before.nodes} nodes do"
-            return f"{step} {share}: {most} not pay for one training with this batch."
+            too_many = "more than 1 node does" if before.nodes == 1 else f"more than {before.nodes} nodes do"
+            return f"{step} {share}: {too_many} not pay for one training with this batch."
     return f"Each added device brings at least {100 * PAYS:.0f} % {of_first}: all sizes pay."

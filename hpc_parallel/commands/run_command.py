@@ -120,7 +120,7 @@ def launch(run: PreparedRun) -> int:
 
 @contextmanager
 def _hydra_raises() -> Iterator[None]:
-    """Let Hydra raise its errors. Without this variable it prints them and exits with 1."""
+    """Let Hydra raise its errors. By default it prints them and exits with 1."""
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:

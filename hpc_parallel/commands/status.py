@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 LESS_NEEDED = ("restarts", "job", "strategy", "nodes x devices", "samples/s", "left", "loss")
-LEAST_RUN = 16  # characters of a name on a narrow screen
+SHORTEST_NAME = 16  # characters of a run's name that a narrow screen shows
 NEWEST = 10  # runs that are shown if none is named
 MOST_LINES = 10  # runs whose newest printed line is shown
 PERIOD_S = 2.0  # between two updates of --watch: Slurm's controller serves many users
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     line = parser()
     options = line.parse_args(list(arguments))
     if options.all and options.runs:
-        line.error("--all shows every run: name none beside it")
+        line.error("--all shows every run: leave it out, or name no runs")
     if options.watch and options.json:
         line.error("--watch is for people, --json for scripts: choose one")
     return run_command(lambda: _status(options))
@@ -99,7 +99,7 @@ def _watch(runs: Sequence[RecordedRun]) -> list[RunRow]:
 
 
 def _page(rows: Sequence[RunRow], *, columns: int) -> RenderableType:
-    """The table, then the newest line that each run going on has printed, cut to the width of the screen."""
+    """The table, then the newest printed line of each run that goes on, cut to the width of the screen."""
     from rich.console import Group
     from rich.text import Text
 
@@ -159,11 +159,11 @@ def _narrow_widths(lines: Sequence[Sequence[str]], *, columns: int) -> dict[int,
     }
     run = HEADINGS.index("run")
     for heading in LESS_NEEDED:
-        if _total(widths) - widths.get(run, 0) + LEAST_RUN <= columns:
+        if _total(widths) - widths.get(run, 0) + SHORTEST_NAME <= columns:
             break
         widths.pop(HEADINGS.index(heading), None)
     if run in widths:
-        widths[run] = min(widths[run], max(LEAST_RUN, columns - _total(widths) + widths[run]))
+        widths[run] = min(widths[run], max(SHORTEST_NAME, columns - _total(widths) + widths[run]))
     return widths
 
 
@@ -195,9 +195,9 @@ def _notes(rows: Sequence[RunRow], named: Sequence[Match]) -> list[str]:
 def _of_sweep(rows: Sequence[RunRow], sweep: Sweep) -> list[str]:
     """The runs of a sweep that have no folder yet, and its combinations that can't run."""
     idle = {row.path for row in rows if row.state == NOT_STARTED and row.nodes is None}
-    gone = [run for run in sweep.runs if str(run.run_dir) in idle]
+    not_started = [run for run in sweep.runs if str(run.run_dir) in idle]
     return [
-        *(f"not started: {sweep.distinct_overrides(run.overrides)}" for run in gone),
+        *(f"not started: {sweep.distinct_overrides(run.overrides)}" for run in not_started),
         *(
             f"left out: {sweep.distinct_overrides(combination.overrides)}: {' '.join(combination.problems)}"
             for combination in sweep.skipped

@@ -1,8 +1,8 @@
 """What every axis of the device mesh declares about itself. The other modules read these declarations.
 
 An axis splits the model, the batch, or single samples over its ranks. To add an axis, add its key here, its
-degree in `Layout`, what its ranks hold and send in `holdings.py` and `exchanges.py`, and, if numbers must
-fit, a check in `checks/axis_checks.py` (`SIZES`).
+degree in `Layout`, its entries in `holdings.py` (what ranks keep) and `exchanges.py` (what they send), and,
+if sizes must fit, a check in `checks/axis_checks.py` (`SIZE_CHECKS`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Axis:
 
 MISSING = "???"  # omegaconf's value for a key that must be set; supervise/ imports no omegaconf
 _IMAGES_ONLY = "it splits sequences, and tiles split images"
-_NOT_PROVEN = "this product is not proven"
+_NOT_PROVEN = "this combination is not proven"
 
 DEGREE = Rule(
     lambda degree: degree >= 1 or degree == -1, "must be at least 1, or -1 for what is left", legal=(1, -1)
@@ -122,7 +122,7 @@ class DegreesConfig:
             conflicts=(
                 Conflict(
                     "training.activation_checkpointing", "full",
-                    "code that training.compile made can't save what recomputing a sum over devices needs",
+                    "compiled code can't save what recomputing a sum over devices needs",
                     ("selective", "none"), when={"training.compile": True},
                 ),
             ),

@@ -34,7 +34,7 @@ def target_problems(key: str, target: Any, *, kind: str = "class") -> Problems:
 
 
 def missing_part(target: str, *, kind: str = "class") -> tuple[str, tuple[str, ...]] | None:
-    """Returns the rule that `package.module.Class` breaks and similar class paths; None if it exists.
+    """Returns the rule that a class path breaks, and similar class paths; None if its class exists.
 
     kind: what the path must name, `class` or `function`.
 
@@ -65,7 +65,7 @@ def missing_part(target: str, *, kind: str = "class") -> tuple[str, tuple[str, .
 
 
 def _without_module(target: str, module: str, *, kind: str) -> tuple[str, tuple[str, ...]]:
-    """The rule that a class of a missing module breaks: where the module is, or a similar one here."""
+    """The same for a missing module: the rule says where the module is, if that is known."""
     rule = f"names no {kind}: there is no module {module} here"
     if "." in module:
         return rule, ()

@@ -27,7 +27,7 @@ def use_expandable_segments(environment: MutableMapping[str, str]) -> dict[str, 
 
 
 def use_fixed_workspaces(environment: MutableMapping[str, str]) -> dict[str, str]:
-    """Let cuBLAS use the same workspaces in each call. torch requires this to be deterministic."""
+    """Let cuBLAS use the same workspaces in each call. torch requires this for determinism."""
     return set_unset(environment, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, reason="training.deterministic")
 
 

@@ -17,7 +17,7 @@ ENDED = {
 SILENT = "NO ANSWER"  # the controller does not answer; the job may still run
 FORGOTTEN = "FORGOTTEN"  # Slurm no longer has a record of the job
 
-_ACCOUNTED = "JobID,JobIDRaw,State,Elapsed,Timelimit"
+_SACCT_COLUMNS = "JobID,JobIDRaw,State,Elapsed,Timelimit"
 _SHOW = ("scontrol", "--oneliner", "show", "job")
 _PERMANENT = {
     "BadConstraints", "InvalidAccount", "InvalidQOS", "PartitionConfig", "PartitionNodeLimit",
@@ -47,7 +47,7 @@ class JobState:
 def job_of(environment: Mapping[str, str]) -> str | None:
     """The job id in Slurm's variables, as sacct, scancel and scontrol accept it: `123` or `123_4`.
 
-    An array task is named by its array because only Slurm knows its raw id.
+    An array task is named by its array and number, as the submission names it.
     """
     if "SLURM_ARRAY_JOB_ID" in environment and "SLURM_ARRAY_TASK_ID" in environment:
         return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
@@ -86,8 +86,8 @@ def states_by_accounting(job_ids: Sequence[str], *, slurm: Inquiry | None = None
     if not job_ids:
         return {}
     slurm = slurm or Inquiry()
-    recorded = slurm.ask("sacct", "-X", "-n", "-P", "-j", ",".join(job_ids), "-o", _ACCOUNTED)
-    states = _listed(recorded.stdout) if recorded.returncode == 0 else {}
+    recorded = slurm.ask("sacct", "-X", "-n", "-P", "-j", ",".join(job_ids), "-o", _SACCT_COLUMNS)
+    states = _parsed(recorded.stdout) if recorded.returncode == 0 else {}
     rest = [job for job in job_ids if job not in states or states[job].state == "PENDING"]
     queued, answered = _queued(rest, slurm)
     answered = answered and recorded.returncode != UNANSWERED  # only accounting knows jobs that ended
@@ -101,7 +101,7 @@ def _queued(job_ids: Sequence[str], slurm: Inquiry) -> tuple[dict[str, JobState]
         return {}, True
     arrays = ",".join(dict.fromkeys(job.partition("_")[0] for job in job_ids))
     listed = slurm.ask("squeue", "-h", "-r", "-t", "all", "-j", arrays, "-o", "%i|%A|%T|%M|%l|%r")
-    states = _listed(listed.stdout)
+    states = _parsed(listed.stdout)
     answered = listed.returncode == 0 or "Invalid job id" in listed.stderr
     return {job: states[job] for job in job_ids if job in states}, answered
 
@@ -157,7 +157,7 @@ def job_fields(job_id: str) -> dict[str, str] | None:
     return _fields(answer.stdout) if answer.returncode == 0 else None
 
 
-def _listed(text: str) -> dict[str, JobState]:
+def _parsed(text: str) -> dict[str, JobState]:
     """Job id -> state, from lines `id|raw id|state|time|limit|reason`; array tasks are under both ids."""
     states: dict[str, JobState] = {}
     for line in text.splitlines():

@@ -21,10 +21,10 @@ _RECORD = re.compile(r"^(?=(?:NodeName|PartitionName)=)", re.MULTILINE)
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w/]*)=(\S*)")
 _SETTING = re.compile(r"^(\w+)\s+= ?(.*)$", re.MULTILINE)
 _SHOW = (("show", "config"), ("--oneliner", "show", "partition"), ("--oneliner", "show", "node"))
-_ACCOUNTING_S = 5.0  # for a line of `check`
+_ACCOUNTING_S = 5.0  # how long a line of `check` may wait
 _UNSET = 0xFFFFFFF0  # Slurm's NO_VAL and INFINITE lie above
 _NO_NAMES = ("", "(null)", "ALL")
-_UNSET_MB = 1  # the memory of nodes for which the site has configured none
+_UNSET_MB = 1  # RealMemory of nodes for which the site has set none
 
 
 @dataclass(frozen=True)

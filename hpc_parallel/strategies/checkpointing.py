@@ -35,7 +35,7 @@ EXPENSIVE = {
 }  # fmt: skip
 # These operations return the tokens of experts and their counts on the host. No operation overwrites these
 # results, not even inside a custom autograd function.
-EXCHANGED = {"all_to_all_single", "exchange_counts", "wait_for_host"}
+EXCHANGED = {"all_to_all_single", "exchange_counts", "wait_for_copy"}
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 

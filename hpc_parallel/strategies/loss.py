@@ -40,7 +40,7 @@ class LossTerms:
         self._axis = axis
 
     def __call__(self, targets: Tensor) -> float | Tensor:
-        """The number of terms in this rank's `targets` [batch, ...]; the mean over ranks if some are ignored.
+        """The number of terms in this rank's `targets` [batch, ...]; the mean over ranks if any are ignored.
 
         The count stays on the device, a scalar in float32. Without any term it is 1, and the loss is 0.
         """
@@ -58,8 +58,8 @@ class LossTerms:
 def propagate_nonfinite(loss: Tensor) -> Tensor:
     """Returns `loss` with its own gradients if it is finite, otherwise NaN with gradients of NaN.
 
-    The derivative of an infinite cross-entropy is finite, so only the rank that has the loss would notice
-    it. All ranks see the gradients.
+    The derivative of an infinite cross-entropy is finite, so only the rank that has the loss would notice.
+    All ranks see the gradients.
     """
     return loss * (1 + 0 * loss.detach())
 

@@ -44,26 +44,26 @@ class RowCounts:
             self._begun = counts, *exchange_counts(counts.contiguous(), self._group.group_name)
 
     def finish(self, counts: Tensor) -> Sizes:
-        """Wait for the sizes of `counts`. Starts their exchange first if `begin` was not called with them."""
+        """Wait for the sizes; their exchange begins here if `begin` was not called with `counts`."""
         if self._begun is None or self._begun[0] is not counts:
             self.begin(counts)
         assert self._begun is not None
         _, received_counts, copy = self._begun
         self._begun = None
-        sent, received = wait_for_host(copy).tolist()
+        sent, received = wait_for_copy(copy).tolist()
         return Sizes(received_counts, sent, received)
 
 
 # The functions below are operators, so that selective checkpointing keeps their results and a recomputation
 # does not wait again.
-_copies: dict[int, torch.cuda.Event] = {}  # events of copies that may be under way, by address on the host
+_events: dict[int, torch.cuda.Event] = {}  # events of copies that may be under way, by address on the host
 
 
 @torch.library.custom_op("hpc_parallel::exchange_counts", mutates_args=())
 def exchange_counts(counts: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
     """Returns the received counts [device * expert], and the rows to and from each device [2, device].
 
-    The second tensor is on the host. It is complete when `wait_for_host` returns.
+    The second tensor is on the host. It is complete when `wait_for_copy` returns.
     """
     group = group_of(group_name)
     received = torch.empty_like(counts)
@@ -74,14 +74,14 @@ def exchange_counts(counts: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
     copy = sizes.to("cpu", non_blocking=True)  # into pinned memory
     event = torch.cuda.Event()
     event.record()
-    _copies[copy.data_ptr()] = event
+    _events[copy.data_ptr()] = event
     return received, copy
 
 
-@torch.library.custom_op("hpc_parallel::wait_for_host", mutates_args=())
-def wait_for_host(copy: Tensor) -> Tensor:
+@torch.library.custom_op("hpc_parallel::wait_for_copy", mutates_args=())
+def wait_for_copy(copy: Tensor) -> Tensor:
     """Returns the numbers of `copy`, which `exchange_counts` returned, when they are complete."""
-    event = _copies.pop(copy.data_ptr(), None)
+    event = _events.pop(copy.data_ptr(), None)
     if event is not None:
         event.synchronize()
     return copy.clone()

@@ -71,7 +71,7 @@ def _used_again(model: LayeredModel, sample_shape: tuple[int, ...] | None) -> st
 
     Such a module is found only if the shape of the samples is known and the model runs on meta.
     """
-    if pairs := _within(model):
+    if pairs := _tied_inside(model):
         return pairs[0][1]
     calls = {} if sample_shape is None else dry_pass(model, sample_shape=sample_shape).inputs
     name: str
@@ -92,7 +92,7 @@ def divide(
     is known only after the model is built.
     """
     between = separable(model)
-    if _within(model):
+    if _tied_inside(model):
         cuts = options.cuts
         if cuts is not None and not between.issuperset(cuts):
             raise ConfigError([_shared_problem(model, Problem("strategy.cuts", list(cuts), ""), between)])
@@ -112,17 +112,17 @@ def separable(model: LayeredModel) -> set[int]:
     """
     count = len(model.blocks)
     places = {"stem": 0, "head": count - 1, **{f"blocks.{i}": i for i in range(count)}}
-    spans = [sorted((places[part_of(alias)], places[part_of(name)])) for alias, name in _within(model)]
+    spans = [sorted((places[part_of(alias)], places[part_of(name)])) for alias, name in _tied_inside(model)]
     return {cut for cut in range(1, count) if not any(first < cut <= last for first, last in spans)}
 
 
-def _within(model: LayeredModel) -> list[tuple[str, str]]:
+def _tied_inside(model: LayeredModel) -> list[tuple[str, str]]:
     """The shared weights that must stay in one stage."""
     return [pair for pair in model.tied.items() if {*map(part_of, pair)} != ENDS]
 
 
 def _shared_problem(model: LayeredModel, problem: Problem, between: set[int]) -> Problem:
-    alias, name = _within(model)[0]
+    alias, name = _tied_inside(model)[0]
     cuts = f"before block {', '.join(map(str, sorted(between)))} only" if between else "nowhere"
     rule = (
         f"can't be used: {alias} of {type(model).__name__} is {name}, and stages share no weights. This "

@@ -47,7 +47,7 @@ def find_problems(model: LayeredModel, *, degree: int, options: StrategyConfig) 
 def find_fused_dropouts(model: LayeredModel, *, degree: int, sample_shape: tuple[int, ...]) -> Problems:
     """Returns a problem for each dropout on the outputs of a fused layer.
 
-    A device has some columns of each projection, so the dropout can't know which columns it has.
+    A device has some columns of each projection, so the dropout can't know which columns the device has.
     """
     fused = [
         (name, model.get_submodule(name))
@@ -60,9 +60,8 @@ def find_fused_dropouts(model: LayeredModel, *, degree: int, sample_shape: tuple
         for name, layer in fused:
             if part_of(dropout) == part_of(name) and getattr(layer, "out_features", None) == shape.sizes[-1]:
                 clause = f"splits the columns of {name}, and {dropout} drops all its projections together"
-                yield _problem(
-                    model, degree, f"{clause}. Give each projection a dropout, or set its rate to 0"
-                )
+                advice = f"Give each projection a dropout, or set the rate of {dropout} to 0"
+                yield _problem(model, degree, f"{clause}. {advice}")
 
 
 def roles_of(model: LayeredModel) -> dict[str, str | Column]:
@@ -102,7 +101,7 @@ def _advice(model: LayeredModel, name: str) -> str:
         return f"{name} may have the role logits, or classes in a model without positions"
     if isinstance(module, NORMS):
         return f"{name} may have the role position"
-    return f"{name} may have the role alike, with strategy.sequence_parallel=false, whatever it computes"
+    return f"{name} may always have the role alike, with strategy.sequence_parallel=false"
 
 
 def _sequential(model: LayeredModel, roles: Mapping[str, str | Column]) -> Iterator[str]:

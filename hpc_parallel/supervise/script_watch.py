@@ -36,10 +36,10 @@ class ScriptSupervisor(Supervisor):
         self._files = [*logs, folder.metrics] if world.rank == 0 else []
         self._sizes = self._sizes_now()
         self._silent_s, self._limit_s = 0.0, max(FIRST_S, timeout_s)
-        self._was_stopped = False  # before the alarm, by another process
+        self._was_stopped = False  # by another process, before the alarm
 
     def hangs(self, elapsed_s: float, *, stopped: bool) -> bool:
-        """Whether the process is stopped, or no rank has written anything, for as long as the time-out."""
+        """Whether the process was stopped, or all ranks were silent, for the whole time-out."""
         sizes = self._sizes_now()
         if sizes != self._sizes:
             self._silent_s, self._limit_s = 0.0, self.timeout_s

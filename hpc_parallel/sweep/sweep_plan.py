@@ -251,7 +251,7 @@ def _require_consistent(runs: Sequence[PreparedRun], settings: SweepConfig) -> N
 def folder_problems(folder: Path) -> list[Problem | str]:
     """Why `hydra.sweep.dir` can't be the sweep folder."""
     if not str(folder).isprintable() or set(str(folder)) & set("%\\:"):
-        rule = "must be a printable path without % and backslash (Slurm's patterns) and colon (ends a path)"
+        rule = "must be a printable path without % or backslash (Slurm's patterns) or colon (ends a path)"
         return [Problem("hydra.sweep.dir", str(folder), rule, ("runs/sweeps/mine",))]
     if is_sweep_folder(folder):
         return [f"hydra.sweep.dir = {folder} already holds a sweep. Try sweep.resume={folder}."]

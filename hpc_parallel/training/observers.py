@@ -35,7 +35,7 @@ class Progress:
 
 
 class Profiler(Protocol):
-    """Looks closely at some steps; a step is its 1-based number since the start of this process."""
+    """Looks closely at some steps, which are numbered from 1 in this process."""
 
     on: bool
     """Whether it looks at any step on any rank."""
@@ -59,7 +59,7 @@ class Observers:
     recording: Recording
     writers: Sequence[Writer]  # empty on every rank except rank 0
     progress: Progress  # for a watchdog
-    callbacks: Callbacks  # of the user's; they may end the training
+    callbacks: Callbacks  # the user's; they may end the training
 
     @cached_property
     def _profilers(self) -> Sequence[Profiler]:

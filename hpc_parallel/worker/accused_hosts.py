@@ -31,7 +31,7 @@ def warn(findings: Sequence[Finding]) -> None:
     for finding in findings:
         print(f"WARNING: preflight: {finding.line}", file=sys.stderr, flush=True)
     if hosts := accused(findings):
-        print(f"To start without: launcher.exclude={','.join(hosts)}", file=sys.stderr, flush=True)
+        print(f"To start without them: launcher.exclude={','.join(hosts)}", file=sys.stderr, flush=True)
 
 
 def accused(findings: Sequence[Finding]) -> list[str]:
@@ -62,4 +62,4 @@ def act_on(findings: Sequence[Finding], *, act: str, host: str, hosts: Sequence[
 def _advice(first: Finding, *, blamed: Sequence[str]) -> str:
     if first.excludable:
         return f". Try launcher.exclude={','.join(blamed)}, or preflight.act=report"
-    return ". No host alone is to blame, so none is excluded. Correct it, or try preflight.act=report"
+    return ". No host alone is to blame, so none is excluded. Correct the cause, or try preflight.act=report"

@@ -52,10 +52,10 @@ class DirectReader:
             return one_line(error)
 
     def first_error(self) -> str | None:
-        """Read once, which opens the driver, and compare the first bytes."""
-        took_s = self.read_s()
-        if isinstance(took_s, str):
-            return took_s
+        """The error of a first read, which opens the driver, or wrong first bytes; None if all is right."""
+        seconds_or_error = self.read_s()
+        if isinstance(seconds_or_error, str):
+            return seconds_or_error
         expected = torch.frombuffer(bytearray(self.path.open("rb").read(COMPARED_BYTES)), dtype=torch.uint8)
         is_right = torch.equal(self.buffer[: len(expected)].cpu(), expected)
         return None if is_right else "kvikio read wrong bytes"
@@ -103,7 +103,7 @@ def missing(device: torch.device) -> str | None:
 def mode(kvikio: Any, *, counted: int | None) -> str:
     """Whether the reads used GPUDirect Storage.
 
-    counted: reads that the driver nvidia-fs counted on this host meanwhile; None if it does not count.
+    counted: reads on this host that the driver nvidia-fs counted during them; None if it does not count.
     """
     try:
         defaults = importlib.import_module("kvikio.defaults")

@@ -27,7 +27,7 @@ from hpc_parallel.training.optimizer import ModelOptimizer, Update
 from hpc_parallel.training.step import Step
 from hpc_parallel.worker.small_model import SAMPLES, STEPS, SmallRun
 
-CACHED = 3  # positions whose logits are compared; two of them follow cached positions
+LAST = 3  # positions whose logits are compared; all but the first of them follow cached ones
 LOGITS = "logits of the next token"
 BUFFER = "buffer "
 UPDATE = 0.1  # the norm of the first update of all weights together
@@ -93,14 +93,14 @@ class _Rounding(DispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if not self.seen and _has_floats(output, exact=False):
-            self.seen = _has_floats((args, kwargs), exact=True)
+        if not self.seen and _has_floats(output, double=False):
+            self.seen = _has_floats((args, kwargs), double=True)
         return output
 
 
-def _has_floats(values: Any, *, exact: bool) -> bool:
+def _has_floats(values: Any, *, double: bool) -> bool:
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point())
-    return any((tensor.dtype == torch.float64) == exact for tensor in tensors)
+    return any((tensor.dtype == torch.float64) == double for tensor in tensors)
 
 
 def on_one_device(run: SmallRun, model: LayeredModel) -> Reference:
@@ -109,7 +109,7 @@ def on_one_device(run: SmallRun, model: LayeredModel) -> Reference:
     if run.config.task.name == "generate":
         results = Reference()
         with torch.no_grad():
-            results.note_logits(model.eval()(run.samples(run.local_rows(0))[0])[:, -CACHED:])
+            results.note_logits(model.eval()(run.samples(run.local_rows(0))[0])[:, -LAST:])
         return results
     model.train()
     shapes = dropout_shapes.whole_shapes(model, sample_shape=tuple(run.inputs.shape[1:]))
@@ -212,7 +212,7 @@ def _decode(run: SmallRun, assembled: Assembled) -> Results:
         return logits.argmax(-1)
 
     start, results = 0, Results()
-    for end in range(length - CACHED + 1, length + 1):
+    for end in range(length - LAST + 1, length + 1):
         decoder(tokens[:, start:end], keep)
         start = end
     if kept:

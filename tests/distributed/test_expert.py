@@ -252,7 +252,7 @@ def test_replicas_may_use_different_experts(workers: Workers) -> None:
 
 
 OF_INTEREST = {
-    "_grouped_mm": "product", "all_to_all_single": "all_to_all", "wait_for_host": "wait", "sort": "sort",
+    "_grouped_mm": "product", "all_to_all_single": "all_to_all", "wait_for_copy": "wait", "sort": "sort",
     "exchange_counts": "counts", "index": "gather",
 }  # fmt: skip
 

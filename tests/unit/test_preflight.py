@@ -378,7 +378,7 @@ def test_the_warning_excludes_hosts_to_blame_only(capsys: pytest.CaptureFixture[
         "WARNING: preflight: n1 and n2 differ: torch 1 / 2",
         "WARNING: preflight: n3: slow",
         "WARNING: preflight: n2: late",
-        "To start without: launcher.exclude=n3",
+        "To start without them: launcher.exclude=n3",
     ]
 
 

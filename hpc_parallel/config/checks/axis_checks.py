@@ -30,8 +30,8 @@ def find_problems(config: RunConfig, layout: Layout) -> Problems:
         degree = layout.degrees[axis.name]
         declared = list(_declared(axis, degree, config=config, layout=layout)) if degree > 1 else []
         yield from declared
-        if not declared and axis.name in SIZES:
-            yield from SIZES[axis.name](config, layout)
+        if not declared and axis.name in SIZE_CHECKS:
+            yield from SIZE_CHECKS[axis.name](config, layout)
 
 
 def _declared(axis: Axis, degree: int, *, config: RunConfig, layout: Layout) -> Problems:
@@ -177,7 +177,7 @@ def _maps(model: dict[str, Any], data: dict[str, Any], *, grid: tuple[int, int])
             yield Problem(f"data.{side}", size, rule, (unit,))
 
 
-SIZES: dict[str, Callable[[RunConfig, Layout], Problems]] = {
+SIZE_CHECKS: dict[str, Callable[[RunConfig, Layout], Problems]] = {
     "pipeline": pipeline_checks.find_problems,
     "expert": _experts,
     "context": sequence_problems,

@@ -1,4 +1,4 @@
-"""Check the user's script: refuse before the job queues what would fail on every device."""
+"""Check the user's script: before the job queues, refuse what would fail on every device."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
     """overrides: those of the command line; a key that no script reads is a problem."""
     script = config.script
     if config.task.name != TASK:
-        if typed := [key for key, value in vars(script).items() if value != getattr(ScriptConfig(), key)]:
-            yield f"script.{typed[0]} needs task=script, and this is {config.task.name}. Try task=script."
+        if changed := [key for key, value in vars(script).items() if value != getattr(ScriptConfig(), key)]:
+            yield f"script.{changed[0]} needs task=script, and this is {config.task.name}. Try task=script."
         return
     named = [f"script.{kind}" for kind in KINDS if getattr(script, kind)]
     if len(named) != 1:
@@ -75,10 +75,10 @@ def script_warnings(config: RunConfig) -> Iterator[str]:
 def _unread(overrides: Sequence[str]) -> Problems:
     keys = dict.fromkeys(override.partition("=")[0].lstrip("+~") for override in overrides)
     if unread := [key for key in keys if key.partition(".")[0] in UNREAD]:
-        verb = "is" if len(unread) == 1 else "are"
+        verb, them = ("is", "it") if len(unread) == 1 else ("are", "them")
         yield (
-            f"{', '.join(unread)} {verb} for the training of hpc_parallel, and your script does not read it. "
-            "Give the script arguments of its own after --."
+            f"{', '.join(unread)} {verb} for the training of hpc_parallel; your script does not read {them}. "
+            "Give your script its arguments after --."
         )
     for key in keys:
         if key in NOT_YET or key.partition(".")[0] in NOT_YET:
@@ -88,7 +88,7 @@ def _unread(overrides: Sequence[str]) -> Problems:
 def _start(config: RunConfig) -> Problems:
     script = config.script
     if script.start == TORCHRUN and config.cluster.start == "mpirun":
-        rule = "is started by srun, and cluster.start=mpirun"
+        rule = "needs srun, and cluster.start is mpirun"
         yield Problem("script.start", TORCHRUN, rule, (RANKS, NODE))
     if script.torchrun and script.start != TORCHRUN:
         yield f"script.torchrun = {script.torchrun} is not read. Try script.start=torchrun."
@@ -118,7 +118,7 @@ def _file(config: RunConfig, file: str) -> Problems:
 
 
 def _module(config: RunConfig, module: str) -> Problems:
-    """If the job runs another Python, that Python searches the module later (launch/import_check.py)."""
+    """If the job runs another Python, that Python looks for the module later (launch/import_check.py)."""
     if not _has_other_python(config) and (rule := module_problem(module)):
         is_file = Path(module).is_file() or module.endswith(".py")
         yield Problem("script.module", module, rule + "; a file needs no -m" * is_file)
@@ -161,7 +161,7 @@ def _metrics(pattern: str | None) -> Problems:
 
 
 def _near(text: str, path: Path) -> tuple[str, ...]:
-    """Similar names in the folder of `path`, written as the user wrote it."""
+    """Similar names in the folder of `path`, written like `text`."""
     try:
         names = sorted(os.listdir(path.parent))
     except OSError:
@@ -170,7 +170,7 @@ def _near(text: str, path: Path) -> tuple[str, ...]:
 
 
 def _changes_environment(config: RunConfig) -> bool:
-    """Whether the job's commands or its image decide what the job finds; a local run ignores both."""
+    """Whether the job's setup, modules or container may change its PATH; a local run ignores them."""
     launcher, cluster = config.launcher, config.cluster
     lines = (launcher.container, launcher.setup, launcher.modules, cluster.setup, cluster.modules)
     return launcher_kind(launcher.kind) != "local" and any(lines)

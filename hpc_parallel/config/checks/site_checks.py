@@ -43,7 +43,7 @@ def _names(config: RunConfig) -> Problems:
             rule = "would name a hidden folder, which status does not list"
         yield Problem("name", name, rule, (suggestion,))
     folder = Path(os.path.expanduser(config.run_dir or "runs")).absolute()
-    rule = "must be a printable path without % and backslash (Slurm's patterns) and colon (ends a path)"
+    rule = "must be a printable path without % or backslash (Slurm's patterns) or colon (ends a path)"
     if config.run_dir == "" or not _is_path(str(folder)):
         legal = "runs/mine" if _is_path(str(current)) else os.path.expanduser("~/runs/mine")
         yield Problem("run_dir", str(folder) if config.run_dir is None else config.run_dir, rule, (legal,))
