@@ -19,6 +19,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -294,6 +295,21 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
 def leave_out_of_replicas(model: Module, names: Sequence[str]) -> None:
     """Let DistributedDataParallel ignore these parameters. It has no public option for this."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(names))
+
+
+@contextmanager
+def replicas_in_buckets(size_bytes: int) -> Iterator[None]:
+    """Let a DistributedDataParallel that is made inside have buckets of this size from the first step on.
+
+    torch begins with one bucket for all gradients, in one piece of memory, and divides it in the second step.
+    """
+    assign = dist._compute_bucket_assignment_by_size
+
+    def in_buckets(weights: list[Tensor], limits: list[int], *options: Any) -> Any:
+        return assign(weights, [size_bytes], *options)
+
+    with patch.object(dist, "_compute_bucket_assignment_by_size", in_buckets):
+        yield
 
 
 def leave_averaging_to_the_caller(replica: DistributedDataParallel) -> None:

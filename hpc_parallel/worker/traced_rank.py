@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from hpc_parallel import torch_internals
 from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.layout import SPMD, servers
 from hpc_parallel.config.model_weights import sample_shape_of
@@ -172,9 +173,11 @@ def _averaging_in_sight(
 ) -> DistributedDataParallel:
     """Call `replicate.apply`, and replace torch's own averaging.
 
-    torch's averaging needs a result of the collective, and a fake collective has none.
+    torch's averaging needs a result of the collective, and a fake collective has none. Its buckets are real
+    memory. It is never written, but one bucket for a large model is more than the host may promise.
     """
-    replica = _REPLICATE(model, axis=axis, options=options, finds_unused=finds_unused)
+    with torch_internals.replicas_in_buckets(int(options.bucket_mb * 2**20)):
+        replica = _REPLICATE(model, axis=axis, options=options, finds_unused=finds_unused)
     if options.gradient_compression != "bfloat16":
         # A lambda, because torch rejects string annotations (`from __future__ import annotations`).
         replica.register_comm_hook(axis.get_group(), lambda group, bucket: _average(group, bucket))

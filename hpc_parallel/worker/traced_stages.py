@@ -55,9 +55,13 @@ class Stages:
         `activations`: the bytes of the first microbatch, by stage.
         """
         self.activations: list[int] = []
-        self._assembled, self._states, self._groups = assembled, states, groups
+        self._assembled, self._states = assembled, states
         self._config, self._microbatches, self._traffic = config, microbatches, traffic
         self._layout: Layout = layout_of(config.strategy, devices=config.devices)
+        self._tied: TiedEnds | None = None  # found here, because casts take the places of weights in a step
+        if self._layout.pipeline > 1:
+            v_shaped = schedule_of(config.strategy).v_shaped
+            self._tied = TiedEnds(assembled.parts, group=groups.ends, v_shaped=v_shaped)
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         parts = self._assembled.parts
@@ -74,9 +78,8 @@ class Stages:
                 if index == 0:
                     self.activations.append(kept)
         self._sum_slices()
-        if self._layout.pipeline > 1:
-            v_shaped = schedule_of(self._config.strategy).v_shaped
-            TiedEnds(parts, group=self._groups.ends, v_shaped=v_shaped).sum_gradients()
+        if self._tied is not None:
+            self._tied.sum_gradients()
         return inputs.new_zeros((), dtype=torch.float32)
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:

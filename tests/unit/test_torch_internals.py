@@ -7,6 +7,7 @@ import inspect
 import mmap
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -380,6 +381,25 @@ def test_replicas_ignore_the_parameters_that_are_left_out(alone: None) -> None:
     assert replica.parameters_to_ignore == {"1.weight"}
     bucketed = sum(weight.numel() for weight in replica._module_parameters)
     assert bucketed == sum(weight.numel() for weight in model.parameters()) - 4
+
+
+def test_replicas_have_small_buckets_in_the_first_step(alone: None) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    sizes: dict[bool, list[int]] = {True: [], False: []}
+    for small, seen in sizes.items():
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+        with torch_internals.replicas_in_buckets(2 * 8 * 8 * 4) if small else nullcontext():
+            replica = nn.parallel.DistributedDataParallel(model)
+        replica.register_comm_hook(seen, lambda seen, bucket: _note_size(seen, bucket))
+        replica(torch.ones(1, 8)).sum().backward()
+    assert sizes == {True: [128, 128], False: [256]}
+
+
+def _note_size(seen: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    seen.append(bucket.buffer().numel())
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 def test_overridden_methods_still_exist() -> None:
