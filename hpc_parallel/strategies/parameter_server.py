@@ -85,7 +85,8 @@ class ParameterServer:
         for worker in others:
             total += self._receive(bucket, source=worker, more=self._flags(bucket))
         count = len(total) - self._flags(bucket)
-        used, total = total[count:].tolist() or [1] * len(bucket), total[:count]
+        used = total[count:].tolist() if self._finds_unused else [1.0] * len(bucket)
+        total = total[:count]
         total /= len(self._workers) + self._server_trains
         for parameter, piece, uses in zip(bucket, pieces(total, like=bucket), used, strict=True):
             parameter.grad = piece if uses else None
