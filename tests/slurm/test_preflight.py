@@ -20,7 +20,8 @@ from test_jobs import SMALL, Site, read
 from hpc_parallel.record import attempts
 from hpc_parallel.record.run_folder import RunFolder
 
-pytestmark = pytest.mark.slurm
+# timing: the checks also compare how fast hosts are, and another test would make one slow.
+pytestmark = [pytest.mark.slurm, pytest.mark.full, pytest.mark.timing]
 
 HOSTS, BAD = 4, "n3"
 WORDS = ("strategy=data", f"nodes={HOSTS}", *SMALL, "training.steps=2", "launcher.wait=true")
@@ -58,7 +59,6 @@ def mounted(cluster: Cluster, target: Path, *options: str) -> Iterator[None]:
         inside(cluster, "umount", "--lazy", str(target))
 
 
-@pytest.mark.full
 def test_a_full_disk_and_another_package_are_found_by_name(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +84,6 @@ def test_a_full_disk_and_another_package_are_found_by_name(
     assert f"Try launcher.exclude={BAD}, or preflight.act=report" in failed["line"]
 
 
-@pytest.mark.full
 def test_an_accused_host_is_left_out_of_the_next_start(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     scratch = site.home / "scratch"
     scratch.mkdir()
@@ -99,8 +98,6 @@ def test_an_accused_host_is_left_out_of_the_next_start(site: Site, monkeypatch: 
     assert hosts == {"n1", "n2", "n4"}
 
 
-@pytest.mark.full
-@pytest.mark.timing
 def test_a_host_with_busy_cpus_is_found_by_name(site: Site) -> None:
     """Its rank runs a third of the time, as beside two other processes on the same core."""
     with held_back(site.cluster, BAD, runs_s=0.03, pauses_s=0.06):
@@ -109,8 +106,6 @@ def test_a_host_with_busy_cpus_is_found_by_name(site: Site) -> None:
     assert "a matrix product takes" in found[0]["what"]
 
 
-@pytest.mark.full
-@pytest.mark.timing
 def test_nobody_is_accused_in_clean_runs(site: Site) -> None:
     took_s = []
     for _ in range(20):
@@ -131,8 +126,6 @@ def measured_links(site: Site) -> tuple[dict[str, Any], str]:
     return read(site.home / "links", "machine_check.json"), done.stdout
 
 
-@pytest.mark.full
-@pytest.mark.timing
 def test_a_slow_link_is_found_by_name(site: Site) -> None:
     """All links have 1 Gbit/s; that of one host has a tenth."""
     site.cluster.shape("1gbit")

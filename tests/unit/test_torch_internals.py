@@ -384,7 +384,6 @@ def test_replicas_ignore_the_parameters_that_are_left_out(alone: None) -> None:
 
 
 def test_replicas_have_small_buckets_in_the_first_step(alone: None) -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
     sizes: dict[bool, list[int]] = {True: [], False: []}
     for small, seen in sizes.items():
         model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
