@@ -63,7 +63,7 @@ def test_the_default_run_learns_text(tmp_path: Path) -> None:
     names = {path.name for path in folder.iterdir()}
     assert names - {"rank_times.json"} == {  # which is there once a timed step has been paid for
         "attempts.jsonl", "checkpoints", "code", "config.yaml", "environment.json", "logs", "metrics.jsonl",
-        "owner.json", "plots", "preflight.json", "rendezvous", "summary.json",
+        "owner.json", "phase", "plots", "preflight.json", "rendezvous", "summary.json",
     }  # fmt: skip
 
 

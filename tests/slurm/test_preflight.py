@@ -21,7 +21,7 @@ from hpc_parallel.record import attempts
 from hpc_parallel.record.run_folder import RunFolder
 
 # timing: the checks also compare how fast hosts are, and another test would make one slow.
-pytestmark = [pytest.mark.slurm, pytest.mark.full, pytest.mark.timing]
+pytestmark = [pytest.mark.slurm, pytest.mark.full, pytest.mark.timing, pytest.mark.timeout(1200)]
 
 HOSTS, BAD = 4, "n3"
 WORDS = ("strategy=data", f"nodes={HOSTS}", *SMALL, "training.steps=2", "launcher.wait=true")

@@ -23,7 +23,7 @@ GRADIENTS_BYTES = 4 * (256 * 128 + 4 * (128 * 128 * 3 + 3 * 128 * 344 + 2 * 128)
 def test_over_slow_links_tensor_loses_to_data_with_accumulation(cluster: Cluster, tmp_path: Path) -> None:
     site = Site(cluster, tmp_path)
     words = ("jobs=compare_strategies", "strategy=data,tensor", "sweep.also=[]", "nodes=2",
-             "model=tiny", "training.steps=8", "training.measure_steps=3",
+             "model=tiny", "training.precision=float32", "training.steps=8", "training.measure_steps=3",
              "sweep.parallelism=1", "sweep.wait=true", "hydra.sweep.dir=study")  # fmt: skip
     cluster.shape("50mbit")
     try:
