@@ -57,7 +57,7 @@ def test_collectives_find_the_rate_of_the_links(cluster: Cluster, tmp_path: Path
     site = Site(cluster, tmp_path)
     words = ("task=collectives", "nodes=2", "task.operations=[all_reduce]", "task.dtypes=[float32]",
              "task.max_bytes=33554432", "task.seconds=60", "launcher.wait=true", "run_dir=links")  # fmt: skip
-    cluster.shape("1gbit")
+    cluster.shape("1gbit", burst="128k")  # a small burst: what passes in it is faster than the wire
     try:
         done = site.run(*words, timeout_s=200)
     finally:
@@ -69,5 +69,4 @@ def test_collectives_find_the_rate_of_the_links(cluster: Cluster, tmp_path: Path
     assert largest["size_bytes"] == 2**25
     assert 0.105e9 <= largest["busbw_bytes_per_s"] <= 0.125e9
     fitted = yaml.safe_load((tmp_path / "links" / "machine.yaml").read_text())["collectives"]["world"]
-    # Small sizes pass the token bucket in its burst, so that the fit is a little faster than the wire.
     assert fitted["all_reduce"]["bandwidth_bytes_per_s"] == pytest.approx(0.12e9, rel=0.2)
