@@ -17,12 +17,11 @@ from random import Random
 from typing import Any
 
 import psutil
-from test_jobs import SMALL, Site, read, wait_for, worker_of
+from test_jobs import SMALL, Site, is_over, read, wait_for, worker_of
 
 from hpc_parallel.record import attempts
 from hpc_parallel.record.checkpoint_index import Checkpoint, complete
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.slurm.jobs import ENDED
 from tests.parity import largest_difference, tensor_difference
 from tests.workers import Trained, Workers
@@ -144,14 +143,8 @@ class Case:
 
     def ended(self, job: str, *, within_s: float = 2 * PATIENCE_S) -> str:
         """Wait for the run's last end; the job's state then."""
-        summary = self.folder / "summary.json"
-
-        def over() -> bool:  # by both: a job that starts again passes through other states
-            found = read_json(summary)
-            again = found is None or found["outcome"] == "preempted"
-            return not again and self.state(job) in ENDED
-
-        wait_for(over, within_s=within_s)
+        # By both: a job that starts again passes through other states.
+        wait_for(lambda: is_over(self.folder) and self.state(job) in ENDED, within_s=within_s)
         return self.state(job)
 
     def assert_said(self, job: str, line: str, *, times: int = 1) -> None:

@@ -22,6 +22,7 @@ from cluster import Cluster
 from hpc_parallel.record import owner
 from hpc_parallel.record.attempts import starts
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_json
 from tests.parity import in_full
 from tests.workers import Workers
 
@@ -115,6 +116,12 @@ def site(cluster: Cluster, tmp_path: Path) -> Site:
 
 def read(folder: Path, name: str) -> dict[str, object]:
     return json.loads((folder / name).read_text())
+
+
+def is_over(folder: Path) -> bool:
+    """Whether the run has ended and won't start again: between two starts, its summary says `preempted`."""
+    summary = read_json(folder / "summary.json")
+    return summary is not None and summary["outcome"] != "preempted"
 
 
 def losses(folder: Path) -> list[float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_jobs import Site, read
+from test_jobs import Site, is_over, read
 from test_scripts import wait_until
 
 pytestmark = [pytest.mark.full, pytest.mark.slurm, pytest.mark.timeout(1200)]
@@ -107,7 +107,7 @@ def in_state(site: Site, job_id: str, state: str) -> Callable[[], bool]:
 
 def assert_equals_the_undisturbed_run(site: Site, job_id: str) -> None:
     """It was requeued under its number, and each step of each start has the loss of a run without a stop."""
-    wait_until((site.home / "run" / "summary.json").exists, within_s=600)
+    wait_until(lambda: is_over(site.home / "run"), within_s=600)
     site.ended(job_id)
     summary = read(site.home / "run", "summary.json")
     assert (summary["outcome"], summary["job_ids"]) == ("completed", [job_id])
