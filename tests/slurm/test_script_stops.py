@@ -13,7 +13,7 @@ from test_scripts import wait_until
 pytestmark = [pytest.mark.full, pytest.mark.slurm, pytest.mark.timeout(1200)]
 STEPS, HELD = 16, 6
 SCRIPT = """
-import argparse, os, signal, time
+import argparse, os, signal, sys, time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -59,6 +59,8 @@ for step in range(first, args.steps):
         dist.barrier()
         break
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # threads of gloo may abort an ordinary exit (docs/own-script.md)
 """
 
 
