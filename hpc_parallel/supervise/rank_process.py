@@ -72,6 +72,7 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = F
         checks.append(Supervisor(folder, world=world, process=child.pid, timeout_s=timeout_s))
     with watching(checks):
         returncode = child.wait()
+        _outlive_signals()
     if returncode != 0:
         cgroup = oom.killing_cgroup(kills)
         failure.record_death(folder, world=world, returncode=returncode, cgroup=cgroup)
@@ -119,6 +120,7 @@ def _run_script(
         checks.append(ScriptSupervisor(folder, world=world, process=child.pid, timeout_s=timeout_s))
     with watching(checks):
         returncode = child.wait()
+        _outlive_signals()
         end_descendants()
     stop = relay.stop_of(returncode, requeue_codes=script["requeue_codes"])
     # After another rank's failure srun ends this rank. This does not count as a stop.
@@ -158,6 +160,16 @@ def die_with_parent(parent: int, *, by: signal.Signals = signal.SIGKILL) -> None
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(by), 0, 0, 0)
     if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
+
+
+def _outlive_signals() -> None:
+    """Ignore signals until this process has ended.
+
+    Python removes its handlers before it exits, so that a signal could end it then. Slurm would record the
+    job as FAILED, even if the run has completed.
+    """
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

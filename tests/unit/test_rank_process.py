@@ -12,7 +12,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 
+from hpc_parallel.config.command_line import CommandLine
+from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import failure, hang_report, rank_process
@@ -32,11 +35,11 @@ rank_process.run(sys.argv[1], worker=(sys.executable, "-c", sys.argv[2]))
 # Ready only when it has its own handler: the file holds its process number.
 WAITING = """
 import os, pathlib, signal, sys, time
-def end(number, frame): sys.exit(7)
+def end(number, frame): os._exit(7)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2): signal.signal(number, end)
 pathlib.Path(sys.argv[1], "half").write_text(str(os.getpid()))
 pathlib.Path(sys.argv[1], "half").rename(pathlib.Path(sys.argv[1], "ready"))
-time.sleep(30)
+while True: time.sleep(0.1)  # a signal just before a sleep does not interrupt it
 """
 
 
@@ -138,6 +141,37 @@ def test_the_worker_ends_with_its_supervisor(folder: RunFolder) -> None:
     while _lives(worker):
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+LATE = """
+import os, sys
+from functools import partial
+from hpc_parallel.supervise import rank_process
+class SignalToItself:
+    def __del__(self, send=partial(os.kill, os.getpid(), int(sys.argv[2]))): send()
+late = SignalToItself()  # deleted after Python has removed its handlers
+rank_process.run(sys.argv[1], worker=("true",))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+@pytest.mark.parametrize("is_script", [False, True])
+def test_a_signal_while_python_exits(
+    folder: RunFolder,
+    tmp_path: Path,
+    number: signal.Signals,
+    is_script: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slurm would record a completed run as FAILED."""
+    monkeypatch.chdir(tmp_path)
+    words = ["--", "sh", "-c", "echo done"] if is_script else []
+    values = checked_run(CommandLine.parse(["launcher=local", "nodes=2", "gpus_per_node=2", *words])).values
+    folder.config.write_text(yaml.safe_dump(values))
+    command = [sys.executable, "-c", LATE, str(folder.path), str(int(number))]
+    done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not is_script or folder.log(3, "out").read_text() == "done\n"
 
 
 @pytest.mark.parametrize(("worker", "code"), [("import os; os.kill(os.getpid(), 9)", 137), ("", 0)])

@@ -215,7 +215,7 @@ def test_what_can_not_be_started(words: list[str], message: str) -> None:
 
 @pytest.mark.parametrize("removed", [False, True])
 def test_traps_of_setup_lines_run_beside_ours(removed: bool, tmp_path: Path) -> None:
-    """A line that removes the traps has no effect either."""
+    """A line that removes the traps has no effect. A signal to a job that concludes has no effect either."""
     lines = (
         ["trap - EXIT TERM"] if removed else ["trap 'echo \"gone: $?\" > cleaned' EXIT", "trap 'true' TERM"]
     )
@@ -223,8 +223,8 @@ def test_traps_of_setup_lines_run_beside_ours(removed: bool, tmp_path: Path) -> 
     run.write()
     tools = tmp_path / "bin"
     tools.mkdir()
-    for name, code in (("srun", 3), ("noted", 0)):
-        (tools / name).write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/{name}.args\nexit {code}\n')
+    for name, line, code in (("srun", "", 3), ("noted", "kill -TERM $$ $PPID\n", 0)):
+        (tools / name).write_text(f'#!/bin/sh\n{line}echo "$@" >> {tmp_path}/{name}.args\nexit {code}\n')
         (tools / name).chmod(0o755)
     script = render(run).replace(shlex.quote(sys.executable), "noted")
     environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_EXPORT_ENV": "NONE"}
