@@ -111,6 +111,11 @@ def partitions() -> list[str]:
     return sorted(f"{name} ({count} nodes)" for name, count in sizes.items())
 
 
+def hosts_of(partition: str) -> set[str]:
+    """All hosts of one or more partitions, those that are down too; empty if sinfo does not answer."""
+    return set((printed("sinfo", "-h", "-N", "-o", "%N", "-p", partition) or "").split())
+
+
 def _nodes_by_partition(kinds: list[NodeKind]) -> dict[str, int]:
     nodes: dict[str, int] = {}
     for kind in kinds:

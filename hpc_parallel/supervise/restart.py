@@ -6,12 +6,15 @@ The end of a batch script and the agent of a local run use this module, so it do
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.slurm.jobs import job_fields, job_of
+from hpc_parallel.slurm.limits import hosts_of
+from hpc_parallel.slurm.short_forms import expand_hosts
 from hpc_parallel.slurm.submit import SiteRefusedError, requeue, resubmit
 from hpc_parallel.supervise import failure
 
@@ -80,6 +83,8 @@ def requeue_or_resubmit(
     job = job_of(environment)
     assert job is not None  # the caller runs in a job
     excluded = hosts_to_exclude(folder)
+    if excluded and (shortage := _shortage(excluded, launcher=launcher, environment=environment)):
+        return f"not requeued: {shortage}. Start it again with fewer nodes, or when these hosts are repaired"
     exclude = ",".join([*filter(None, [launcher["exclude"]]), *excluded]) if excluded else ""
     if (refusal := requeue(job, exclude=exclude)) is None:
         return f"requeued as job {job}" + (f", without {', '.join(excluded)}" if excluded else "")
@@ -96,3 +101,22 @@ def requeue_or_resubmit(
         return f"neither requeued ({refusal}) nor resubmitted ({error})"
     owner.hand_to_job(folder, new_job)
     return f"resubmitted as job {new_job}"
+
+
+def _shortage(
+    excluded: Sequence[str], *, launcher: Mapping[str, Any], environment: Mapping[str, str]
+) -> str | None:
+    """Why the job would wait forever without the excluded hosts; None if enough are left, or it is not known.
+
+    Slurm does not refuse a requeued job that needs more hosts than are left. It sets its priority to 0.
+    """
+    partition = launcher["partition"] or environment.get("SLURM_JOB_PARTITION", "")
+    needed = set(expand_hosts(environment.get("SLURM_JOB_NODELIST", "")))
+    hosts = hosts_of(partition) if partition else set()
+    left = hosts.difference(excluded)
+    with suppress(ValueError):  # sbatch may accept more than expand_hosts
+        left = left.difference(expand_hosts(launcher["exclude"] or ""))
+    if len(left) >= len(needed) or not needed <= hosts:  # sinfo may not show all
+        return None
+    few = f"{len(left)} host{'s' * (len(left) != 1)}"
+    return f"without {', '.join(excluded)} partition {partition} has {few}, and the job needs {len(needed)}"

@@ -98,6 +98,19 @@ def test_an_accused_host_is_left_out_of_the_next_start(site: Site, monkeypatch: 
     assert hosts == {"n1", "n2", "n4"}
 
 
+def test_a_job_for_which_too_few_hosts_are_left_ends(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm would let it wait forever."""
+    scratch = site.home / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    with mounted(site.cluster, scratch, "-t", "tmpfs", "-o", "size=64k", "tmpfs"):
+        found = findings(site, "preflight.act=exclude", code=1)
+    assert {finding["host"] for finding in found} == {BAD}
+    (log,) = (site.home / "run" / "slurm").glob("*_0_log.out")
+    line = f"not requeued: without {BAD} partition main has {HOSTS - 1} hosts, and the job needs {HOSTS}. "
+    assert line in log.read_text()
+
+
 def test_a_host_with_busy_cpus_is_found_by_name(site: Site) -> None:
     """Its rank runs a third of the time, as beside two other processes on the same core."""
     with held_back(site.cluster, BAD, runs_s=0.03, pauses_s=0.06):

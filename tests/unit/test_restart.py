@@ -8,9 +8,9 @@ import pytest
 
 from hpc_parallel.record import attempts
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise import restart
+from hpc_parallel.supervise import failure, restart
 
-LAUNCHER = {"max_requeues": 2, "max_restarts": 1, "exclude": None, "resubmit": False}
+LAUNCHER = {"max_requeues": 2, "max_restarts": 1, "exclude": None, "resubmit": False, "partition": None}
 
 
 @pytest.fixture
@@ -45,6 +45,37 @@ def test_a_host_that_failed_twice_is_left_out(folder: RunFolder) -> None:
                       ("killed", None), ("killed", None)):  # fmt: skip
         attempts.end(folder, how=how, host=host)
     assert restart.hosts_to_exclude(folder) == ["n2"]
+
+
+@pytest.mark.parametrize(
+    ("exclude", "listed", "end"),
+    [
+        (None, "n1 n2 n3 n4", None),
+        ("n[3-4]", "n1 n2 n3 n4", "has 1 host, and the job needs 2"),
+        (None, "n1 n2", "has 1 host, and the job needs 2"),
+        ("hosts/slow.txt", "n1 n2 n3", None),
+        (None, "n1 n5", None),  # sinfo does not show all
+        (None, "", None),
+    ],
+)
+def test_a_job_for_which_too_few_hosts_are_left_is_not_requeued(
+    folder: RunFolder, exclude: str | None, listed: str, end: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts.end(folder, how=failure.PREFLIGHT, host="n2", exclude=["n2"])
+    requeued = []
+    monkeypatch.setattr(restart, "hosts_of", {"main": set(listed.split())}.__getitem__)
+    monkeypatch.setattr(restart, "requeue", lambda job, *, exclude: requeued.append((job, exclude)))
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_PARTITION": "main", "SLURM_JOB_NODELIST": "n[1-2]"}
+    launcher = LAUNCHER | {"exclude": exclude}
+    line = restart.requeue_or_resubmit(folder, launcher=launcher, environment=environment)
+    if end is None:
+        assert (line, requeued) == (
+            "requeued as job 7, without n2",
+            [("7", f"{exclude},n2" if exclude else "n2")],
+        )
+    else:
+        advice = "Start it again with fewer nodes, or when these hosts are repaired"
+        assert (line, requeued) == (f"not requeued: without n2 partition main {end}. {advice}", [])
 
 
 def test_a_signal_without_a_job_is_a_cancellation(folder: RunFolder) -> None:
