@@ -122,7 +122,7 @@ class Composer:
         key = tuple(overrides)
         if key not in self._results:
             try:
-                self._results[key] = self.with_values(overrides, copy.deepcopy(self.base(overrides).plain))
+                self._results[key] = self.with_overrides(overrides, copy.deepcopy(self.base(overrides).plain))
             except COMPOSE_ERRORS as error:
                 self._results[key] = error
         result = self._results[key]
@@ -140,7 +140,7 @@ class Composer:
             self._bases[words] = Composed(whole)
         return self._bases[words]
 
-    def with_values(self, overrides: Sequence[str], config: DictConfig) -> DictConfig:
+    def with_overrides(self, overrides: Sequence[str], config: DictConfig) -> DictConfig:
         """Set the values among the overrides in `config`, a copy of the base; returns it."""
         values = [self.parsed(text) for text in overrides if self.sets_a_value(text)]
         set_values(values, config)
@@ -301,7 +301,7 @@ def _compose_each(batch: Sequence[list[str]], composer: Composer) -> Iterator[tu
                 current = base
             if refers_to_hydra:
                 _set_hydra_job(number, overrides)
-            config = composer.with_values(overrides, base.plain if reuse else copy.deepcopy(base.plain))
+            config = composer.with_overrides(overrides, base.plain if reuse else copy.deepcopy(base.plain))
         yield overrides, config
 
 

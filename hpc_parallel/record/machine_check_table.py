@@ -75,11 +75,11 @@ class MeasuredMachine:
 
     def write(self, folder: RunFolder) -> None:
         """Replace the file. Keys of ranks and of direct reads that have no value are not written."""
-        direct, ranks = _with_values(self.direct_reads), list(map(_with_values, self.ranks))
+        direct, ranks = _measured(self.direct_reads), list(map(_measured, self.ranks))
         write_json(folder.machine_check, asdict(self) | {"ranks": ranks, "direct_reads": direct})
 
 
-def _with_values(record: RankRates | DirectReads) -> dict[str, Any]:
+def _measured(record: RankRates | DirectReads) -> dict[str, Any]:
     return {key: value for key, value in vars(record).items() if value not in (None, {})}
 
 

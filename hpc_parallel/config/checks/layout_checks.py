@@ -7,7 +7,7 @@ import math
 from hpc_parallel.config.axes import AXES, DEGREE
 from hpc_parallel.config.batch_plan import batch_of
 from hpc_parallel.config.checks import axis_checks, device_memory_checks, pipeline_checks, shares_checks
-from hpc_parallel.config.checks.suggestions import multiples_near
+from hpc_parallel.config.checks.suggestions import multiples_near, near
 from hpc_parallel.config.counts import count
 from hpc_parallel.config.layout import Layout, divisors, servers
 from hpc_parallel.config.schedules import stages_per_rank
@@ -62,8 +62,7 @@ def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, 
         rule = f"makes the product of all degrees {product}, but there are {where}"
     if axis == "pipeline" and (layers := count(config, "blocks")[1]) is not None:
         legal = [d for d in legal if d * stages_per_rank(strategy) <= layers]
-    legal.sort(key=lambda d: abs(d - degree))
-    return Problem(f"strategy.{axis}", degree, rule, tuple(sorted(legal[:2])))
+    return Problem(f"strategy.{axis}", degree, rule, near(degree, legal))
 
 
 def _batch(config: RunConfig, layout: Layout) -> Problems:
@@ -88,8 +87,7 @@ def _batch(config: RunConfig, layout: Layout) -> Problems:
             yield Problem("training.microbatch_size", size, rule, (samples // count, None))
         else:
             rule = f"does not divide the {samples} samples per step of each of {layout.data} replicas"
-            near = sorted(divisors(samples), key=lambda d: abs(d - value))[:2]
-            yield Problem(key, value, rule, tuple(sorted(near)))
+            yield Problem(key, value, rule, near(value, divisors(samples)))
         return
     yield from pipeline_checks.batch_problems(config, layout, plan)
     yield from shares_checks.batch_problems(config, plan)
