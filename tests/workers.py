@@ -10,8 +10,9 @@ import shutil
 import signal
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 8
 PATIENCE_S = 300
+AFTER_AN_ERROR_S = 60  # the others fail with it, or wait for the rank that failed
 MOST_JOBS = 10  # of a process: each leaves threads of gloo, which wake up a hundred times a second
 
 
@@ -112,23 +114,32 @@ class Workers:
 
     def _answers(self, count: int, job: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
         store = str(self._next_folder() / "store")
-        for rank, (pipe, _) in enumerate(self._ranks[:count]):
-            pipe.send((job, arguments, rank, count, store))
-        results = []
-        for rank in range(count):
-            if not self._ranks[rank][0].poll(PATIENCE_S):
-                raise TimeoutError(f"rank {rank} did not answer within {PATIENCE_S} s")
-            results.append(self._answer(rank))
-        if errors := [text for kind, text in results if kind == "error"]:
-            raise AssertionError("\n".join(errors))
-        return [value for _, value in results]
+        waiting = {pipe: rank for rank, (pipe, _) in enumerate(self._ranks[:count])}
+        for pipe, rank in waiting.items():
+            with suppress(BrokenPipeError):  # its answer says what ended it
+                pipe.send((job, arguments, rank, count, store))
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        while waiting:
+            patience_s = AFTER_AN_ERROR_S if errors else PATIENCE_S
+            answered = wait(waiting, patience_s)
+            if not answered:
+                silent = ", ".join(map(str, waiting.values()))
+                errors[count] = f"no answer within {patience_s} s of rank {silent}"
+                break
+            for rank in sorted(waiting.pop(pipe) for pipe in answered):
+                kind, value = self._answer(rank)
+                (errors if kind == "error" else results)[rank] = value
+        if errors:
+            raise AssertionError("\n".join(text for _, text in sorted(errors.items())))
+        return [results[rank] for rank in range(count)]
 
     def _answer(self, rank: int) -> Any:
         """Raises ChildProcessError if a signal ended the rank; faulthandler has written its stacks."""
         pipe, process = self._ranks[rank]
         try:
             return pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the latter if it had not read its job
             process.join()
             code = process.exitcode
         if code < 0:
