@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -95,7 +95,12 @@ def profiler_events(profiled: profile) -> Iterable[Any]:
 
 
 def operator_name(function: Any) -> str | None:
-    """`c10d::allreduce_` and the like, without the overload; None if `function` is not an operator."""
+    """`c10d::allreduce_` and the like, without the overload; None if `function` is not an operator.
+
+    An operator that runs other operators is `higher_order::cond` and the like.
+    """
+    if isinstance(function, HigherOrderOperator):
+        return f"higher_order::{function.name()}"
     return function._schema.name if isinstance(function, OpOverload) else None
 
 

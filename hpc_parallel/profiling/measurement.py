@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from statistics import fmean, median
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from hpc_parallel.profiling.left_out import left_out, optional
 from hpc_parallel.profiling.timeline import STEP, Interval, Timeline, events_of, marked_waits
 from hpc_parallel.profiling.traffic import NAMES, Traffic
 from hpc_parallel.record.timeline_file import RankTimeline, StageWork, StepTimeline
@@ -28,6 +29,7 @@ from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.mesh import axis_of
 from hpc_parallel.strategies.ranges import Action, ActionTimes, recorded_actions
 
+TIMES = "the times of a step are"
 WARM_UP = 2  # steps: a validation follows the first step; after it, a pipeline infers its shapes again
 
 
@@ -49,7 +51,7 @@ class Measurement:
         pipeline = axis_of(mesh, "pipeline")
         self._pipeline = dist.get_process_group_ranks(pipeline.get_group()) if pipeline is not None else []
         self._traffic: Traffic | None = None
-        self._timelines: list[Timeline] = []
+        self._timelines: list[Timeline | None] = []
         self._loading_s: list[float] = []
         self.last_step_s = 0.0  # of the last measured step
 
@@ -124,18 +126,19 @@ class Measurement:
 
     def _shares(self) -> dict[str, Any]:
         """Means over ranks. Shares are medians over steps; parts of a step are means, so that they add up."""
-        if not self._timelines:
+        timelines = self._read_timelines()
+        if not timelines:
             return {}
         shares: list[float] = []
         parts: list[float] = []
-        for timeline, schedule in zip(self._timelines, self._schedules(), strict=True):
+        for timeline, schedule in zip(timelines, self._schedules(timelines), strict=True):
             shares += [timeline.exposed(schedule) / timeline.length, timeline.bubble(schedule)]
             parts += timeline.parts(schedule).values()
         loading = [fmean(self._loading_s)]
         by_rank = exchange.all_gather_numbers(shares + parts + loading, device=self._device)
         means = [fmean(values) for values in by_rank]
         shares, parts, loading = means[: len(shares)], means[len(shares) : -1], means[-1:]
-        names = list(self._timelines[0].parts(None))
+        names = list(timelines[0].parts(None))
         return {
             "exposed_communication_share": finite(median(shares[::2])),
             "bubble_share": finite(median(shares[1::2])),
@@ -151,8 +154,9 @@ class Measurement:
         Returns the same on all ranks, which must call it together. None without a pipeline or a timed step.
         """
         local: RankTimeline | None = None
-        if self._timelines and 0 in self._pipeline:
-            last = self._timelines[-1]
+        timelines = self._read_timelines()
+        if timelines and 0 in self._pipeline:
+            last = timelines[-1]
             local = RankTimeline(
                 rank=dist.get_rank(),
                 length_s=last.length / 1e9,
@@ -166,33 +170,48 @@ class Measurement:
         ranks = tuple(rank for value in values if (rank := build(RankTimeline, value)) is not None)
         return StepTimeline(ranks) if ranks else None
 
-    def _schedules(self) -> list[Interval | None]:
+    def _read_timelines(self) -> list[Timeline]:
+        """The timed steps; empty if a step of any rank could not be read. A collective call."""
+        timelines = [timeline for timeline in self._timelines if timeline is not None]
+        missing = float(len(self._timelines) - len(timelines))
+        (by_rank,) = exchange.all_gather_numbers([missing], device=self._device)
+        return [] if any(by_rank) else timelines
+
+    def _schedules(self, timelines: Sequence[Timeline]) -> list[Interval | None]:
         """For each timed step, the time from the first to the last work of this rank's pipeline."""
-        ends = [end for timeline in self._timelines for end in timeline.ends_of_stages()]
+        ends = [end for timeline in timelines for end in timeline.ends_of_stages()]
         # [2 * step: first work, 2 * step + 1: last work][rank]
         ends_by_rank = exchange.all_gather_numbers(ends, device=self._device)
         if not self._pipeline:
-            return [None] * len(self._timelines)
+            return [None] * len(timelines)
         ends_of_pipeline = [[values[rank] for rank in self._pipeline] for values in ends_by_rank]
         begins, finishes = ends_of_pipeline[::2], ends_of_pipeline[1::2]
         return [(int(min(begin)), int(max(finish))) for begin, finish in zip(begins, finishes, strict=True)]
 
 
 @contextmanager
-def timed_step(device: torch.device, *, into: list[Timeline]) -> Iterator[None]:
-    """Profile the step that runs inside and add its timeline; all ranks call it together."""
+def timed_step(device: torch.device, *, into: list[Timeline | None]) -> Iterator[None]:
+    """Profile the step that runs inside and add its timeline; all ranks call it together.
+
+    Adds None if the profiler fails on this rank.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise Kineto writes to the rank's log
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     actions: list[Action] = []
-    with marked_waits(), profile(activities=activities) as profiled:
+    with marked_waits(), optional(profile(activities=activities), what=TIMES) as profiled:
         dist.barrier()
         with record_function(STEP), device_actions(device) as times:
             yield
             if times is not None:
                 torch.cuda.synchronize(device)
-                actions = times.read()
-    into.append(Timeline.read(events_of(profiled), on_gpu=on_gpu, actions=actions))
+                with left_out(TIMES):
+                    actions = times.read()
+    timeline = None
+    if profiled is not None:
+        with left_out(TIMES):
+            timeline = Timeline.read(events_of(profiled), on_gpu=on_gpu, actions=actions)
+    into.append(timeline)
 
 
 def device_actions(device: torch.device) -> AbstractContextManager[ActionTimes | None]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpc_parallel.profiling.left_out import left_out
 from hpc_parallel.profiling.link_rates import link_rates
 from hpc_parallel.profiling.links import Pair
 from hpc_parallel.profiling.measurement import timed_step
@@ -99,7 +100,7 @@ class RankTimes:
 
     @contextmanager
     def _time(self, step: int) -> Iterator[None]:
-        timelines: list[Timeline] = []
+        timelines: list[Timeline | None] = []
         with timed_step(self._device, into=timelines):
             yield
         self._add(step, timelines[0])
@@ -119,11 +120,10 @@ class RankTimes:
             step = profiled.stop
         return step
 
-    def _add(self, step: int, timeline: Timeline) -> None:
-        wait_s = length(timeline.waiting) / 1e9
-        busy_s = timeline.length / 1e9 - wait_s
-        times = RankTime(dist.get_rank(), self._host, self._role, busy_s, wait_s, self._data_s)
-        ranks = exchange.all_gather({"times": times.as_record(), "device": self._device_state()})
+    def _add(self, step: int, timeline: Timeline | None) -> None:
+        ranks = exchange.all_gather(None if timeline is None else self._record(timeline))
+        if None in ranks:
+            return
         self._times = [*self._times, [RankTime(**rank["times"]) for rank in ranks]][-SAMPLES:]
         self._slow = [*slow_ranks(self._times), *self._network.find_slow(self._times[-1])]
         record = {"step": step, "ranks": [rank["times"] | rank["device"] for rank in ranks]}
@@ -136,7 +136,17 @@ class RankTimes:
                 [slow_rank.as_record() for slow_rank in self._slow],
                 self._accusations.as_records(),
             )
-            self._write({"samples": self._samples, "slow": slow, "accused": accused})
+            with left_out("the times of the ranks are"):
+                self._write({"samples": self._samples, "slow": slow, "accused": accused})
+
+    def _record(self, timeline: Timeline) -> dict[str, Any]:
+        wait_s = length(timeline.waiting) / 1e9
+        busy_s = timeline.length / 1e9 - wait_s
+        times = RankTime(dist.get_rank(), self._host, self._role, busy_s, wait_s, self._data_s)
+        state: dict[str, Any] = {}
+        with left_out("the state of this device is"):
+            state = self._device_state()
+        return {"times": times.as_record(), "device": state}
 
     def _warn(self, slow: Sequence[SlowRank]) -> None:
         """Name each rank and cause once."""

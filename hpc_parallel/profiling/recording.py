@@ -6,18 +6,20 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpc_parallel.config.schema import ProfileConfig
+from hpc_parallel.profiling.left_out import left_out
 from hpc_parallel.profiling.recorded_summary import describe
 from hpc_parallel.profiling.timeline import STEP, events_of, marked_waits
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.torch_internals import record_memory, write_memory
+
+PROFILE = "the profile of this rank is"
 
 
 class Recording:
@@ -51,10 +53,14 @@ class Recording:
     def _begin(self, step: int) -> None:
         self._began_s = time.perf_counter()
         if step == self._window.start and self._window:
-            if self._config.kind == "torch":
-                self._trace = _Trace(self._device, memory=self._config.memory)
-            else:
-                torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+            with left_out(PROFILE):
+                self._start()
+
+    def _start(self) -> None:
+        if self._config.kind == "torch":
+            self._trace = _Trace(self._device, memory=self._config.memory)
+        else:
+            torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
 
     @contextmanager
     def _record(self, step: int) -> Iterator[None]:
@@ -66,11 +72,12 @@ class Recording:
 
     def close(self) -> None:
         """Write what was recorded, also if the training ends inside the window."""
-        if self._trace is not None:
-            trace, self._trace = self._trace, None
-            trace.write(self._folder, rank=self._rank, first=self._window.start, steps=self._recorded)
-        elif self._recorded and self._config.kind in ("nsys", "ncu"):
-            torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
+        with left_out(PROFILE):
+            if self._trace is not None:
+                trace, self._trace = self._trace, None
+                trace.write(self._folder, rank=self._rank, first=self._window.start, steps=self._recorded)
+            elif self._recorded and self._config.kind in ("nsys", "ncu"):
+                torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
         self._recorded = 0
 
 
@@ -86,17 +93,16 @@ class _Trace:
         if self._memory:
             record_memory(True)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
-        self._waits = marked_waits()
-        self._profile = profile(activities=activities, record_shapes=True)
-        self._mark: Any = record_function(STEP)
-        for context in (self._waits, self._profile, self._mark):
-            context.__enter__()
+        with ExitStack() as stack:
+            stack.enter_context(marked_waits())
+            self._profile = stack.enter_context(profile(activities=activities, record_shapes=True))
+            stack.enter_context(record_function(STEP))
+            self._contexts = stack.pop_all()
 
     def write(self, folder: Path, *, rank: int, first: int, steps: int) -> None:
         if self._on_gpu:
             torch.cuda.synchronize()
-        for context in (self._mark, self._profile, self._waits):
-            context.__exit__(None, None, None)
+        self._contexts.close()
         folder.mkdir(mode=0o700, exist_ok=True)
         if self._memory:
             _write_beside(folder / f"rank-{rank}-memory.pickle", write_memory)

@@ -40,11 +40,13 @@ Rule = Callable[[Mapping[str, Any], GroupPosition], Moved]
 class Traffic(DispatchMode):
     """While active, counts the bytes that this rank moves, by kind of collective."""
 
+    supports_higher_order_operators = True  # compiled code calls some
+
     def __init__(self) -> None:
         super().__init__()
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
-        self.unknown: set[str] = set()  # collectives without a rule in KINDS
+        self.unknown: set[str] = set()  # operators whose bytes can't be counted
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -61,9 +63,12 @@ class Traffic(DispatchMode):
             return NotImplemented  # DTensor then dispatches its local operators and collectives
         name = operator_name(function) or ""
         if name in KINDS:
-            arguments = operator_arguments(function, args, kwargs)
-            kind, rule = KINDS[name]
-            self._count(kind, rule(arguments, place_of(arguments)), _group(arguments))
+            try:
+                arguments = operator_arguments(function, args, kwargs)
+                kind, rule = KINDS[name]
+                self._count(kind, rule(arguments, place_of(arguments)), _group(arguments))
+            except Exception:  # arguments of another torch
+                self.unknown.add(name)
         elif name.startswith(COLLECTIVES) and name not in WITHOUT_BYTES:
             self.unknown.add(name)
         return function(*args, **(kwargs or {}))
@@ -205,11 +210,18 @@ KINDS: dict[str, tuple[str, Rule]] = {
     "_dtensor::shard_dim_alltoall": ("all_to_all", all_slices("input")),
     "hpc_parallel::exchange_counts": ("all_to_all", all_slices("counts")),
 }
-COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "symm_mem::", "_dtensor::")
-# Waits, barriers, checks, and operators that only name or wrap a tensor.
+# The last ones run other operators, which this mode does not see.
+COLLECTIVES = (
+    "c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "symm_mem::", "_dtensor::",
+    "higher_order::",
+)  # fmt: skip
+# Waits, barriers, checks, operators that only name or wrap a tensor, and those that keep the state of a
+# generator of random numbers.
 WITHOUT_BYTES = {
     "c10d::barrier", "c10d::monitored_barrier_", "c10d::check_for_nan",
     "_c10d_functional::_wrap_tensor_autograd", "_c10d_functional::wait_tensor",
     "_c10d_functional_autograd::wait_tensor", "_dtensor::mesh_get_process_group",
+    "higher_order::run_and_save_rng_state", "higher_order::run_with_rng_state",
+    "higher_order::graphsafe_run_with_rng_state",
 }  # fmt: skip
 NAMES = tuple(dict.fromkeys(kind for kind, _ in KINDS.values()))

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hpc_parallel.profiling.left_out import left_out
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.training.nonfinite import order
@@ -60,26 +61,40 @@ class ReplicaCheck:
             for names in self._names.values()
         ]
         self._kind = digest(kind_of(device))
+        self._on = True
 
     def check(self, step: int) -> None:
         """Compare the weights after `step` (0: before the first). All ranks must call it together.
 
         If the devices are of several kinds, only the weights before the first step are compared, because sums
         in another order differ in the last bit. Raises ReplicaError on a rank that differs, FollowerError on
-        the others.
+        the others. If a rank can't sum its weights, no weights are compared from then on.
         """
-        sums = checksums(self._weights)
-        row = [self._kind]
-        for holdings, names in zip(self._holdings, self._names.values(), strict=True):
-            row += [holdings, digest([sums[name] for name in names])]
+        if not self._on:
+            return
+        sums: dict[str, int] = {}
+        row = [0] * 5
+        with left_out("the comparison of replicas is"):
+            sums = checksums(self._weights)
+            row = [self._kind, *self._digests(sums)]
         rows = [torch.empty(len(row), dtype=torch.int64) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, torch.tensor(row))
         table: list[list[int]] = torch.stack(rows).tolist()
-        if step and len({kind for kind, *_ in table}) > 1:
+        self._on = [0] * 5 not in table
+        if not self._on or (step and len({kind for kind, *_ in table}) > 1):
             return
         for split, column in ((False, 1), (True, 3)):
             if differing := first_difference([(row[column], row[column + 1]) for row in table]):
                 self._raise(step, sums, split=split, ranks=differing)
+
+    def _digests(self, sums: Mapping[str, int]) -> list[int]:
+        """For whole and for split weights: what this rank holds, and the checksum of its values."""
+        pairs = zip(self._holdings, self._names.values(), strict=True)
+        return [
+            number
+            for holdings, names in pairs
+            for number in (holdings, digest([sums[name] for name in names]))
+        ]
 
     def _raise(self, step: int, sums: Mapping[str, int], *, split: bool, ranks: Sequence[int]) -> NoReturn:
         """`ranks`: the replicas of one part, whose checksums are not all equal."""

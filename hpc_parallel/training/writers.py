@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.tasks import total_steps
+from hpc_parallel.profiling.left_out import left_out
 from hpc_parallel.record.credentials import public_part
 from hpc_parallel.record.metrics_file import SEPARATOR, MetricsLine, described
 from hpc_parallel.record.run_folder import RunFolder
@@ -44,12 +45,14 @@ class TensorBoardWriter:
         self._writer = SummaryWriter(str(folder.path / "tensorboard"))
 
     def write(self, line: dict[str, Any]) -> None:
-        for key, value in line.items():
-            if isinstance(value, int | float) and key != "step":
-                self._writer.add_scalar(key, value, global_step=line["step"])
+        with left_out("a line for TensorBoard is"):
+            for key, value in line.items():
+                if isinstance(value, int | float) and key != "step":
+                    self._writer.add_scalar(key, value, global_step=line["step"])
 
     def close(self) -> None:
-        self._writer.close()
+        with left_out("the last lines for TensorBoard are"):
+            self._writer.close()
 
 
 class WandbWriter:
@@ -62,10 +65,12 @@ class WandbWriter:
         self._run = wandb.init(dir=folder.path, name=folder.path.name, config=config, settings=settings)
 
     def write(self, line: dict[str, Any]) -> None:
-        self._run.log({k: v for k, v in line.items() if isinstance(v, int | float)}, step=line["step"])
+        with left_out("a line for Weights & Biases is"):
+            self._run.log({k: v for k, v in line.items() if isinstance(v, int | float)}, step=line["step"])
 
     def close(self) -> None:
-        self._run.finish()
+        with left_out("the last lines for Weights & Biases are"):
+            self._run.finish()
 
 
 def open_writers(config: RunConfig, *, folder: RunFolder, values: dict[str, Any]) -> list[Writer]:

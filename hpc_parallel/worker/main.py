@@ -28,6 +28,7 @@ from hpc_parallel.machine.fabric_kind import FabricDevices
 from hpc_parallel.machine.topology import alike, nvml_module, topology
 from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents
+from hpc_parallel.profiling.left_out import left_out
 from hpc_parallel.record.owner import hold_by_job
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json
@@ -236,7 +237,9 @@ def join(
     variables = fabric.recorded(os.environ, also=[*config.cluster.environment, *reasons])
     host_info = None
     if world.local_rank == 0:
-        shape = topology(nvml=nvml_module() if device.type == "cuda" else None)
+        shape: dict[str, Any] = {"parts": [], "links": []}
+        with left_out("the topology of this host is"):
+            shape = topology(nvml=nvml_module() if device.type == "cuda" else None)
         host_info = {"topology": shape, "fabric": {"variables": variables, "reasons": reasons}}
     ranks = exchange.all_gather({**rank_info, "of_host": host_info})
     by_host = {rank["host"]: facts for rank in ranks if (facts := rank.pop("of_host")) is not None}

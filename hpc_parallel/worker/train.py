@@ -16,6 +16,7 @@ from hpc_parallel.config.layout import servers
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.machine.device_state import device_state
 from hpc_parallel.machine.topology import nvml_module
+from hpc_parallel.profiling.left_out import left_out
 from hpc_parallel.profiling.measurement import Measurement
 from hpc_parallel.profiling.rank_times import RankTimes
 from hpc_parallel.profiling.recording import Recording
@@ -283,7 +284,8 @@ def finish(
     chart = observers.measurement.schedule_chart()
     rank = dist.get_rank()
     if rank == 0 and chart is not None:
-        chart.write(folder)
+        with left_out("the chart of the schedule is"):
+            chart.write(folder)
     lines = MetricsReader(folder.metrics).read() if rank == 0 else []
     complete(context, lines=lines, writers=observers.writers, measured=measured)
     if rank == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,11 +32,12 @@ def ring(ranks: int, amount: float) -> float:
     return (ranks - 1) * amount * FLOAT
 
 
-COMPILED = ("strategy=data", "nodes=2", "training.compile=true")
+COMPILED = ("training.compile=true", "training.activation_checkpointing=full")
 CLOSED_FORMS = {
     ("strategy=single",): {},
+    ("strategy=single", *COMPILED): {},
     ("strategy=data", "nodes=2"): {"all_reduce": 2 * ring(2, WEIGHTS)},
-    COMPILED: {"all_reduce": 2 * ring(2, WEIGHTS)},
+    ("strategy=data", "nodes=2", *COMPILED): {"all_reduce": 2 * ring(2, WEIGHTS)},
     ("strategy=data", "nodes=4"): {"all_reduce": 2 * ring(4, WEIGHTS)},
     ("strategy=fsdp", "nodes=2"): {
         "all_gather": ring(2, 2 * WEIGHTS - ROOT),
@@ -58,7 +60,10 @@ CLOSED_FORMS = {
 }  # fmt: skip
 
 
-FULL = [COMPILED, ("strategy=data", "nodes=4"), ("strategy=pipeline", "nodes=2", "model.tied_head=false")]
+FULL = [
+    ("strategy=data", "nodes=2", *COMPILED), ("strategy=data", "nodes=4"),
+    ("strategy=pipeline", "nodes=2", "model.tied_head=false"),
+]  # fmt: skip
 QUICK = [layout for layout in CLOSED_FORMS if layout not in FULL]
 
 
@@ -163,6 +168,73 @@ def test_measuring_changes_no_result(workers: Workers, strategy: str) -> None:
     assert all(line["step_time_s"] > 0 for line in watched.lines)
     times = [line["step_time_s"] for line in watched.lines]
     assert times[1] == times[2] == times[3] == times[4]  # 3 to 5 were watched: they say nothing of the others
+
+
+def _trained_without_measurements(folder: str) -> tuple[list[float], str]:
+    """The losses of a training whose measurements all fail on some rank, and what rank 1 prints."""
+    import contextlib
+    import io
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    from hpc_parallel.profiling import measurement, rank_times
+    from hpc_parallel.record.metrics_file import MetricsReader
+    from hpc_parallel.record.run_folder import RunFolder
+    from hpc_parallel.training import replicas
+    from tests.workers import train_here
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError("No space\nleft on device")
+
+    printed = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(rank_times, "FIRST_STEP", 6))
+        stack.enter_context(mock.patch.object(rank_times, "COST", 1e9))
+        stack.enter_context(mock.patch.object(rank_times, "LEAST_STEPS", 1))
+        if dist.get_rank() == 1:
+            stack.enter_context(mock.patch.object(measurement, "events_of", fails))
+            stack.enter_context(mock.patch.object(replicas, "checksums", fails))
+            stack.enter_context(contextlib.redirect_stderr(printed))
+        train_here(folder, {})
+    return [
+        line["loss"] for line in MetricsReader(RunFolder(Path(folder)).metrics).read()
+    ], printed.getvalue()
+
+
+def test_a_measurement_that_fails_on_one_rank_is_left_out(workers: Workers) -> None:
+    words = (*SHORT, "strategy=pipeline", "nodes=2", "training.steps=8", "training.log_every=1")
+    run = workers.prepare(*words)
+    (losses, _), (_, printed) = workers.run(2, _trained_without_measurements, str(run.folder.path))
+    assert losses == workers.train(*words).losses
+    reason = "(OSError: No space left on device); the training goes on\n"
+    lines = [f"WARNING: the comparison of replicas is left out {reason}"]
+    lines += [f"WARNING: the times of a step are left out {reason}"] * 5  # 4 and 5, then 6, 7 and 8
+    assert printed == "".join(lines)
+    found = json.loads(run.folder.summary.read_text())
+    keys = ("exposed_communication_share", "bubble_share", "step_parts_s")
+    assert [found[key] for key in keys] == [None] * 3
+    assert found["traffic_bytes"] > 0
+    assert not (run.folder.path / "timeline.json").exists()
+    assert not run.folder.rank_times.exists()
+
+
+def test_operators_that_run_others_are_called_or_named() -> None:
+    """Compiled code keeps the generator's state for dropout and for attention."""
+    import torch
+    from torch._prims.rng_prims import run_and_save_rng_state
+
+    from hpc_parallel.profiling.traffic import Traffic
+
+    ones = torch.ones(3)
+    with Traffic() as traffic:
+        state, drawn = run_and_save_rng_state(torch.ops.aten.rand_like.default, ones, device="cpu")
+        torch.set_rng_state(state)
+        assert torch.equal(drawn, torch.rand(3))
+        assert traffic.unknown == set()
+        (more,) = torch.ops.higher_order.cond(torch.tensor(True), lambda x: (x + 1,), lambda x: (x,), (ones,))
+    assert more.tolist() == [2.0] * 3
+    assert traffic.unknown == {"higher_order::cond"}
 
 
 def _left_behind(folder: str) -> list[str]:
