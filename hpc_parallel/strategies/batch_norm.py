@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.mesh import name_of
@@ -35,7 +36,10 @@ def forward(group: dist.ProcessGroup, axis: str, original: Forward, norm: BatchN
     """Normalise `x` [batch, channel, ...], this rank's part of the microbatch."""
     require_dims(norm, x)
     if not norm.training and norm.running_mean is not None:
-        return original(norm, x)
+        # Sliced weights are gathered in bfloat16, which no kernel combines with statistics in float32.
+        dtype = norm.running_mean.dtype
+        weight, bias = (None if value is None else value.to(dtype) for value in (norm.weight, norm.bias))
+        return F.batch_norm(x, norm.running_mean, norm.running_var, weight, bias, eps=norm.eps)
     out, mean, variance, count = Normalise.apply(x, norm.weight, norm.bias, norm.eps, group, axis)
     track(norm, mean=mean, variance=variance, count=count)
     return out  # type: ignore[no-any-return]
