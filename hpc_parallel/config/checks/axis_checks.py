@@ -48,7 +48,8 @@ def _declared(axis: Axis, degree: int, *, config: RunConfig, layout: Layout) -> 
         holds = all(_value_at(config, key) == value for key, value in conflict.when.items())
         if holds and _value_at(config, conflict.key) == conflict.value:
             rule = f"can't be combined with strategy.{axis.name} = {degree}: {conflict.reason}"
-            yield Problem(conflict.key, conflict.value, rule, conflict.legal)
+            # A group is chosen by its own name: task=infer has other keys than task=generate.
+            yield Problem(conflict.key.removesuffix(".name"), conflict.value, rule, conflict.legal)
 
 
 def _value_at(config: RunConfig, key: str) -> Any:
