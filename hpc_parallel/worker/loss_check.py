@@ -67,7 +67,7 @@ def _terms_problems(model: LayeredModel, targets: Tensor) -> Iterator[str]:
         yield f"loss_terms returns {twice} for samples that are there twice instead of twice {once}"
     if (
         model.loss_terms(torch.zeros_like(targets)) != once
-        or model.loss_terms(-torch.ones_like(targets)) != once
+        or model.loss_terms(torch.full_like(targets, -1)) != once
     ):
         yield (
             "loss_terms depends on the values of the targets, which differ between devices: it may depend on "

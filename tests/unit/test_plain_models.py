@@ -124,6 +124,25 @@ def test_samples_that_it_can_not_take_are_named_with_its_line(
         check_loss(built("TableNet"), seed=1, data=data, device=torch.device("cpu"))
 
 
+class Signs(LayeredModel):
+    def __init__(self) -> None:
+        super().__init__(stem=nn.Identity(), blocks=[nn.Linear(3, 3)], head=nn.Identity())
+
+    def loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(output, targets.to(output), reduction="sum")
+
+
+class SignedPixels(Pixels):
+    def batch(self, indices: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        pixels, _ = super().batch(indices)
+        return pixels, pixels > 0
+
+
+def test_targets_may_be_truth_values() -> None:
+    data: Any = SimpleNamespace(train=SignedPixels(3, torch.float32))
+    check_loss(Signs(), seed=1, data=data, device=torch.device("cpu"))
+
+
 @pytest.mark.parametrize("strategy", ["pipeline", "tensor", "expert"])
 def test_keys_of_a_users_class_mean_what_the_user_says(strategy: str) -> None:
     """Its `layers`, `heads` and `experts` need not be what a technique splits."""
