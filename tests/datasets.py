@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -77,9 +78,15 @@ class Unseeded(Points):
 
 
 class Masked(Dataset[tuple[Tensor, Tensor]]):
-    """Sequences of `length` numbers; a different part of each sample's targets is `ignored`."""
+    """Sequences of `length` numbers; a different part of each sample's targets is `ignored`.
 
-    def __init__(self, samples: int = 64, length: int = 32, ignored: int = -100) -> None:
+    All targets of the samples in `blank` are ignored.
+    """
+
+    def __init__(
+        self, samples: int = 64, length: int = 32, ignored: int = -100, blank: Sequence[int] = ()
+    ) -> None:
+        self.blank = blank
         self.tokens = torch.randint(256, (samples, length + 1), generator=torch.Generator().manual_seed(3))
         self.ignored = ignored
 
@@ -88,7 +95,7 @@ class Masked(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.tokens[index, :-1], self.tokens[index, 1:].clone()
-        targets[: index * 7 % len(targets)] = self.ignored
+        targets[: len(targets) if index in self.blank else index * 7 % len(targets)] = self.ignored
         return inputs, targets
 
 

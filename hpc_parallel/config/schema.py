@@ -148,7 +148,7 @@ class TrainingConfig:
     log_every: int = key(10, count())  # Steps between two lines of `metrics.jsonl`.
     # Steps between two validations; null: the run does not validate.
     validate_every: int | None = key(100, count())
-    validation_samples: int = key(256, count())  # The number of samples in one validation.
+    validation_samples: int = key(256, count())  # The most samples in one validation.
     # Early steps that the profiler times, after one step that counts bytes; 0: nothing is measured.
     measure_steps: int = key(2, at_least(0))
     # Steps between two checkpoints, with one more after the last step; null: only a signal saves one.

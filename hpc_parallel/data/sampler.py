@@ -166,6 +166,14 @@ class Batches:
         """Returns the positions in the data of this replica's samples of `step`: [samples]."""
         return self._positions(self.indices(step))
 
+    def counted(self, step: int, *, count: int) -> list[int]:
+        """How many samples of each of this replica's microbatches are among the first `count` of all steps.
+
+        A microbatch has them before its other samples, which only fill the last global batch.
+        """
+        counts: list[int] = (self.indices(step) < count).reshape(self.microbatches, -1).sum(1).tolist()
+        return counts
+
     def _positions(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         population = len(self.samples)
         if self.seed is None:
@@ -225,14 +233,6 @@ def pinned(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, 
         return batch
     torch.cuda.set_device(device)  # a new thread has GPU 0, and pinning would open a context there
     return batch[0].pin_memory(), batch[1].pin_memory()
-
-
-def validation_steps(samples: Samples, *, count: int, global_batch_size: int) -> int:
-    """The number of full global batches in the first `count` samples, at least one.
-
-    Only full batches count, so every layout measures the same samples with the shapes of training.
-    """
-    return max(1, min(count, len(samples)) // global_batch_size)
 
 
 def sample_order(

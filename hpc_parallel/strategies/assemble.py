@@ -42,7 +42,7 @@ from hpc_parallel.strategies import (
 from hpc_parallel.strategies.device_traffic import DeviceTraffic
 from hpc_parallel.strategies.forward_backward import Accumulate, ForwardBackward, SequenceParts, TensorGroup
 from hpc_parallel.strategies.groups import Groups
-from hpc_parallel.strategies.loss import LossTerms, MetricsOf, WithMetrics
+from hpc_parallel.strategies.loss import LossTerms, MetricsOf, TermsOf, WithMetrics, count_terms
 from hpc_parallel.strategies.loss_scale import LossScale
 from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint, slicing_axis
 from hpc_parallel.strategies.model_checks import is_own
@@ -133,7 +133,8 @@ def assemble(
     elif config.training.compile and axis_of(mesh, "tensor") is None:  # DTensor's loss is not compiled
         loss = compiling.compile_loss(loss)
     loss = loss if loss_scale is None else loss_scale.apply(loss)
-    evaluation = WithMetrics(loss, metrics, model=type(model).__name__)
+    terms = terms_of(model, mesh=mesh)
+    evaluation = WithMetrics(loss, metrics, terms=terms, model=type(model).__name__)
 
     build_schedule = partial(
         build_forward_backward, stages=local_stages, replicas=replicas, loss=evaluation, weight=weight,
@@ -258,6 +259,13 @@ def metrics_of(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig
     if (axis := axis_of(mesh, "tensor")) is not None and options.loss_parallel:
         metrics = tensor.metrics_of_slices(metrics, axis=axis)
     return metrics
+
+
+def terms_of(model: LayeredModel, *, mesh: DeviceMesh) -> TermsOf:
+    """The number of the loss's terms as this rank counts it: tiles have equal shares of it."""
+    axis = axis_of(mesh, "tile")
+    tiles = 1 if axis is None else axis.size()
+    return lambda targets: count_terms(model, targets) / tiles
 
 
 def scale_of(parts: Sequence[LayeredModel], *, config: RunConfig, device: torch.device) -> LossScale | None:

@@ -40,9 +40,10 @@ class ForwardBackward(Protocol):
         """
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the replica's mean loss and metrics [1 + metrics] without gradients.
+        """Returns this rank's share of the replica's sums [loss, terms, *metrics] without gradients.
 
-        If a peer has them, returns zeros, or one zero without a dim.
+        The shares of all ranks add up to the sums. If a peer has them, returns zeros, or one zero without a
+        dim.
         """
 
 
@@ -92,12 +93,11 @@ class Accumulate:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss and metrics of this replica's batch, forward only."""
-        terms = self._terms(targets)
-        losses = [
+        """The sums of this replica's batch, forward only."""
+        sums = [
             self._loss(self._forward(samples), expected) for samples, expected in self._split(inputs, targets)
         ]
-        return torch.stack(losses).sum(0) / terms
+        return torch.stack(sums).sum(0)
 
     def _split(self, inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
         return list(zip(inputs.chunk(self._microbatches), targets.chunk(self._microbatches), strict=True))
@@ -131,7 +131,7 @@ class SequenceParts:
         return self._inner.train(self._slices(inputs), self._slices(targets)) / self._degree
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self._inner.evaluate(self._slices(inputs), self._slices(targets)) / self._degree
+        return self._inner.evaluate(self._slices(inputs), self._slices(targets))
 
     def _slices(self, sequence: Tensor) -> Tensor:
         slices = slices_of(self._rank, degree=self._degree, length=sequence.shape[1])

@@ -1,14 +1,15 @@
 """The loss of a rank, the number of its terms and, in evaluation, the model's metrics.
 
-A model's own metrics (`LayeredModel.metrics`) are sums over the terms of the loss, so schedules add up and
-average metrics and loss in the same way. In evaluation the loss function returns a vector: the loss and then
-the metrics.
+A model's own metrics (`LayeredModel.metrics`) are sums over the terms of the loss, so schedules add up the
+loss, the number of its terms and the metrics in the same way. In evaluation the loss function returns a
+vector: the loss, the number of its terms and then the metrics.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,17 @@ from hpc_parallel.user_code import UserCodeError
 
 MetricsOf = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
 """(head's output, targets) -> sums over the terms of the loss, by name, as `LayeredModel.metrics`."""
+TermsOf = Callable[[Tensor], float | Tensor]
+"""Targets [batch, ...] -> the number of terms of the loss, on the device if some targets are ignored."""
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 RESERVED = ("loss",)
 ROUNDING = 0.01  # tolerance as a share of a sum, far above the rounding of bfloat16
+
+
+def count_terms(model: LayeredModel, targets: Tensor) -> int | Tensor:
+    """The number of terms of the loss of `targets` [batch, ...]; on the device if some may be ignored."""
+    ignored = model.ignore_index
+    return model.loss_terms(targets) if ignored is None else (targets != ignored).sum()
 
 
 class LossTerms:
@@ -44,10 +53,9 @@ class LossTerms:
 
         The count stays on the device, a scalar in float32. Without any term it is 1, and the loss is 0.
         """
-        ignored = self._model.ignore_index
-        if ignored is None:
-            return self._model.loss_terms(targets) / self._weight
-        count = (targets != ignored).sum(dtype=torch.float32)
+        if self._model.ignore_index is None:
+            return count_terms(self._model, targets) / self._weight
+        count = torch.as_tensor(count_terms(self._model, targets), dtype=torch.float32)
         if self._axis is not None:
             with marked(f"all_reduce {name_of(self._axis)}"):
                 dist.all_reduce(count, group=self._axis.get_group())
@@ -65,27 +73,44 @@ def propagate_nonfinite(loss: Tensor) -> Tensor:
 
 
 class WithMetrics:
-    """A loss function that returns [loss, *metrics] if gradients are off.
+    """A loss function that returns [loss, terms, *metrics] in float64 if gradients are off.
 
-    `names`: the names of these metrics.
+    `names`: the names of these metrics; empty on a rank that has computed none.
     """
 
-    def __init__(self, loss: Loss, metrics: MetricsOf, *, model: str) -> None:
+    def __init__(self, loss: Loss, metrics: MetricsOf, *, terms: TermsOf, model: str) -> None:
         """`model`: the name of the class, for messages."""
-        self._loss, self._metrics, self._model = loss, metrics, model
+        self._loss, self._metrics, self._terms, self._model = loss, metrics, terms, model
         self.names: tuple[str, ...] = ()
+        self._counts: Iterator[int] = iter(())
+        self._cut = False  # whether a batch was ever cut
 
-    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        loss = self._loss(output, target)
+    def begin_batch(self, counts: Sequence[int]) -> None:
+        """Let only the first `counts[m]` samples of the next batch's microbatch m count.
+
+        Stages have fixed shapes, so the last batch is filled with samples that pass the model but not the
+        loss. Schedules compute the losses in the order of the microbatches.
+        """
+        self._counts = iter(counts)
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return loss
+            return self._loss(output, target)
+        size = len(target)
+        count = next(self._counts, size)
+        if count == 0:  # the loss of no samples need not be defined
+            return torch.zeros(2 + len(self.names), dtype=torch.float64, device=target.device)
+        if count < size:
+            self._require_rows(output, target, count=count)
+            (output, target), _ = _divide(output, target, first=count)
         values = self._metrics(output, target)
         if tuple(values) != self.names:
             for name, value in values.items():
                 self._require(name, value)
             self._require_sums(values, output, target)
             self.names = tuple(values)
-        return torch.stack([loss, *(value.to(loss.dtype) for value in values.values())])
+        sums = (self._loss(output, target), self._terms(target), *values.values())
+        return torch.stack([torch.as_tensor(s, dtype=torch.float64, device=target.device) for s in sums])
 
     def _require(self, name: object, value: object) -> None:
         """Raises UserCodeError if `name` or `value` is not legal for a metric."""
@@ -99,15 +124,55 @@ class WithMetrics:
             rule = "it must be one number in a tensor, a sum over the terms of the loss"
             raise UserCodeError([f"{self._model}.metrics returned {what} for {text}: {rule}"])
 
-    def _require_sums(self, values: Mapping[str, Tensor], output: Tensor, target: Tensor) -> None:
+    def _require_sums(self, values: Mapping[str, Tensor], output: Any, target: Tensor) -> None:
         """Raises UserCodeError if the values for the two halves of the samples don't add up to `values`."""
-        if len(output) < 2 or len(output) != len(target):
+        if len(target) < 2 or not _has_rows(output, of=len(target)):
             return
-        halves = [self._metrics(*half) for half in zip(output.chunk(2), target.chunk(2), strict=True)]
+        halves = [self._metrics(*half) for half in _divide(output, target, first=len(target) // 2)]
         for name, value in values.items():
-            parts = torch.stack([half[name] for half in halves]).double()
-            if bool((parts.sum() - value).abs() > ROUNDING * parts.abs().sum()):
+            if not _adds_up([half[name] for half in halves], value):
                 raise UserCodeError([
                     f"{self._model}.metrics returned {name}, which is not the sum of its values for both "
                     "halves of the samples: return a sum, not a mean"
                 ])  # fmt: skip
+
+    def _require_rows(self, output: Any, target: Tensor, *, count: int) -> None:
+        """Raises UserCodeError if the loss of the first `count` samples can't be computed by itself."""
+        if self._cut:
+            return
+        if _has_rows(output, of=len(target)):
+            losses = [self._loss(*part) for part in _divide(output, target, first=count)]
+            self._cut = _adds_up(losses, self._loss(output, target))
+        if not self._cut:
+            raise UserCodeError([
+                f"{self._model}.loss of {len(target)} samples is not the sum for {count} and for the rest. "
+                "A validation needs this sum, unless training.global_batch_size divides the number of its "
+                "samples: let the output's first dim be the samples."
+            ])  # fmt: skip
+
+
+def _has_rows(output: Any, *, of: int) -> bool:
+    """Whether the first dim of `output`, a tensor or a tuple of tensors, is divided by `of` samples."""
+    if isinstance(output, tuple):
+        return all(_has_rows(part, of=of) for part in output)
+    return isinstance(output, Tensor) and output.dim() > 0 and len(output) % of == 0
+
+
+def _divide(output: Any, target: Tensor, *, first: int) -> list[tuple[Any, Tensor]]:
+    """Outputs and targets of the `first` samples, and of the others."""
+    size = len(target)
+    parts = ((0, first), (first, size))
+    return [(_rows(output, *ends, of=size), target[slice(*ends)]) for ends in parts]
+
+
+def _rows(output: Any, first: int, end: int, *, of: int) -> Any:
+    """The rows of `output` for the samples from `first` to `end`, without it, of `of` samples."""
+    if isinstance(output, tuple):
+        return tuple(_rows(part, first, end, of=of) for part in output)
+    rows = len(output) // of  # of one sample
+    return output[first * rows : end * rows]
+
+
+def _adds_up(parts: Sequence[Tensor], whole: Tensor) -> bool:
+    values = torch.stack(list(parts)).double()
+    return not bool((values.sum() - whole).abs() > ROUNDING * values.abs().sum())

@@ -300,7 +300,7 @@ class PipelineDriver:
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the mean loss of this pipeline's batch on the rank of the last stage, otherwise zero."""
-        loss = self._run(self._schedule.step, inputs, targets)
+        loss = self._run(self._schedule.step, inputs, targets, terms=self._count_terms(targets))
         for average in self._averages:
             average.finish()
         self._tied.sum_gradients()
@@ -308,14 +308,17 @@ class PipelineDriver:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Like `train`, forward only."""
-        return self._run(self._schedule.eval, inputs, targets)
+        """Returns the sums of this pipeline's batch on the rank of the last stage, otherwise zero."""
+        return self._run(self._schedule.eval, inputs, targets, terms=1.0)
 
-    def _run(self, execute: Callable[..., object], inputs: Tensor, targets: Tensor) -> Tensor:
+    def _run(
+        self, execute: Callable[..., object], inputs: Tensor, targets: Tensor, *, terms: float | Tensor
+    ) -> Tensor:
+        """Returns the sum over the microbatches of what the loss function returns, divided by `terms`."""
         self._tied.copy_originals()
         for part in self._parts:
             part.submod.eval()
-        self._terms = self._count_terms(targets)
+        self._terms = terms
         for auxiliary in self._auxiliary_losses:
             auxiliary.loss_terms = self._terms
         all_losses: list[Tensor] = []

@@ -131,13 +131,13 @@ class Step:
             self.held_bytes = held_bytes(self._parameters)
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Returns the mean loss of this replica's batch; zero if another rank of the replica has the loss."""
+        """Returns the sums over this replica's batch, as `ForwardBackward.evaluate` does."""
         for part in self._assembled.parts:
             part.eval()
-        loss = self._schedule.evaluate(inputs, targets)
+        sums = self._schedule.evaluate(inputs, targets)
         for part in self._assembled.parts:
             part.train()
-        return loss
+        return sums
 
     def raise_if_nonfinite(self, step: int, *, batches: ReadAhead) -> None:
         """Call `Guard.raise_if_nonfinite`. `batches`: those of `train`, to run the first bad step again."""

@@ -30,7 +30,7 @@ class RankBatches:
 
     train: ReadAhead
     validation: Batches
-    validation_steps: int  # batches in one validation
+    validation_samples: int  # samples in one validation
     device: torch.device
     evaluation: WithMetrics  # the loss function
 
@@ -143,7 +143,7 @@ class Trainer:
         samples = self._samples
         samples.train.settle()
         means = validate(
-            evaluate, samples.validation, steps=samples.validation_steps, device=samples.device,
+            evaluate, samples.validation, count=samples.validation_samples, device=samples.device,
             evaluation=samples.evaluation,
         )  # fmt: skip
         self._metrics.leave_out(time.perf_counter() - started)

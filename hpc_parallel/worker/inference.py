@@ -99,15 +99,14 @@ class BatchSizeTimes:
 def validate(session: Session, progress: Progress) -> dict[str, Any]:
     """Run the validation of a training run. Its rate includes the time to read the samples."""
     batches = session.batches(session.data.validation, seed=None)
-    steps = session.validation_steps
+    samples = session.validation_samples
     started = time.perf_counter()
     assembled = session.assembled
     means = validated(
-        watched(assembled.forward_backward, progress), batches, steps=steps, device=session.device,
+        watched(assembled.forward_backward, progress), batches, count=samples, device=session.device,
         evaluation=assembled.evaluation,
     )  # fmt: skip
     (times,) = all_gather_numbers([time.perf_counter() - started], device=session.device)
-    samples = steps * session.config.training.global_batch_size
     return {"samples": samples, **means, "samples_per_s": samples / max(times)}
 
 

@@ -23,7 +23,7 @@ from hpc_parallel.config.schedules import schedule_of, stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.typed_config import typed
 from hpc_parallel.data.dataset import as_data
-from hpc_parallel.data.sampler import Batches, Data, Samples, validation_steps
+from hpc_parallel.data.sampler import Batches, Data, Samples
 from hpc_parallel.record import attempts
 from hpc_parallel.record.endings import Stop
 from hpc_parallel.record.phase import note_phase
@@ -146,13 +146,9 @@ class Session:
         )
 
     @property
-    def validation_steps(self) -> int:
-        """The number of global batches in one validation."""
-        return validation_steps(
-            self.data.validation,
-            count=self.config.training.validation_samples,
-            global_batch_size=self.config.training.global_batch_size,
-        )
+    def validation_samples(self) -> int:
+        """The number of samples in one validation."""
+        return min(self.config.training.validation_samples, len(self.data.validation))
 
 
 def phases_of(folder: RunFolder, *, rank: int) -> Callable[[str], None]:

@@ -257,7 +257,7 @@ def samples_of(session: Session) -> RankBatches:
     return RankBatches(
         train=ReadAhead(train, steps=session.config.training.steps, device=session.device),
         validation=session.batches(session.data.validation, seed=None),
-        validation_steps=session.validation_steps,
+        validation_samples=session.validation_samples,
         device=session.device,
         evaluation=session.assembled.evaluation,
     )

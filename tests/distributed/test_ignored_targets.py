@@ -6,24 +6,31 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hpc_parallel.config.build import build
-from hpc_parallel.data.dataset import as_data
+from hpc_parallel.data.dataset import DatasetData, as_data
+from hpc_parallel.data.sampler import sample_order
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.worker.session import read_config
+from tests.datasets import Masked
 from tests.parity import COMMON, in_full, largest_difference, tensor_difference
 from tests.workers import Trained, Workers, train_here
 
+SAMPLES, SHARE, HELD_OUT = 100, 0.35, 35
+DATA = DatasetData(dataset=Masked(SAMPLES), validation_share=SHARE)
+BLANK = DATA.validation.indices(np.arange(16, 32))  # the second of three batches
 WORDS = (
     *(word for word in COMMON if not word.startswith("data.")), "data=dataset", "data.vocab_size=256",
-    "data.dataset._target_=tests.datasets.Masked",
-    "training.precision=float64",
+    "data.dataset._target_=tests.datasets.Masked", f"+data.dataset.samples={SAMPLES}",
+    f"+data.dataset.blank={BLANK}", f"data.validation_share={SHARE}",
+    f"training.validation_samples={HELD_OUT}", "training.precision=float64",
 )  # fmt: skip
 LAYOUTS = (
     "strategy=data nodes=2 training.microbatch_size=2",
@@ -85,11 +92,19 @@ def test_one_device_takes_the_mean_over_what_is_left(workers: Workers, reference
     assert largest_difference([reference.losses[0]], [wanted.item()]) < 1e-12
 
 
+def test_a_validation_takes_the_mean_over_all_targets_that_count(reference: Trained) -> None:
+    """Of all batches together, as torch takes it: the second has none, and the third has three samples."""
+    config, _ = read_config(reference.folder / "config.yaml")
+    model = build(config.model, key="model").double().eval()
+    inputs, targets = as_data(build(config.data, key="data")).validation.batch(np.arange(HELD_OUT))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(reference.weights[name])
+        wanted = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-100)
+    assert reference.lines[-1]["validation_loss"] == pytest.approx(wanted.item(), rel=1e-12)
+
+
 def first_positions(config: Any) -> Any:
-    import numpy as np
-
-    from hpc_parallel.data.sampler import sample_order
-
     samples = len(as_data(build(config.data, key="data")).train)
     return sample_order(np.arange(config.training.global_batch_size), seed=config.seed, population=samples)
 

@@ -20,7 +20,7 @@ COMMON = (
     f"training.steps={STEPS}",
     "training.log_every=1",
     f"training.validate_every={STEPS}",
-    "training.validation_samples=32",
+    "training.validation_samples=19",
     "training.global_batch_size=16",
     "optimizer.warmup_steps=3",
 )

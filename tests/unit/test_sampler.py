@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hpc_parallel.data.sampler import Batches, sample_order, validation_steps
+from hpc_parallel.data.sampler import Batches, sample_order
 
 SEEDS = st.integers(0, 2**63 - 1)
 
@@ -108,17 +108,32 @@ def test_steps_walk_through_the_epoch() -> None:
     assert torch.equal(seen.sort().values, torch.arange(48))
 
 
-def test_validation_uses_the_first_samples_in_full_batches() -> None:
-    samples = Numbers(100)
-    assert validation_steps(samples, count=64, global_batch_size=16) == 4
-    assert validation_steps(samples, count=70, global_batch_size=16) == 4
-    assert validation_steps(samples, count=1000, global_batch_size=16) == 6
-    assert validation_steps(Numbers(3), count=1000, global_batch_size=8) == 1
-    batches = Batches(samples=samples, global_batch_size=16, seed=None)
-    assert torch.cat([batches.at(step)[0] for step in range(4)]).tolist() == list(range(64))
-    assert Batches(samples=Numbers(3), global_batch_size=8, seed=None).at(0)[0].tolist() == [
-        0, 1, 2, 0, 1, 2, 0, 1,
-    ]  # fmt: skip
+@given(
+    count=st.integers(1, 60), replicas=st.sampled_from([1, 2, 4]), microbatches=st.sampled_from([1, 2]),
+    uneven=st.booleans(),
+)  # fmt: skip
+def test_the_counted_samples_of_all_replicas_are_each_of_the_first_once(
+    count: int, replicas: int, microbatches: int, uneven: bool
+) -> None:
+    """The last batch is filled, and more replicas than samples are left for it."""
+    size = 16 // microbatches // replicas
+    sizes = (size + 1, size - 1) if uneven and replicas == 2 else None
+    seen: list[int] = []
+    for replica in range(replicas):
+        batches = Batches(
+            samples=Numbers(count), global_batch_size=16, seed=None, replica=replica, replicas=replicas,
+            microbatches=microbatches, sizes=sizes,
+        )  # fmt: skip
+        for step in range(-(-count // 16)):
+            pieces = batches.at(step)[0].chunk(microbatches)
+            for counted, piece in zip(batches.counted(step, count=count), pieces, strict=True):
+                seen += piece[:counted].tolist()
+    assert sorted(seen) == list(range(count))
+
+
+def test_a_server_has_no_sample_that_counts() -> None:
+    batches = Batches(samples=Numbers(5), global_batch_size=8, seed=None, replica=None, microbatches=2)
+    assert batches.counted(0, count=5) == [0, 0]
 
 
 def test_an_impossible_population_is_refused() -> None:
