@@ -1,6 +1,6 @@
 """`python -m hpc_parallel tokenize SOURCE... --output tokens.npy`: convert text files to token ids.
 
-Inputs are read in pieces, so neither they nor the tokens need to fit into memory.
+Inputs are read in parts, so neither they nor the tokens need to fit into memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from hpc_parallel.commands.encode_text import encode_text, tokenizer_failures
 from hpc_parallel.data.tokens import Description, description_file
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
 from hpc_parallel.problems import ConfigError
@@ -25,8 +25,7 @@ from hpc_parallel.record.safe_read import DamagedError, is_foreign_link, open_re
 from hpc_parallel.record.safe_write import replacing, write_text
 from hpc_parallel.shell import command_parser, complain
 
-PIECE = 1 << 18  # characters, or bytes, encoded at once
-PIECES = 16  # encoded in parallel
+PIECE = 1 << 18  # bytes read at once
 TOKENIZER_BYTES = 256 << 20  # ten times the largest vocabularies of today
 
 
@@ -80,46 +79,10 @@ class Encoder:
                 while data := stream.read(PIECE):
                     yield np.frombuffer(data, dtype=np.uint8)
             else:
-                for pieces in _grouped(_pieces(stream)):
-                    with _failures_of_tokenizer():
-                        encodings = self.tokenizer.encode_batch(pieces, add_special_tokens=False)
-                    for encoding in encodings:
-                        yield np.asarray(encoding.ids, dtype=np.int64)
+                text = TextIOWrapper(stream, encoding="utf-8", newline="")
+                yield from encode_text(self.tokenizer, text)
         if self.end_of_text is not None:
             yield np.asarray([self.end_of_text])
-
-
-@contextmanager
-def _failures_of_tokenizer() -> Iterator[None]:
-    """Raise ValueError for everything that the tokenizers library raises.
-
-    It has no exceptions of its own, and a panic of its Rust code is not an Exception
-    (https://pyo3.rs/main/doc/pyo3/panic/struct.panicexception).
-    """
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"the tokenizer fails: {error}") from error
-
-
-def _pieces(stream: BinaryIO) -> Iterator[str]:
-    """Yields text cut at line ends, so no word is split. Longer lines are cut after twice PIECE."""
-    text = TextIOWrapper(stream, encoding="utf-8", newline="")
-    while piece := text.read(PIECE) + text.readline(PIECE):
-        yield piece
-
-
-def _grouped(pieces: Iterator[str]) -> Iterator[list[str]]:
-    group: list[str] = []
-    for piece in pieces:
-        group.append(piece)
-        if len(group) == PIECES:
-            yield group
-            group = []
-    if group:
-        yield group
 
 
 def _write(output: Path, files: Sequence[Path], *, encoder: Encoder) -> int:
@@ -218,13 +181,17 @@ def _find_encoder(options: argparse.Namespace, problems: list[str]) -> Encoder |
         return None
     try:
         content = read_bytes(file, limit_bytes=TOKENIZER_BYTES, follow=True)
-        with _failures_of_tokenizer():
+        with tokenizer_failures():
             tokenizer = Tokenizer.from_buffer(content)
     except (ValueError, FileNotFoundError) as error:
         problems.append(f"--tokenizer {file} can't be used: {error}.")
         return None
     tokenizer.no_truncation()  # tokenizer.json may request truncation or padding, which change the text
     tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        problems.append(
+            f"--tokenizer {file} leaves out merges at random. Set the model's dropout to null in it."
+        )
     end_of_text = None if options.end_of_text is None else tokenizer.token_to_id(options.end_of_text)
     if options.end_of_text is not None and end_of_text is None:
         problems.append(f"--end-of-text {options.end_of_text} is no token of {file}.")
