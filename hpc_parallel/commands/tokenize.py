@@ -18,10 +18,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from hpc_parallel.commands.encode_text import encode_text, tokenizer_failures
+from hpc_parallel.data.folder_files import list_files, name_matcher
 from hpc_parallel.data.tokens import Description, description_file
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.record.safe_read import DamagedError, is_foreign_link, open_regular, read_bytes
+from hpc_parallel.record.safe_read import DamagedError, open_regular, read_bytes
 from hpc_parallel.record.safe_write import replacing, write_text
 from hpc_parallel.shell import command_parser, complain
 
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     output: Path = options.output
     problems = [*_output_problems(output)]
-    files = _find_sources(options.source, pattern=options.pattern, problems=problems)
+    notes: list[str] = []
+    files = _find_sources(options.source, pattern=options.pattern, problems=problems, notes=notes)
     encoder = _find_encoder(options, problems)
     if problems or encoder is None:
         return _refuse(problems)
@@ -50,6 +52,8 @@ def main(arguments: Sequence[str]) -> int:
         complain([f"{output} can't be written: {error.strerror or error}."])
         return FAILED
     print(f"{output}: {count:,} tokens of {encoder.vocab_size:,} ({encoder.name}), from {len(files)} files.")
+    for note in notes:
+        print(note)
     print(f"Train on them: data=tokens data.path={output} model.vocab_size={encoder.vocab_size}")
     return DONE
 
@@ -115,6 +119,8 @@ def _append(files: Sequence[Path], *, encoder: Encoder, stream: BinaryIO, proble
                 count += len(ids)
         except UnicodeDecodeError as error:
             problems.append(f"{file} is not UTF-8 ({error.reason} at byte {error.start} of a piece).")
+        except FileNotFoundError:
+            problems.append(f"{file} has been removed since it was listed.")
         except DamagedError as error:
             problems.append(f"{error}.")
         except ValueError as error:
@@ -141,23 +147,28 @@ def _output_problems(output: Path) -> Iterator[str]:
             yield f"{file} exists already, and a run may be reading it. Try another --output."
 
 
-def _find_sources(sources: Sequence[Path], *, pattern: str, problems: list[str]) -> list[Path]:
-    """The given files, and the matching files of the given folders, sorted by name."""
+def _find_sources(
+    sources: Sequence[Path], *, pattern: str, problems: list[str], notes: list[str]
+) -> list[Path]:
+    """The given files, and the matching files of the given folders, sorted by name.
+
+    notes: receives a line for each folder with files that don't match.
+    """
+    try:
+        matches = name_matcher(pattern)
+    except ValueError as error:
+        problems.append(f"--pattern {pattern!r}: {error}. Try --pattern '*.txt'.")
+        return []
     files: list[Path] = []
     for source in sources:
         if os.path.isdir(source):
-            try:
-                matches = sorted(
-                    file
-                    for file in source.rglob(pattern)
-                    if os.path.isfile(file) and not is_foreign_link(file)
-                )
-            except (ValueError, IndexError, NotImplementedError) as error:
-                problems.append(f"--pattern {pattern!r}: {error}. Try --pattern '*.txt'.")
-                continue
-            if not matches:
+            found = list_files(source, matches=matches)
+            problems += [f"{problem}." for problem in found.problems]
+            if not found.matching and not found.problems:
                 problems.append(f"no file in {source} matches {pattern}. Try --pattern '*.md'.")
-            files += matches
+            if note := found.left_out(f"--pattern {pattern}"):
+                notes.append(f"{source}: {note}")
+            files += sorted(found.matching.values())
         elif os.path.lexists(source):
             files.append(source)
         else:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import codecs
-import fnmatch
 import hashlib
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_parallel.record.safe_read import DamagedError, is_foreign_link, open_regular, read_head
+from hpc_parallel.data.folder_files import FolderFiles, list_files, name_matcher, walk_files
+from hpc_parallel.record.safe_read import DamagedError, open_regular
 
 if TYPE_CHECKING:
     from hpc_parallel.data.windows import Windows
@@ -54,7 +53,7 @@ class TextData:
 
         from hpc_parallel.data.windows import Windows
 
-        files = find_files(path, pattern=pattern)
+        files = find_files(path, pattern=pattern).matching
         texts: dict[str, bytes] = {}
         remaining_bytes = max_bytes
         for name, file in files.items():
@@ -66,62 +65,54 @@ class TextData:
         train, validation = split(texts, share=validation_share)
         self.sequence_length = sequence_length
         self.sample_shape = (sequence_length,)
-        self.digest = hashlib.sha256(b"%d:" % len(train) + train + validation).hexdigest()
+        digest = hashlib.sha256(b"%d:" % len(train))
+        for part in (train, validation):
+            digest.update(part)
+        self.digest = digest.hexdigest()
         self.train, self.validation = (
             Windows(np.frombuffer(part, dtype=np.uint8), sequence_length, VOCAB_SIZE, name)
             for part, name in ((train, "training"), (validation, "validation"))
         )
 
 
-def find_files(path: str | None, *, pattern: str) -> dict[str, Path]:
-    """Returns the files by their names relative to `path`, sorted by name.
+def find_files(path: str | None, *, pattern: str) -> FolderFiles:
+    """Lists the files below `path`, or names the one file.
 
-    Raises ValueError if no file matches.
+    Raises ValueError if no file matches, or if data can't be read.
     """
     root = Path(sysconfig.get_path("stdlib") if path is None else os.path.expanduser(path))
     if os.path.isfile(root):
-        return {root.name: root}
-    matches: dict[str, Path] = {}
-    for folder, subfolders, names in os.walk(root):
-        if path is None:  # do not enter LEFT_OUT: site-packages may be all of conda
-            subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]
-        files = (Path(folder, name) for name in fnmatch.filter(names, pattern))
-        matches |= {
-            file.relative_to(root).as_posix(): file
-            for file in files
-            if os.path.isfile(file) and not is_foreign_link(file)
-        }
-    if not matches:
+        return FolderFiles({root.name: root}, Counter(), [])
+    skipped = LEFT_OUT if path is None else ()  # site-packages may be all of conda
+    found = list_files(root, matches=name_matcher(pattern), skipped=skipped)
+    if path is not None:
+        found.require()
+    if not found.matching:
         usual = usual_pattern(root)
         hint = f"Try data.pattern={usual}." if usual else "It must be a text file or a folder of text files."
         raise ValueError(f"no file matches data.pattern = {pattern} in {root}. {hint}")
-    return dict(sorted(matches.items()))
+    return found
 
 
 def usual_pattern(folder: Path) -> str | None:
     """The pattern for the most frequent suffix in a folder; None if files with this suffix are not text."""
     examples: dict[str, Path] = {}
     counts: Counter[str] = Counter()
-    for file in islice(_sorted_walk(folder), _MOST_EXAMPLES):
-        if file.suffix and not file.name.startswith("."):
-            examples.setdefault(file.suffix, file)
-            counts[file.suffix] += 1
+    walk = walk_files(folder, matches=lambda file: False, problems=[])
+    for example in islice(walk, _MOST_EXAMPLES):
+        if example.suffix and not example.name.startswith("."):
+            examples.setdefault(example.suffix, example)
+            counts[example.suffix] += 1
     if not counts:
         return None
     suffix = counts.most_common(1)[0][0]
     try:
-        head = read_head(examples[suffix], limit_bytes=4096)
+        with open_regular(examples[suffix], follow=True) as file:
+            head = file.read(4096)
         codecs.getincrementaldecoder("utf-8")().decode(head)  # the head may end inside a character
     except (OSError, DamagedError, UnicodeDecodeError):
         return None
     return None if b"\0" in head else f"*{suffix}"
-
-
-def _sorted_walk(folder: Path) -> Iterator[Path]:
-    """All files below `folder`, in the same order on every host."""
-    for place, subfolders, names in os.walk(folder):
-        subfolders.sort()
-        yield from (Path(place, name) for name in sorted(names))
 
 
 def split(texts: dict[str, bytes], *, share: float) -> tuple[bytes, bytes]:

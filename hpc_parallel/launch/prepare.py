@@ -18,6 +18,7 @@ from hpc_parallel.config import job_python
 from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.checks import starting_weights
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
+from hpc_parallel.config.checks.data_checks import data_warnings
 from hpc_parallel.config.checks.script_checks import script_warnings
 from hpc_parallel.config.container_paths import container_warnings
 from hpc_parallel.config.layout import processes_per_node, servers
@@ -99,6 +100,7 @@ class PreparedRun:
         kept = [] if self.snapshot is None else [*self.snapshot.notes]
         texts = (
             *job_python.warnings(self.config), *self.container_warnings, *script_warnings(self.config),
+            *data_warnings(self.config),
         )  # fmt: skip
         warnings = [*site_warnings(self.config), *(f"warning     {text}" for text in texts)]
         kept = [*kept, *kept_notes(self.config.script, snapshot=self.snapshot)]

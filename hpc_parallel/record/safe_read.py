@@ -193,12 +193,17 @@ def size_of(path: Path) -> int:
 
 
 def is_foreign_link(path: Path) -> bool:
-    """Whether `path` is a link that another user made: it may lead to a private file of this user."""
+    """Whether `path` is a link that another user made to what does not belong to that user.
+
+    It may lead to a private file of this user.
+    """
     try:
         status = path.lstat()
+        if not stat.S_ISLNK(status.st_mode) or status.st_uid in (os.geteuid(), 0):
+            return False
+        return path.stat().st_uid != status.st_uid
     except (OSError, ValueError):
         return False
-    return stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0)
 
 
 def list_folder(path: Path) -> list[os.DirEntry[str]]:

@@ -24,7 +24,7 @@ def bytes_of(part: Windows) -> bytes:
 
 def test_the_standard_library_is_there_without_asking() -> None:
     data = TextData(sequence_length=128)
-    names = find_files(None, pattern="*.py")
+    names = find_files(None, pattern="*.py").matching
     assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= set(names)
     assert not [name for name in names if "site-packages" in name or "/test" in name or "idlelib" in name]
     assert len(data.train) * 128 > 3_000_000

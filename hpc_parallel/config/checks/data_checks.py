@@ -6,6 +6,8 @@ The checks read only the schemas and statistics of Parquet files, and import no 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ from hpc_parallel.config.model_data_schema import (
     UNetConfig,
 )
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.script import TASK
+from hpc_parallel.data import text, tokens  # neither imports torch
 from hpc_parallel.data.table_files import FileColumn, find_files, read_columns, with_rows
 from hpc_parallel.problems import Problem, Problems, nearest
 from hpc_parallel.record.safe_read import list_folder
@@ -72,13 +76,32 @@ def find_problems(config: RunConfig) -> Problems:
 
 def _stored_vocab_size(data: dict[str, Any]) -> int | None:
     """The vocabulary size of the tokens at `data.path`. Raises ValueError if the files are other data."""
-    from hpc_parallel.data import text, tokens  # neither imports torch
-
     if data["_target_"] == TokensDataConfig._target_:
         return tokens.read_description(Path(os.path.expanduser(data["path"])))["vocab_size"]
     if data["_target_"] == TextDataConfig._target_:
         text.find_files(data["path"], pattern=data["pattern"])
     return None
+
+
+def data_warnings(config: RunConfig) -> Sequence[str]:
+    """Name what is left out of a folder of text files."""
+    data = config.data
+    if config.task.name == TASK or class_path(data) != TextDataConfig._target_ or data["path"] is None:
+        return ()
+    return _text_left_out(data["path"], data["pattern"], data["max_bytes"])
+
+
+@cache  # all runs of a sweep have the same folder
+def _text_left_out(path: str, pattern: str, most_bytes: int) -> Sequence[str]:
+    found = text.find_files(path, pattern=pattern)
+    lines = (
+        [f"data.path={path}: {sentence}"] if (sentence := found.left_out(f"data.pattern={pattern}")) else []
+    )
+    size = sum(file.stat().st_size for file in found.matching.values())
+    if most_bytes < size:
+        read = f"only the first {most_bytes:,} of {size:,} bytes are read"
+        lines.append(f"data.path={path}: {read}. For all, add data.max_bytes={size}.")
+    return lines
 
 
 def fit_problems(config: RunConfig) -> Problems:
@@ -116,13 +139,18 @@ def parquet_problems(config: RunConfig) -> Problems:
         return
     names = {"data.input": data["input"]} | ({"data.target": data["target"]} if data["target"] else {})
     try:
-        files = with_rows(find_files(data["path"])[:MOST_FILES])
+        files = with_rows(find_files(data["path"]), most=MOST_FILES)
         columns = [read_columns(file, tuple(names.values())) for file in files]
     except (ValueError, OSError) as error:
         yield f"data.path = {data['path']} can't be used: {error}."
         return
     for key, name in names.items():
         yield from _column(key, name, [parts[name] for parts in columns], are_tokens=not data["target"])
+        nulls = [(file, parts[name].nulls) for file, parts in zip(files, columns, strict=True)]
+        yield from (
+            Problem(key, name, f"names a column with {count} nulls in {file}: leave out such rows")
+            for file, count in nulls if count
+        )  # fmt: skip
     yield from _largest_token(config, [parts[data["input"]] for parts in columns])
 
 
