@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from hpc_parallel.data.dataset import DatasetData
-from hpc_parallel.data.table_files import find_files, with_rows
+from hpc_parallel.data.table_files import find_files, is_parquet, row_count, with_rows
 from hpc_parallel.data.tokens import Description, sampled_digest
 from hpc_parallel.data.windows import Windows
 
@@ -52,7 +52,9 @@ class ParquetData:
         vocab_size: int | None = None,
         validation_share: float = 0.05,
     ) -> None:
-        rows = open_rows(with_rows(find_files(path)), columns=[input] if target is None else [input, target])
+        files = with_rows(find_files(path))
+        rows = open_rows(files, columns=[input] if target is None else [input, target])
+        _require_numbers(rows, files)
         if target is not None:
             samples = Rows(rows, input=input, target=target)
             data = DatasetData(
@@ -79,11 +81,46 @@ def open_rows(files: Sequence[Path], *, columns: Sequence[str]) -> datasets.Data
     """The rows of the files, mapped into memory, with these columns only."""
     datasets.disable_progress_bars()
     names = [str(file) for file in files]
-    if files[0].suffix == ".parquet":
+    if is_parquet(files[0]):
         rows = datasets.Dataset.from_parquet(names, columns=list(columns))
     else:
         rows = datasets.concatenate_datasets([datasets.Dataset.from_file(name) for name in names])
     return rows.select_columns(list(columns)).with_format("arrow")
+
+
+def _require_numbers(rows: datasets.Dataset, files: Sequence[Path]) -> None:
+    """Raise ValueError if a row, or a number in its lists, is null."""
+    for name in rows.column_names:
+        before = 0
+        for chunk in rows.data.column(name).chunks:
+            if (row := _first_null(chunk)) is not None:
+                file, number = _place(before + row, files)
+                raise ValueError(
+                    f"row {number} of {file} (counted from 0) is null or has a null in the column {name}. "
+                    "Leave out such rows when you write the files"
+                )
+            before += len(chunk)
+
+
+def _first_null(chunk: Any) -> int | None:
+    """The first row that is null, or has a null in its lists."""
+    if chunk.null_count:
+        row: int = pc.index(pc.is_null(chunk), True).as_py()
+        return row
+    if pa.types.is_primitive(chunk.type):
+        return None
+    item = _first_null(chunk.flatten())
+    return None if item is None else pc.list_parent_indices(chunk)[item].as_py()
+
+
+def _place(row: int, files: Sequence[Path]) -> tuple[Path, int]:
+    """The file of a row, and its number there."""
+    for file in files:
+        count = row_count(file)
+        if row < count:
+            return file, row
+        row -= count
+    raise ValueError(f"the files in {files[0].parent} have changed while they were read")
 
 
 class Rows:
@@ -103,18 +140,16 @@ class Rows:
 def as_array(values: Any, *, name: str) -> NDArray[Any]:
     """Convert the only value of an Arrow array, a number or nested lists of equal lengths, to a numpy array.
 
-    Raises ValueError if a number is missing or lists have different lengths.
+    Raises ValueError if lists have different lengths.
     """
     shape = []
     while not pa.types.is_primitive(values.type):
         inner = values.flatten()
         lengths = set(pc.list_value_length(values).to_pylist())
-        if len(lengths) != 1 or None in lengths:
+        if len(lengths) != 1:
             raise ValueError(f"the lists in the column {name} have different lengths")
         shape.append(lengths.pop())
         values = inner
-    if values.null_count:
-        raise ValueError(f"a number is missing in the column {name}")
     return np.array(values.to_numpy(zero_copy_only=False)).reshape(shape)
 
 
@@ -127,16 +162,11 @@ class TokenStream:
 
     @classmethod
     def of(cls, column: Any) -> TokenStream:
-        """The tokens of an Arrow column of numbers or lists of numbers.
-
-        Raises ValueError if a token is missing.
-        """
+        """The tokens of an Arrow column of numbers or lists of numbers, without nulls."""
         chunks = []
         for chunk in column.chunks:
             while not pa.types.is_primitive(chunk.type):
                 chunk = chunk.flatten()
-            if chunk.null_count:
-                raise ValueError("a token is missing in the column of data.input")
             if len(chunk):
                 chunks.append(chunk.to_numpy())
         return cls(chunks, start=0, stop=sum(map(len, chunks)))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpc_parallel.data.table_files import find_files, read_columns
+from hpc_parallel.data.table_files import find_files, read_columns, with_rows
 from hpc_parallel.data.windows import Windows
 from hpc_parallel.problems import ConfigError
 from tests.composed import prepared
@@ -128,16 +128,51 @@ def test_rows_are_samples(tmp_path: Path, ending: str) -> None:
             [[1, 2], [3]],
             r"training samples have the shape \[2\], but held-out samples have \[1\]|\[1\].*\[2\]",
         ),
-        ([[1, 2], [3, None]], "ValueError: a number is missing in the column x"),
-        ([[1, 2], None], "ValueError: the lists in the column x have different lengths"),
+        (
+            [[1, 2], [3, None]],
+            r"row 1 of .*data.arrow \(counted from 0\) is null or has a null in the column x",
+        ),
+        ([[1, 2], None], r"row 1 of .*data.arrow"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, column: list[Any], message: str) -> None:
     from hpc_parallel.data.parquet import ParquetData
 
     write(tmp_path / "data.arrow", {"x": pa.array(column, pa.list_(pa.int64())), "y": [1, 2]})
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         ParquetData(path=str(tmp_path), input="x", target="y")
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+@pytest.mark.usefixtures("cache")
+def test_a_null_is_refused_with_its_file_and_row(tmp_path: Path, ending: str) -> None:
+    """A null text was left out of the tokens without a word."""
+    from hpc_parallel.data.parquet import ParquetData
+
+    for name, texts in (("0", TEXTS), ("1", []), ("2", [*TEXTS[:4], None])):
+        write(tmp_path / f"{name}{ending}", {"input_ids": pa.array(texts, pa.list_(pa.int32()))})
+    with pytest.raises(ValueError, match=rf"row 4 of {tmp_path}/2{ending} \(counted from 0\) is null"):
+        ParquetData(path=str(tmp_path), sequence_length=10, vocab_size=200)
+
+
+def test_nulls_of_a_column_of_numbers_are_told_before_the_run_starts(tmp_path: Path) -> None:
+    write(tmp_path / "0.parquet", {"input_ids": [1, 2]})
+    write(tmp_path / "1.parquet", {"input_ids": [1, None, 2, 3, None]})
+    assert f"data.input = input_ids names a column with 2 nulls in {tmp_path}/1.parquet" in told(
+        f"data.path={tmp_path}", "data.sequence_length=1", "data.vocab_size=256"
+    )
+
+
+def test_all_files_below_a_folder_are_listed(tmp_path: Path) -> None:
+    """Also behind links, with an ending in capitals, and beyond empty files."""
+    root, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for file in (root / "a.parquet", root / "b.PARQUET", elsewhere / "c.parquet"):
+        write(file.with_suffix(".parquet"), {"x": [1]}).rename(file)
+    (root / "linked").symlink_to(elsewhere)
+    assert find_files(str(root)) == [root / "a.parquet", root / "b.PARQUET", root / "linked/c.parquet"]
+    write(root / "0.parquet", {"x": pa.array([], pa.int64())})
+    assert with_rows(find_files(str(root)), most=1) == [root / "a.parquet"]
+    assert read_columns(root / "b.PARQUET", ("x",))["x"].largest == 1
 
 
 def told(*words: str) -> str:
