@@ -47,15 +47,20 @@ class FolderFiles:
 
 
 def list_files(root: Path, *, matches: Callable[[Path], bool], skipped: Collection[str] = ()) -> FolderFiles:
-    """List the regular files below `root`. Folders whose names are `skipped` are not entered."""
+    """List the regular files below `root`, or `root` itself if it is a file, whatever its name.
+
+    Folders whose names are `skipped` are not entered.
+    """
     matching: dict[str, Path] = {}
     others: Counter[str] = Counter()
     problems: list[str] = []
-    for file in walk_files(root, skipped=skipped, matches=matches, problems=problems):
-        if not matches(file):
+    is_file = os.path.isfile(root)
+    walk = [root] if is_file else walk_files(root, skipped=skipped, matches=matches, problems=problems)
+    for file in walk:
+        if not is_file and not matches(file):
             others[file.suffix or "without a suffix"] += 1
         elif os.access(file, os.R_OK):
-            matching[file.relative_to(root).as_posix()] = file
+            matching[file.name if is_file else file.relative_to(root).as_posix()] = file
         else:
             problems.append(f"{file} can't be read: you have no permission")
     return FolderFiles(dict(sorted(matching.items())), others, problems)
@@ -121,6 +126,8 @@ def _entries(
         seen.add(place)
         with os.scandir(folder) as entries:
             return status.st_dev, sorted(entries, key=lambda entry: entry.name)
+    except NotADirectoryError:  # `root` is a device, a pipe or a socket
+        return 0, []
     except OSError as error:
         problems.append(f"{folder} can't be listed: {error.strerror}")
         return 0, []

@@ -41,12 +41,9 @@ def find_files(path: str) -> list[Path]:
     Raises ValueError if the folder has no such file, or files of both kinds.
     """
     root = Path(os.path.expanduser(path))
-    if root.is_file():
-        files = [root] if _is_table(root) else []
-    else:
-        found = list_files(root, matches=_is_table)
-        found.require()
-        files = sorted(found.matching.values())
+    found = list_files(root, matches=_is_table)
+    found.require()
+    files = sorted(file for file in found.matching.values() if _is_table(file))
     kinds = {file.suffix.lower() for file in files}
     if len(kinds) != 1:
         rule = "has both .parquet and .arrow files" if kinds else "has no .parquet or .arrow file"

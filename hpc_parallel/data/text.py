@@ -76,13 +76,11 @@ class TextData:
 
 
 def find_files(path: str | None, *, pattern: str) -> FolderFiles:
-    """Lists the files below `path`, or names the one file.
+    """Lists the files below `path`, which may also be one file.
 
     Raises ValueError if no file matches, or if data can't be read.
     """
     root = Path(sysconfig.get_path("stdlib") if path is None else os.path.expanduser(path))
-    if os.path.isfile(root):
-        return FolderFiles({root.name: root}, Counter(), [])
     skipped = LEFT_OUT if path is None else ()  # site-packages may be all of conda
     found = list_files(root, matches=name_matcher(pattern), skipped=skipped)
     if path is not None:
