@@ -98,16 +98,23 @@ def encode_text(tokenizer: Any, text: TextIO) -> Iterator[NDArray[np.int64]]:
 def _joint(tokenizer: Any, tail: Middle, head: Middle) -> int | None:
     """The number of the token in both middles at which the windows can be joined; None if there is none.
 
-    Each word is encoded by itself, so the tokens of equal words are those of the whole text. BPE may be
-    joined inside a word too: a text has only one row of tokens in which BPE encodes each pair of neighbours
-    to this pair (https://github.com/github/rust-gems/tree/main/crates/bpe), and each pair of the joined row
-    is in one of the windows. Without a word's begin, other models depend on all of the text.
+    A word that begins at the same place in both is encoded by itself, and the search for further words goes
+    on from there. If all of a text is one word, only BPE can be joined inside it: a text has only one row of
+    tokens in which BPE encodes each pair of neighbours to this pair
+    (https://github.com/github/rust-gems/tree/main/crates/bpe), and one of the windows has each pair.
     """
     if tail.tokens != head.tokens or len(tail.tokens) < 2:
         return None
     begins = (number for number, (_, _, _, begins_word) in enumerate(tail.tokens) if begins_word)
-    is_bpe = type(tokenizer.model).__name__ == "BPE"
-    return next(begins, len(tail.tokens) // 2 if is_bpe else None)
+    return next(begins, len(tail.tokens) // 2 if _is_bpe_of_one_word(tokenizer) else None)
+
+
+def _is_bpe_of_one_word(tokenizer: Any) -> bool:
+    """Whether the model is BPE and nothing splits a text into words, as in Llama 2."""
+    splitter = tokenizer.pre_tokenizer
+    switch = {"ByteLevel": "use_regex", "Metaspace": "split"}.get(type(splitter).__name__, "")
+    splits = splitter is not None and getattr(splitter, switch, True)
+    return type(tokenizer.model).__name__ == "BPE" and not splits
 
 
 def _united(tokenizer: Any, left: TextWindow, right: TextWindow, windows: Iterator[TextWindow]) -> TextWindow:
