@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
+from hpc_parallel.slurm.environment import CLUSTERS, command_environment
+
 UNANSWERED = 124  # as timeout(1) returns
 MISSING = 127  # as a shell returns
 CONTROL_S = 60.0  # the longest wait for a command that changes a job
@@ -25,13 +27,21 @@ def run(
     waits_s: Sequence[float | None] = (None,),
     is_worth_waiting: Callable[[], bool] = lambda: True,
     stdin: str | None = None,
+    cluster: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of Slurm to its end, or for the sum of the times `waits_s`.
 
     After each of these times `is_worth_waiting` may end the wait. The return code is `UNANSWERED` if there is
     no answer, and `MISSING` if the command can't be started; stderr then has the reason.
+
+    cluster: the one to ask; None: the one that the shell selects. environment: by default that of
+    `command_environment`.
     """
+    if environment is None:
+        environment = command_environment(command[0], os.environ, cluster=cluster)
+    if command[0] == "sacct" and (name := environment.get(CLUSTERS)):  # it ignores the variable
+        command = ("sacct", "-M", name, *command[1:])
     try:
         process = subprocess.Popen(
             command, stdin=None if stdin is None else subprocess.PIPE, stdout=subprocess.PIPE,
@@ -66,13 +76,12 @@ class Inquiry:
         self.silent = False
         self._patience_s = patience_s
 
-    def ask(self, *command: str) -> subprocess.CompletedProcess[str]:
+    def ask(self, *command: str, cluster: str | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command that only reads. The return code is `UNANSWERED` if there is no answer."""
         if self.silent:
             return subprocess.CompletedProcess(command, UNANSWERED, stdout="", stderr="")
-        environment = {**os.environ, "SLURM_BITSTR_LEN": "0"}  # list all pending tasks of an array
         waits_s = (_PROMPT_S, self._patience_s)
-        return run(*command, waits_s=waits_s, is_worth_waiting=self._answers, environment=environment)
+        return run(*command, waits_s=waits_s, is_worth_waiting=self._answers, cluster=cluster)
 
     def _answers(self) -> bool:
         self.silent = not _ping(within_s=_PING_S)

@@ -12,9 +12,9 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 from hpc_parallel.slurm.client import CONTROL_S, MISSING, UNANSWERED, Inquiry, is_installed, run
+from hpc_parallel.slurm.environment import announcements, submission_environment
 from hpc_parallel.slurm.jobs import jobs_by_script
 from hpc_parallel.slurm.limits import partitions
-from hpc_parallel.slurm.sbatch_environment import overrides, submission_environment
 
 ANSWER_S = 60.0  # after a lost answer, how long to ask the controller whether it has the job
 _JOB = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S+| on cluster \S+)?\s*$", re.MULTILINE)
@@ -110,17 +110,14 @@ def refusal_message(text: str) -> str:
 
 
 def warn_of_overrides(script: str) -> None:
-    """Print which variables of the user's shell are not used. A sweep of many scripts prints them once."""
-    _warn_of(tuple(overrides(os.environ, script=script)))
+    """Print how SBATCH_* of the user's shell are used. A sweep of many scripts prints it once."""
+    _warn_of(tuple(announcements(os.environ, script=script)))
 
 
 @cache
-def _warn_of(names: tuple[str, ...]) -> None:
-    if names:
-        text = (
-            f"{', '.join(names)} of this shell: not used, because the job's configuration sets the same flag"
-        )
-        print(f"warning     {text}", file=sys.stderr)
+def _warn_of(lines: tuple[str, ...]) -> None:
+    for line in lines:
+        print(f"warning     {line}", file=sys.stderr)
 
 
 def dry_submit(script: str, *, within_s: float | None = None) -> CompletedProcess[str]:
@@ -148,7 +145,7 @@ def requeue(job: str, *, exclude: str) -> str | None:
 
 
 def _scontrol(*arguments: str) -> CompletedProcess[str]:
-    return run("scontrol", *arguments, waits_s=(CONTROL_S,), environment=submission_environment(os.environ))
+    return run("scontrol", *arguments, waits_s=(CONTROL_S,))
 
 
 def scancel(jobs: Iterable[str]) -> CompletedProcess[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
-from hpc_parallel.slurm.sbatch_environment import as_submitter
+from hpc_parallel.slurm.environment import as_submitter
 from hpc_parallel.slurm.submit import SiteRefusedError, job_id_in, refusal, warn_of_overrides
 
 

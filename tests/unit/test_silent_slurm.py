@@ -18,8 +18,8 @@ from tests.recorded_runs import finished, prepared, started
 STUB = """#!/bin/sh
 case "${0##*/} $1" in
   "scontrol ping") sleep ${PING_S:-0}; echo "Slurmctld(primary) at here is ${PING:-UP}" ;;
-  sacct*) sleep ${SACCT_S:-0}; printf "$SACCT" ;;
-  squeue*) sleep ${SQUEUE_S:-0}; printf "$SQUEUE" ;;
+  sacct*) sleep ${WAIT_SACCT:-0}; printf "$SACCT" ;;
+  squeue*) sleep ${WAIT_SQUEUE:-0}; printf "$SQUEUE" ;;
 esac
 """
 
@@ -53,7 +53,7 @@ def test_commands_that_hang_cost_seconds_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As where slurm.conf is away: each of Slurm's commands looks for it for a minute."""
-    for name, value in {"SACCT_S": "60", "SQUEUE_S": "60", "PING_S": ping_s, "PING": ping}.items():
+    for name, value in {"WAIT_SACCT": "60", "WAIT_SQUEUE": "60", "PING_S": ping_s, "PING": ping}.items():
         monkeypatch.setenv(name, value)
     for number in range(3):
         write_json(started(tmp_path / f"runs/a/{number}").owner, {"job_id": str(number + 1)})
@@ -72,7 +72,7 @@ def test_commands_that_hang_cost_seconds_once(
 def test_nothing_is_asked_to_end_of_a_slurm_that_does_not_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"SACCT_S": "60", "SQUEUE_S": "60", "PING_S": "60"}.items():
+    for name, value in {"WAIT_SACCT": "60", "WAIT_SQUEUE": "60", "PING_S": "60"}.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "bin" / "scancel").write_text("#!/bin/sh\nsleep 60\n")
     (tmp_path / "bin" / "scancel").chmod(0o755)
@@ -121,7 +121,7 @@ def test_the_time_until_the_end_of_a_job_is_slurms(
 
 
 def test_one_that_answers_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SACCT_S", "1.5")
+    monkeypatch.setenv("WAIT_SACCT", "1.5")
     monkeypatch.setenv("SACCT", "7|7|TIMEOUT\n")
     assert states_by_accounting(["7"])["7"].state == "TIMEOUT"
 
@@ -130,7 +130,7 @@ def test_a_late_answer_of_accounting_gives_no_state(monkeypatch: pytest.MonkeyPa
     """The queue answers, and has forgotten the job: it is gone only where accounting says so, too."""
     assert states_by_accounting(["7"])["7"].state == FORGOTTEN
     monkeypatch.setattr("hpc_parallel.slurm.client._PATIENCE_S", 0.2)
-    monkeypatch.setenv("SACCT_S", "60")
+    monkeypatch.setenv("WAIT_SACCT", "60")
     assert states_by_accounting(["7"])["7"].state == SILENT
 
 

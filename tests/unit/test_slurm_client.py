@@ -144,6 +144,20 @@ def test_a_command_that_does_not_answer_or_is_not_there_has_a_reason(
     assert "No such file" in missing.stderr
 
 
+def test_questions_go_to_one_cluster_whatever_the_shell_selects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sacct does not read SLURM_CLUSTERS."""
+    for name in ("squeue", "sacct"):
+        stub(tmp_path, name, 'echo "${SQUEUE_USERS-none} $SLURM_CLUSTERS $*"')
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SQUEUE_USERS", "another")
+    monkeypatch.setenv("SLURM_CLUSTERS", "east")
+    assert run("squeue", "-j", "7").stdout == "none east -j 7\n"
+    assert run("sacct", "-j", "7").stdout == "another east -M east -j 7\n"
+    assert run("sacct", "-j", "7", cluster="west").stdout == "another west -M west -j 7\n"
+
+
 def test_what_stdin_holds_is_read_and_odd_bytes_do_not_stop_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
