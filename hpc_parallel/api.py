@@ -31,7 +31,7 @@ from hpc_parallel.launch.wait import conclude_job, summary_timeout_s
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.names import RUNS
 from hpc_parallel.record.recorded import RecordedRun, find_runs, read_run
-from hpc_parallel.slurm.jobs import job_state
+from hpc_parallel.slurm.jobs import Job, job_state
 from hpc_parallel.slurm.submit import SiteRefusedError
 from hpc_parallel.supervise.end_runs import Target, end_runs
 from hpc_parallel.supervise.run_state import State, states
@@ -187,7 +187,7 @@ class Run:
         """The summary of a run that has ended; if another host wrote it, it may appear on this host later."""
         summary = self.summary
         if summary is None and state.job is not None:
-            job = job_state(state.job)
+            job = job_state(self._recorded.job or Job(state.job))
             deadline = time.monotonic() + summary_timeout_s(job.state)
             while (summary := self.summary) is None and time.monotonic() < deadline:
                 time.sleep(_LOCAL_POLL_S)

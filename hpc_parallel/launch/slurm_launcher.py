@@ -19,7 +19,7 @@ from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record import owner
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.safe_write import write_text
-from hpc_parallel.slurm.jobs import never_starting
+from hpc_parallel.slurm.jobs import Job, never_starting
 from hpc_parallel.slurm.submit import (
     SiteRefusedError,
     dry_submit,
@@ -29,6 +29,7 @@ from hpc_parallel.slurm.submit import (
     withdraw,
 )
 from hpc_parallel.slurm.submitit_executor import Executor
+from hpc_parallel.terminal import warn
 
 REASON_S = 5.0  # time for the scheduler to examine a job that may be refused
 
@@ -43,19 +44,21 @@ class SlurmLauncher:
         self._submit(run)
 
     def launch(self, run: PreparedRun) -> int:
-        job_id = self._submit(run)
+        job = self._submit(run)
         path = run.folder.path
-        print(f"job         {job_id}")
+        print(f"job         {job.id}")
         print(f"run folder  {path}")
         print(f"follow      {command_on(path, 'logs', '--follow')}")
         print(f"cancel      {command_on(path, 'cancel')}", flush=True)
+        if reason := owner.elsewhere(owner.Owner.read(run.folder)):
+            warn(f"job {job.id}: {reason}")
         if not run.config.launcher.wait:
             return DONE
         from hpc_parallel.launch.wait import wait_for_job
 
-        return wait_for_job(run, job_id)
+        return wait_for_job(run, job)
 
-    def _submit(self, run: PreparedRun) -> str:
+    def _submit(self, run: PreparedRun) -> Job:
         with run.written():
             return submit(run)
 
@@ -79,26 +82,26 @@ def executor(run: PreparedRun) -> Executor:
     return submitter
 
 
-def submit(run: PreparedRun) -> str:
-    """Submit the run; returns the job id. Raises SiteRefusedError with Slurm's message."""
+def submit(run: PreparedRun) -> Job:
+    """Submit the run. Raises SiteRefusedError with Slurm's message."""
     run.folder.slurm.mkdir(mode=0o700, exist_ok=run.resumes)
     submitter = None if needs_own_script(run) else executor(run)
     script = submitter.script if submitter is not None else render(run)
     require_sbatch()
     trial = dry_submit(script)
     if submitter is not None:
-        job_id, script = submitter.submit_call(job_entry.rank, str(run.folder.path))
+        job, script = submitter.submit_call(job_entry.rank, str(run.folder.path))
     else:
         write_text(run.folder.batch_script, script)
-        job_id = submit_script(run.folder.batch_script)
+        job = submit_script(run.folder.batch_script)
     try:
-        refused = never_starting([job_id], within_s=REASON_S) if trial.returncode != 0 else {}
-        if job_id in refused:
-            raise SiteRefusedError(refusal_message(f"{trial.stderr.strip()} ({refused[job_id]})"))
-        owner.hand_to_job(run.folder, job_id)
+        refused = never_starting([job], within_s=REASON_S) if trial.returncode != 0 else {}
+        if job in refused:
+            raise SiteRefusedError(refusal_message(f"{trial.stderr.strip()} ({refused[job]})"))
+        owner.hand_to_job(run.folder, job)
         write_text(run.folder.resubmission, render(run))
         write_text(run.folder.batch_script, script)
     except BaseException:  # a full disk, Ctrl-C
-        withdraw([job_id])
+        withdraw([job])
         raise
-    return job_id
+    return job

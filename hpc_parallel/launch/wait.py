@@ -13,7 +13,8 @@ from hpc_parallel.record import owner
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_tail
-from hpc_parallel.slurm.jobs import JobState, job_state
+from hpc_parallel.record.summary_file import has_final_summary
+from hpc_parallel.slurm.jobs import Job, JobState, job_state
 from hpc_parallel.supervise.conclude_run import conclude
 
 PERIOD_S = 0.3  # between two reads of the run folder
@@ -22,14 +23,15 @@ SUMMARY_S = 10.0  # time for a failed job's summary to appear on this host
 COMPLETED_SUMMARY_S = 90.0  # the same for a completed job: an NFS client may cache for a minute
 
 
-def wait_for_job(run: PreparedRun, job_id: str) -> int:
+def wait_for_job(run: PreparedRun, job: Job) -> int:
     """Show the job's state and metrics until it ends; returns 0 if the run completed, else 1.
 
     Ctrl-C does not stop the job. It raises KeyboardInterrupt here, so that a sweep does not continue.
     """
+    job_id = job.id
     follower = RunFollower(run.folder, steps=run.steps, is_script=run.is_script)
     try:
-        state = _follow(follower, job_id)
+        state = _follow(follower, run.folder, job)
         deadline = time.monotonic() + summary_timeout_s(state.state)
         while _awaits_summary(run, job_id) and time.monotonic() < deadline:
             follower.poll()
@@ -54,18 +56,23 @@ def summary_timeout_s(state: str) -> float:
     return COMPLETED_SUMMARY_S if state.upper() == "COMPLETED" else SUMMARY_S
 
 
-def _follow(follower: RunFollower, job_id: str) -> JobState:
+def _follow(follower: RunFollower, folder: RunFolder, job: Job) -> JobState:
     """Poll until the job ends; returns its last state."""
     last_query_s = float("-inf")
     while True:
         if time.monotonic() - last_query_s >= ASK_EVERY_S:
             last_query_s = time.monotonic()
-            state = job_state(job_id)
-            follower.note(f"job {job_id} {state}")
-            if state.ended:
+            state = job_state(job)
+            follower.note(f"job {job.id} {state}")
+            if has_ended(folder, state):
                 return state
         follower.poll()
         time.sleep(PERIOD_S)
+
+
+def has_ended(folder: RunFolder, state: JobState) -> bool:
+    """Whether the job of a run has ended. If Slurm does not say so, the summary does."""
+    return state.ended or (not state.is_known and has_final_summary(folder))
 
 
 def _awaits_summary(run: PreparedRun, job_id: str) -> bool:

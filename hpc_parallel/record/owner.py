@@ -10,6 +10,7 @@ import os
 import platform
 import shlex
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,12 +20,13 @@ from typing import Annotated
 from hpc_parallel.record.run_folder import RunFolder, locked
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.summary_file import has_final_summary
 from hpc_parallel.record.trust import UntrustedError, require_private
 from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import job_id as job_id_of
-from hpc_parallel.slurm.jobs import job_state
+from hpc_parallel.slurm.environment import CLUSTERS
+from hpc_parallel.slurm.jobs import NOT_YET, UNKNOWN, Job, job_state
 
-CLUSTERS = "SLURM_CLUSTERS"  # the environment variable that makes Slurm's commands use another cluster
 MAX_PID = 2**31 - 1  # the largest that kill(2) accepts
 
 
@@ -50,7 +52,8 @@ class Owner:
     """The content of `owner.json`: a job, or a process. Keys whose value is None are not written."""
 
     job_id: Annotated[str, job_id_of] | None = None
-    clusters: str | None = None  # of the job, if SLURM_CLUSTERS named its cluster
+    clusters: str | None = None  # of the job, if sbatch or SLURM_CLUSTERS named its cluster
+    submitted_s: float | None = None  # of the job, since 1970
     host: str | None = None
     pid: int | None = None
     began: str | None = None  # None: the process has ended
@@ -65,11 +68,15 @@ class Owner:
         if owner is None or values is None:
             return None
         if owner.job_id is not None:
-            return cls(job_id=owner.job_id, clusters=owner.clusters)
+            return cls(job_id=owner.job_id, clusters=owner.clusters, submitted_s=owner.submitted_s)
         is_process = owner.host is not None and owner.pid is not None and 0 < owner.pid <= MAX_PID
         if not is_process or (owner.began is None and values.get("began") is not None):
             raise DamagedError(folder.owner, "it names no process and no job")
-        return replace(owner, clusters=None)
+        return replace(owner, clusters=None, submitted_s=None)
+
+    @property
+    def job(self) -> Job | None:
+        return None if self.job_id is None else Job(self.job_id, self.clusters, self.submitted_s)
 
     def write(self, folder: RunFolder) -> None:
         values = {key: value for key, value in vars(self).items() if value is not None}
@@ -142,12 +149,13 @@ def hold_by_job(folder: RunFolder, job_id: str) -> None:
             return
         if before.job_id is not None and (other := living_owner(folder)) is not None:
             raise OwnedError(f"the run is going on already, as {other}")
-        hand_to_job(folder, job_id)
+        hand_to_job(folder, Job(job_id, submitted_s=time.time()))
 
 
-def hand_to_job(folder: RunFolder, job_id: str) -> None:
+def hand_to_job(folder: RunFolder, job: Job) -> None:
     """Make the job the owner of the run until Slurm reports its end."""
-    Owner(job_id=job_id, clusters=os.environ.get(CLUSTERS) or None).write(folder)
+    clusters = job.cluster or os.environ.get(CLUSTERS) or None
+    Owner(job_id=job.id, clusters=clusters, submitted_s=job.submitted_s).write(folder)
 
 
 def elsewhere(owner: Owner | None) -> str | None:
@@ -170,11 +178,14 @@ def living_owner(folder: RunFolder) -> str | None:
     owner = Owner.read(folder)
     if owner is None:
         return None
-    if job := owner.job_id:
+    if job := owner.job:
         if reason := elsewhere(owner):
-            return f"job {job} ({reason})"
+            return f"job {job.id} ({reason})"
         state = job_state(job)
-        return None if state.ended else f"job {job} ({state})"
+        if state.ended or (state.state == UNKNOWN and has_final_summary(folder)):
+            return None
+        advice = f". If it has ended: rm {folder.owner}"
+        return f"job {job.id} ({state})" + advice * (state.state == UNKNOWN and state.reason != NOT_YET)
     lives = process_lives(owner)
     if lives is None:  # on another host, where only the summary shows that it has ended
         return None if folder.summary.exists() else f"process {owner.pid} on {owner.host}"

@@ -36,6 +36,7 @@ from hpc_parallel.record.sweep_folder import MANIFEST, read_sweep
 from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import integer, table, text
 from hpc_parallel.record.values import number as number
+from hpc_parallel.slurm.jobs import Job
 
 T = TypeVar("T")
 # A folder with two of these files is a run folder: an unrelated folder may have one of them.
@@ -164,6 +165,14 @@ class RecordedRun:
         """Slurm's job ids in order. The newest job is included even while it waits for its first start."""
         jobs = [*self.attempts.job_ids, self.owner and self.owner.job_id]
         return list(dict.fromkeys(job for job in jobs if job))
+
+    @property
+    def job(self) -> Job | None:
+        """The job of the newest start; None if it was not a Slurm job."""
+        owner, ids = self.owner, self.job_ids
+        if not ids or (owner is not None and owner.pid is not None):
+            return None
+        return owner.job if owner is not None and owner.job_id == ids[-1] else Job(ids[-1])
 
     @property
     def damaged(self) -> dict[str, str]:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.typed import read_record
+from hpc_parallel.record.typed import read_if_possible, read_record
 
 COMPLETED = "completed"
+PREEMPTED = "preempted"  # the run starts again
 INITIAL = "initial"  # weights that were not read from a file
 
 
@@ -70,3 +71,9 @@ class Summary:
     def read(cls, folder: RunFolder) -> Summary | None:
         """None if there is no file. Raises DamagedError."""
         return read_record(cls, folder.summary)
+
+
+def has_final_summary(folder: RunFolder) -> bool:
+    """Whether the newest start of the run has ended and no restart follows, as far as the file says."""
+    summary = read_if_possible(Summary, folder.summary)
+    return summary is not None and summary.outcome not in (None, PREEMPTED)

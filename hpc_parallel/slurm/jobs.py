@@ -1,24 +1,40 @@
-"""The state of Slurm jobs, from scontrol, squeue or sacct, whichever answers."""
+"""The state of Slurm jobs, from the queue, or from accounting for jobs that the queue does not list."""
 
 from __future__ import annotations
 
+import math
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
+from subprocess import CompletedProcess
 
-from hpc_parallel.slurm.client import UNANSWERED, Inquiry
+from hpc_parallel.slurm.client import Inquiry
 from hpc_parallel.slurm.short_forms import expand_numbers, seconds_of
 
 ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
-    "REVOKED", "TIMEOUT",
+    "TIMEOUT",
 }  # fmt: skip
-# These two are not states of Slurm.
-SILENT = "NO ANSWER"  # the controller does not answer; the job may still run
+# These three are not states of Slurm.
+SILENT = "NO ANSWER"  # the controller or accounting does not answer; the job may still run
+UNKNOWN = "UNKNOWN"  # the answers do not say whether the job runs; the reason says why
 FORGOTTEN = "FORGOTTEN"  # Slurm no longer has a record of the job
+ELSEWHERE = "it runs on another cluster of the federation, see squeue --federation --me"
+NOT_YET = "Slurm does not list it yet"
+DENIED = "accounting has it as {}, and the controller does not know it"
 
-_SACCT_COLUMNS = "JobID,JobIDRaw,State,Elapsed,Timelimit"
-_SHOW = ("scontrol", "--oneliner", "show", "job")
+_COLUMNS = "JobID,JobIDRaw,State,Elapsed,Timelimit,End"
+_SACCT = ("sacct", "-X", "-n", "-P", "-o", _COLUMNS)
+# `--all`: also jobs of hidden partitions.
+_SQUEUE = ("squeue", "--all", "-h", "-r", "-t", "all", "-o")
+_SHOW = ("scontrol", "--oneliner", "--all", "show", "job")
+_ROW = re.compile(r"\d+[^|]*\|\d+\|")  # job id and raw id
+_PIECE = 1000  # jobs in one question: Linux limits an argument to 128 KiB
+_MIN_JOB_AGE_S = 300.0  # how long a controller lists a job after its end, by default
+_CLOCKS_S = 300.0  # munge refuses a host whose clock differs by more
+_REQUEUED = {"BOOT_FAIL", "NODE_FAIL", "PREEMPTED"}  # ends after which Slurm may start the job again
 _PERMANENT = {
     "BadConstraints", "InvalidAccount", "InvalidQOS", "PartitionConfig", "PartitionNodeLimit",
     "PartitionTimeLimit",
@@ -26,19 +42,47 @@ _PERMANENT = {
 
 
 @dataclass(frozen=True)
+class Job:
+    """A job or an array task.
+
+    id: `123` or `123_4`. cluster: the one that took it; None: the one that the shell selects. submitted_s:
+    since 1970; None: unknown.
+    """
+
+    id: str
+    cluster: str | None = None
+    submitted_s: float | None = None
+
+    @property
+    def array(self) -> str:
+        return self.id.partition("_")[0]
+
+    @property
+    def is_new(self) -> bool:
+        """Whether a controller that does not list the job can't have forgotten it."""
+        return self.submitted_s is not None and abs(time.time() - self.submitted_s) < _MIN_JOB_AGE_S
+
+
+@dataclass(frozen=True)
 class JobState:
     """A job state of Slurm and its reason (why the job waits, or how it ended).
 
     left_s: the time until the time limit of a running job; None if the job has no limit, or it is unknown.
+    end_s: when the job ended or must end, since 1970.
     """
 
     state: str
     reason: str = ""
     left_s: float | None = field(default=None, compare=False)
+    end_s: float | None = field(default=None, compare=False)
 
     @property
     def ended(self) -> bool:
         return self.state in ENDED or self.state == FORGOTTEN
+
+    @property
+    def is_known(self) -> bool:
+        return self.state not in (SILENT, UNKNOWN, FORGOTTEN)
 
     def __str__(self) -> str:
         return self.state.lower() + (f" ({self.reason})" if self.reason not in ("", "None") else "")
@@ -54,66 +98,104 @@ def job_of(environment: Mapping[str, str]) -> str | None:
     return environment.get("SLURM_JOB_ID")
 
 
-def job_states(job_ids: Sequence[str]) -> dict[str, JobState]:
-    """The states of those jobs and array tasks that squeue still lists."""
-    return _queued(job_ids, Inquiry())[0]
+def by_cluster(jobs: Iterable[Job]) -> dict[str | None, list[Job]]:
+    clusters: dict[str | None, list[Job]] = {}
+    for job in jobs:
+        clusters.setdefault(job.cluster, []).append(job)
+    return clusters
 
 
-def job_state(job_id: str) -> JobState:
-    """The state of a job from the controller, or from accounting if the controller no longer lists it.
-
-    The controller forgets a job some minutes after its end, and a site may run without accounting. A
-    controller that does not answer (it restarts, it is busy) gives no information about the job.
-    """
+def queued_states(jobs: Iterable[Job]) -> dict[Job, JobState]:
+    """The states of those jobs that the queue still lists."""
     slurm = Inquiry()
-    answer = slurm.ask(*_SHOW, job_id)
-    if answer.returncode == 0:
-        fields = _fields(answer.stdout)
-        return JobState(fields.get("JobState", SILENT), fields.get("Reason", ""))
-    if "Invalid job id" not in answer.stderr:
-        return JobState(SILENT)
-    recorded = slurm.ask("sacct", "-X", "-n", "-P", "-j", job_id, "-o", "State")
-    if recorded.returncode == 0 and (state := recorded.stdout.split()):
-        return JobState(state[0])  # the state may be "CANCELLED by 1000"
-    return JobState(SILENT if recorded.returncode == UNANSWERED else FORGOTTEN)
+    states: dict[Job, JobState] = {}
+    for of_cluster in by_cluster(jobs).values():
+        listed = _queue(of_cluster, slurm)[0]
+        states |= {job: listed[job.id] for job in of_cluster if job.id in listed}
+    return states
 
 
-def states_by_accounting(job_ids: Sequence[str], *, slurm: Inquiry | None = None) -> dict[str, JobState]:
-    """The states of all given jobs, with one call of sacct and one of squeue.
+def job_state(job: Job) -> JobState:
+    """The state of one job."""
+    return job_states([job])[job]
 
-    squeue gives the states of jobs that accounting does not list, and the reasons of pending jobs.
+
+def job_states(jobs: Iterable[Job], *, slurm: Inquiry | None = None) -> dict[Job, JobState]:
+    """The states of all jobs, with one question to the queue and one to accounting.
+
+    The queue has precedence: accounting may be late, or have an older job of the same number. A controller
+    forgets a job some minutes after its end, and a site may run without accounting. A controller that does
+    not answer (it restarts, it is busy) gives no information about the job.
     """
-    if not job_ids:
-        return {}
     slurm = slurm or Inquiry()
-    recorded = slurm.ask("sacct", "-X", "-n", "-P", "-j", ",".join(job_ids), "-o", _SACCT_COLUMNS)
-    states = _parsed(recorded.stdout) if recorded.returncode == 0 else {}
-    rest = [job for job in job_ids if job not in states or states[job].state == "PENDING"]
-    queued, answered = _queued(rest, slurm)
-    answered = answered and recorded.returncode != UNANSWERED  # only accounting knows jobs that ended
-    states = {job: JobState(FORGOTTEN if answered else SILENT) for job in rest} | states | queued
-    return {job: states[job] for job in job_ids}
+    states: dict[Job, JobState] = {}
+    for of_cluster in by_cluster(jobs).values():
+        queued, queue_answers = _queue(of_cluster, slurm)
+        rest = [job for job in of_cluster if job.id not in queued]
+        lines, accounting_answers = _ask(rest, slurm, *_SACCT)
+        records = _parsed(lines)
+        for job in rest:
+            record = records.get(job.id)
+            if record is not None and not _is_older(record, job):
+                states[job] = _recorded(record, queue_answers=queue_answers)
+            elif queue_answers and accounting_answers:
+                states[job] = JobState(UNKNOWN, NOT_YET) if job.is_new else JobState(FORGOTTEN)
+            else:
+                states[job] = JobState(SILENT)
+        states |= {job: queued[job.id] for job in of_cluster if job.id in queued}
+    return states
 
 
-def _queued(job_ids: Sequence[str], slurm: Inquiry) -> tuple[dict[str, JobState], bool]:
-    """The states of the jobs that squeue lists, and whether it answered."""
-    if not job_ids:
-        return {}, True
-    arrays = ",".join(dict.fromkeys(job.partition("_")[0] for job in job_ids))
-    listed = slurm.ask("squeue", "-h", "-r", "-t", "all", "-j", arrays, "-o", "%i|%A|%T|%M|%l|%r")
-    states = _parsed(listed.stdout)
-    answered = listed.returncode == 0 or "Invalid job id" in listed.stderr
-    return {job: states[job] for job in job_ids if job in states}, answered
+def _recorded(record: JobState, *, queue_answers: bool) -> JobState:
+    """The state of a job that accounting has and the queue does not list."""
+    if not queue_answers:
+        return JobState(SILENT) if record.state in _REQUEUED else record
+    if record.ended or not record.is_known:
+        return record
+    return JobState(UNKNOWN, DENIED.format(record.state.lower()))
 
 
-def never_starting(job_ids: Sequence[str], *, within_s: float) -> dict[str, str]:
-    """Job id -> the reason why it can never start, for the jobs that the scheduler rejects within `within_s`.
+def _is_older(record: JobState, job: Job) -> bool:
+    """Whether an accounting record is that of an earlier job: a controller may start again with number 1."""
+    if not record.ended or record.end_s is None or job.submitted_s is None:
+        return False
+    return record.end_s < job.submitted_s - _CLOCKS_S
+
+
+def _queue(jobs: Sequence[Job], slurm: Inquiry) -> tuple[dict[str, JobState], bool]:
+    lines, answers = _ask(jobs, slurm, *_SQUEUE, "%i|%A|%T|%M|%l|%e|%r")
+    return _parsed(lines), answers
+
+
+def _ask(jobs: Sequence[Job], slurm: Inquiry, *command: str) -> tuple[list[str], bool]:
+    """The rows that a command prints for jobs of one cluster, and whether it answers."""
+    ids = list(dict.fromkeys(job.array for job in jobs))
+    lines: list[str] = []
+    answers = True
+    for start in range(0, len(ids), _PIECE):
+        listed = ",".join(ids[start : start + _PIECE])
+        answer = slurm.ask(*command, "-j", listed, cluster=jobs[0].cluster)
+        rows = [line for line in answer.stdout.splitlines() if _ROW.match(line)]
+        answers = answers and _is_answer(answer, rows)
+        lines += rows
+    return lines, answers
+
+
+def _is_answer(answer: CompletedProcess[str], rows: Sequence[str]) -> bool:
+    """Whether Slurm does not know the jobs that are not in the rows. Errors and other text are no answer."""
+    if answer.returncode == 0:
+        return bool(rows) or not answer.stdout.strip()
+    return "Invalid job id" in answer.stderr or "accounting storage is disabled" in answer.stderr
+
+
+def never_starting(jobs: Sequence[Job], *, within_s: float) -> dict[Job, str]:
+    """Job -> the reason why it can never start, for the jobs that the scheduler rejects within `within_s`.
 
     Many sites queue a job that requests more than exists (EnforcePartLimits=NO). The error of `--test-only`
     is not enough: Slurm prints the same one if hosts are down for a while.
     """
     deadline = time.monotonic() + within_s
-    while any(map(_is_unexamined, (states := job_states(job_ids)).values())) and time.monotonic() < deadline:
+    while any(map(_is_unexamined, (states := queued_states(jobs)).values())) and time.monotonic() < deadline:
         time.sleep(0.1)
     return {
         job: state.reason for job, state in states.items()
@@ -130,22 +212,21 @@ def jobs_by_script(slurm: Inquiry) -> dict[str, tuple[str, JobState]] | None:
 
     None if Slurm does not answer.
     """
-    listed = slurm.ask("squeue", "-h", "--me", "-o", "%i|%T|%r|%o")
+    listed = slurm.ask("squeue", "--all", "-h", "--me", "-o", "%i|%T|%r|%o")
     if listed.returncode != 0:
         return None
     lines = [line.split("|", 3) for line in listed.stdout.splitlines() if line.count("|") > 2]
     return {script: (job, JobState(state, reason)) for job, state, reason, script in lines}
 
 
-def scripts_of(job_ids: Sequence[str], slurm: Inquiry) -> dict[str, str] | None:
+def scripts_of(jobs: Sequence[Job], slurm: Inquiry) -> dict[str, str] | None:
     """Job id -> batch script, for this user's jobs in the queue; None if Slurm does not answer."""
-    arrays = ",".join(dict.fromkeys(job.partition("_")[0] for job in job_ids))
-    listed = slurm.ask("squeue", "-h", "-r", "--me", "-t", "all", "-j", arrays, "-o", "%i|%A|%o")
-    if listed.returncode != 0 and "Invalid job id" not in listed.stderr:
-        return None
     scripts: dict[str, str] = {}
-    for line in listed.stdout.splitlines():
-        if line.count("|") > 1:
+    for of_cluster in by_cluster(jobs).values():
+        lines, answers = _ask(of_cluster, slurm, *_SQUEUE, "%i|%A|%o", "--me")
+        if not answers:
+            return None
+        for line in lines:
             job, raw_id, script = line.split("|", 2)
             scripts |= dict.fromkeys((*_tasks(job), raw_id), script)
     return scripts
@@ -157,17 +238,28 @@ def job_fields(job_id: str) -> dict[str, str] | None:
     return _fields(answer.stdout) if answer.returncode == 0 else None
 
 
-def _parsed(text: str) -> dict[str, JobState]:
-    """Job id -> state, from lines `id|raw id|state|time|limit|reason`; array tasks are under both ids."""
+def _parsed(lines: Iterable[str]) -> dict[str, JobState]:
+    """Job id -> state, from lines `id|raw id|state|time|limit|end|reason`; tasks are under both their ids."""
     states: dict[str, JobState] = {}
-    for line in text.splitlines():
-        if line.count("|") < 2 or not line.split("|")[2]:
-            continue
-        job, raw_id, state, passed, limit, reason, *_ = [*line.split("|", 5), "", "", ""]
-        word = state.split()[0]  # the state may be "CANCELLED by 1000"
-        left_s = _left_s(passed, limit) if word == "RUNNING" else None
-        states |= dict.fromkeys((*_tasks(job), raw_id), JobState(word, reason, left_s))
+    for line in lines:
+        job, raw_id, text, passed, limit, end, reason, *_ = [*line.split("|", 6), "", "", "", ""]
+        word = text.partition(" ")[0].rstrip("+")  # the state may be "CANCELLED by 1000"
+        names = (*_tasks(job), raw_id)
+        if word == "REVOKED":  # a federation may list the job of the other cluster, too
+            states |= {name: JobState(UNKNOWN, ELSEWHERE) for name in names if name not in states}
+        elif word:
+            left_s = _left_s(passed, limit) if word == "RUNNING" else None
+            states |= dict.fromkeys(names, JobState(word, reason, left_s, seconds_since_1970(end)))
     return states
+
+
+def seconds_since_1970(text: str | None) -> float | None:
+    """Slurm's local time; None for `Unknown` and the like."""
+    try:
+        time_s = datetime.fromisoformat(text or "").timestamp()
+    except (ValueError, OverflowError):
+        return None
+    return time_s if math.isfinite(time_s) else None
 
 
 def _left_s(passed: str, limit: str) -> float | None:

@@ -7,17 +7,18 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
 
 from hpc_parallel.slurm.client import CONTROL_S, MISSING, UNANSWERED, Inquiry, is_installed, run
 from hpc_parallel.slurm.environment import announcements, submission_environment
-from hpc_parallel.slurm.jobs import jobs_by_script
+from hpc_parallel.slurm.jobs import Job, by_cluster, jobs_by_script
 from hpc_parallel.slurm.limits import partitions
 
 ANSWER_S = 60.0  # after a lost answer, how long to ask the controller whether it has the job
-_JOB = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S+| on cluster \S+)?\s*$", re.MULTILINE)
+_JOB = re.compile(r"^(?:Submitted batch job )?(\d+)(?:(?:;| on cluster )(\S+))?\s*$", re.MULTILINE)
 _UNCLEAR = "sbatch did not say which job it has submitted"
 _LOST = re.compile(
     rf"timed out|communication connection|contact slurm controller|zero bytes|{_UNCLEAR}", re.IGNORECASE
@@ -34,41 +35,45 @@ def require_sbatch() -> None:
         raise SiteRefusedError("there is no sbatch on this machine; launcher=local runs here")
 
 
-def submit_script(script: Path) -> str:
-    """Submit a batch script and return its job id. Raises SiteRefusedError with Slurm's message."""
+def submit_script(script: Path) -> Job:
+    """Submit a batch script. Raises SiteRefusedError with Slurm's message."""
     require_sbatch()
-    text = script.read_text(encoding="utf-8")
-    warn_of_overrides(text)
+    warn_of_overrides(script.read_text(encoding="utf-8"))
     try:
-        return _sbatch(str(script), text=text)
+        return _sbatch(script)
     except SiteRefusedError as error:
         raise refusal(str(error), scripts=script.parent) from error
 
 
-def resubmit(script: Path, *, exclude: str) -> str:
-    """Submit the script of a job that ends; returns the new job id. exclude: hosts to avoid; may be empty.
+def resubmit(script: Path, *, exclude: str) -> Job:
+    """Submit the script of a job that ends; returns the new job. exclude: hosts to avoid; may be empty.
 
     Raises SiteRefusedError with sbatch's message.
     """
-    flags = [f"--exclude={exclude}"] if exclude else []
-    return _sbatch(*flags, str(script), waits_s=(CONTROL_S,))
+    return _sbatch(script, *([f"--exclude={exclude}"] if exclude else []), waits_s=(CONTROL_S,))
 
 
-def _sbatch(*arguments: str, text: str = "", waits_s: Sequence[float | None] = (None,)) -> str:
+def _sbatch(script: Path, *flags: str, waits_s: Sequence[float | None] = (None,)) -> Job:
+    try:
+        text = script.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SiteRefusedError(str(error)) from error
+    began_s = time.time()
     environment = submission_environment(os.environ, script=text)
-    answer = run("sbatch", "--parsable", *arguments, waits_s=waits_s, environment=environment)
+    answer = run("sbatch", "--parsable", *flags, str(script), waits_s=waits_s, environment=environment)
     if answer.returncode != 0:
         raise SiteRefusedError(answer.stderr.strip())
-    return job_id_in(answer.stdout)
+    return replace(job_in(answer.stdout), submitted_s=began_s)
 
 
-def job_id_in(output: str) -> str:
-    """The job id in the output of sbatch, where a site may add other lines. Raises SiteRefusedError."""
-    jobs = set(_JOB.findall(output))
-    if len(jobs) != 1:
+def job_in(output: str) -> Job:
+    """The job in the output of sbatch, where a site may add other lines. Raises SiteRefusedError."""
+    jobs = _JOB.findall(output)
+    ids, clusters = {job for job, _ in jobs}, {cluster for _, cluster in jobs if cluster}
+    if len(ids) != 1 or len(clusters) > 1:
         excerpt = " ".join(output.split())[:200] or "nothing"
         raise SiteRefusedError(f"{_UNCLEAR}. It printed: {excerpt}")
-    return str(jobs.pop())
+    return Job(ids.pop(), clusters.pop() if clusters else None)
 
 
 def refusal(text: str, *, scripts: Path) -> SiteRefusedError:
@@ -84,7 +89,7 @@ def refusal(text: str, *, scripts: Path) -> SiteRefusedError:
     message = f"Slurm's answer was lost: {' '.join(text.split())}\n  "
     if jobs is None:
         return SiteRefusedError(f"{message}It may have taken the job. When it answers, see squeue --me.")
-    withdraw(jobs)
+    withdraw(map(Job, jobs))
     return SiteRefusedError(f"{message}It had taken job {', '.join(jobs)}, which is cancelled. Submit again.")
 
 
@@ -148,11 +153,12 @@ def _scontrol(*arguments: str) -> CompletedProcess[str]:
     return run("scontrol", *arguments, waits_s=(CONTROL_S,))
 
 
-def scancel(jobs: Iterable[str]) -> CompletedProcess[str]:
-    return run("scancel", *jobs, waits_s=(CONTROL_S,))
+def scancel(jobs: Iterable[str], *, cluster: str | None = None) -> CompletedProcess[str]:
+    return run("scancel", *jobs, waits_s=(CONTROL_S,), cluster=cluster)
 
 
-def withdraw(jobs: Iterable[str]) -> None:
+def withdraw(jobs: Iterable[Job]) -> None:
     """Cancel jobs that are no longer wanted. Print Slurm's message if there is one."""
-    if message := scancel(jobs).stderr.strip():
-        print(message, file=sys.stderr)
+    for cluster, of_cluster in by_cluster(jobs).items():
+        if message := scancel([job.id for job in of_cluster], cluster=cluster).stderr.strip():
+            print(message, file=sys.stderr)

@@ -14,7 +14,7 @@ from hpc_parallel.record.owner import elsewhere, end_process, refusal, withdraw
 from hpc_parallel.record.recorded import RecordedRun, read_run
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.slurm.client import Inquiry
-from hpc_parallel.slurm.jobs import scripts_of, states_by_accounting
+from hpc_parallel.slurm.jobs import Job, job_states, scripts_of
 from hpc_parallel.slurm.submit import scancel
 from hpc_parallel.supervise.conclude_run import conclude
 from hpc_parallel.supervise.run_state import NO_ANSWER, NOT_STARTED, UNKNOWN, WAITING, State, waits
@@ -107,7 +107,7 @@ def _foreign_jobs(targets: Sequence[Target]) -> dict[Path, str]:
     answered = [target for target in targets if target.run.path not in refused]
     if not answered:
         return refused
-    scripts = scripts_of([str(target.job) for target in answered], Inquiry())
+    scripts = scripts_of([Job(str(target.job)) for target in answered], Inquiry())
     for target in answered:
         if scripts is None:
             refused[target.run.path] = NO_ANSWER
@@ -160,9 +160,9 @@ def _has_turn(run: RecordedRun) -> bool:
 def _conclude(cancelled: Sequence[Target], *, warn: Callable[[str], None]) -> None:
     """Record that a job was cancelled before it started, because such a job can't record this itself."""
     waiting = [target for target in cancelled if target.state.name == WAITING]
-    job_states = states_by_accounting([target.job for target in waiting if target.job])
+    states = job_states([Job(target.job) for target in waiting if target.job])
     for target in waiting:
-        ended = job_states[str(target.job)].ended
+        ended = states[Job(str(target.job))].ended
         has_summary = os.path.lexists(target.run.folder.summary)
         if ended and not has_summary and not target.run.attempts.started:
             _write_summary(target.run, environment={"SLURM_JOB_ID": str(target.job)}, warn=warn)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.slurm.jobs import job_fields, job_of
 from hpc_parallel.slurm.limits import hosts_of
 from hpc_parallel.slurm.short_forms import expand_hosts
@@ -99,8 +101,11 @@ def requeue_or_resubmit(
         new_job = resubmit(folder.resubmission, exclude=exclude)
     except SiteRefusedError as error:
         return f"neither requeued ({refusal}) nor resubmitted ({error})"
+    with suppress(DamagedError):  # the submission knew the cluster, the job may not
+        before = owner.Owner.read(folder) or owner.Owner()
+        new_job = replace(new_job, cluster=new_job.cluster or before.clusters)
     owner.hand_to_job(folder, new_job)
-    return f"resubmitted as job {new_job}"
+    return f"resubmitted as job {new_job.id}"
 
 
 def _shortage(

@@ -13,9 +13,10 @@ from hpc_parallel.slurm.jobs import (
     FORGOTTEN,
     SILENT,
     Inquiry,
+    Job,
     JobState,
+    job_states,
     jobs_by_script,
-    states_by_accounting,
 )
 
 T = TypeVar("T")
@@ -40,25 +41,27 @@ class State:
 
 
 def states(runs: Sequence[RecordedRun]) -> list[State]:
-    """The state of each run, with one call of Slurm's accounting for all, and one of its queue if needed."""
+    """The state of each run, with one call of Slurm's queue for all, and one of its accounting if needed."""
     slurm = Inquiry()
-    jobs = [_job_of(run) for run in runs]
-    asked = [job for run, job in zip(runs, jobs, strict=True) if job and not elsewhere(run.owner)]
-    job_states = states_by_accounting(list(dict.fromkeys(asked)), slurm=slurm)
-    run_states = [_state(run, job, job_states) for run, job in zip(runs, jobs, strict=True)]
+    jobs = [run.job for run in runs]
+    reachable = [job for run, job in zip(runs, jobs, strict=True) if job and not elsewhere(run.owner)]
+    by_job = job_states(reachable, slurm=slurm)
+    run_states = [_state(run, job, by_job) for run, job in zip(runs, jobs, strict=True)]
     return _add_jobs_by_hand(runs, run_states, slurm)
 
 
-def _state(run: RecordedRun, job: str | None, job_states: Mapping[str, JobState]) -> State:
+def _state(run: RecordedRun, job: Job | None, by_job: Mapping[Job, JobState]) -> State:
     def build() -> State:
         if job is None:
             return _of_folder(run)
         if reason := elsewhere(run.owner):
             outcome = _outcome(run)
-            return State(UNKNOWN, reason, job=job) if outcome is None else _ended(run, outcome)
-        return replace(_of_job(run, job_states[job]), job=job, left_s=job_states[job].left_s)
+            return State(UNKNOWN, reason, job=job.id) if outcome is None else _ended(run, outcome)
+        return replace(_of_job(run, by_job[job]), job=job.id, left_s=by_job[job].left_s)
 
-    return despite_damage(build, lambda reason: State(DAMAGED, reason, ended=True, job=job))
+    return despite_damage(
+        build, lambda reason: State(DAMAGED, reason, ended=True, job=job.id if job else None)
+    )
 
 
 def despite_damage(build: Callable[[], T], otherwise: Callable[[str], T]) -> T:
@@ -88,21 +91,14 @@ def _add_jobs_by_hand(runs: Sequence[RecordedRun], run_states: list[State], slur
     return run_states
 
 
-def _job_of(run: RecordedRun) -> str | None:
-    """The job of the newest start; None if it was not a Slurm job."""
-    if run.owner is not None and run.owner.pid is not None:
-        return None
-    return run.job_ids[-1] if run.job_ids else None
-
-
 def _of_job(run: RecordedRun, job: JobState) -> State:
     outcome = _outcome(run)
-    if job.state in (SILENT, FORGOTTEN):
+    if not job.is_known:
         if outcome not in (None, "preempted"):
             return _ended(run, str(outcome))
-        if job.state == SILENT:
-            return State(UNKNOWN, NO_ANSWER)
-        return State("gone", "Slurm knows its job no longer", ended=True)
+        if job.state == FORGOTTEN:
+            return State("gone", "Slurm knows its job no longer", ended=True)
+        return State(UNKNOWN, NO_ANSWER if job.state == SILENT else job.reason)
     word = job.state.lower()
     if not job.ended:
         return State(word, "" if job.reason in ("", "None") else job.reason)

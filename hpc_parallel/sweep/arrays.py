@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_parallel.config.site_schema import ClusterConfig
@@ -12,7 +12,7 @@ from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.record.sweep_folder import write_sweep
-from hpc_parallel.slurm.jobs import never_starting
+from hpc_parallel.slurm.jobs import Job, never_starting
 from hpc_parallel.slurm.records import max_array_size
 from hpc_parallel.slurm.submit import SiteRefusedError, refusal_message, submit_script, withdraw
 from hpc_parallel.sweep.sweep_plan import PlannedRun, SweepPlan
@@ -74,42 +74,49 @@ def max_tasks(cluster: ClusterConfig) -> int:
     return MAX_TASKS if size is None else max(1, size)
 
 
-def submit(plan: SweepPlan) -> tuple[dict[Path, str], list[str]]:
-    """Submit all runs, whose folders exist. Returns run folder -> job id, and Slurm's refusals."""
+def submit(plan: SweepPlan) -> tuple[dict[Path, Job], list[str]]:
+    """Submit all runs, whose folders exist. Returns run folder -> job, and Slurm's refusals."""
     to_submit = arrays(plan)
     try:
         for_each(_write_scripts, to_submit)
     except BaseException:  # a full disk, Ctrl-C
         take_back(planned.run for planned in plan.runs)
         raise
-    jobs: dict[Path, str] = {}
+    jobs: dict[Path, Job] = {}
     refusals: list[str] = []
     try:
         for array in to_submit:
             try:
-                job_id = submit_script(array.tasks / "batch_script.sh")
+                job = submit_script(array.tasks / "batch_script.sh")
             except SiteRefusedError as refusal:
                 refusals.append(f"{_describe(array)}: {refusal}")
                 take_back(planned.run for planned in array.runs)
                 continue
-            ids = [job_id] if array.is_single else [f"{job_id}_{index}" for index in range(len(array.runs))]
-            jobs |= {planned.run.folder.path: id_ for planned, id_ in zip(array.runs, ids, strict=True)}
-            write_sweep(plan.folder, plan.manifest(jobs))
+            for index, planned in enumerate(array.runs):
+                task = job if array.is_single else replace(job, id=f"{job.id}_{index}")
+                jobs[planned.run.folder.path] = task
+            write_sweep(plan.folder, plan.manifest(_ids(jobs)))
     finally:  # also after Ctrl-C, so that the submitted jobs are recorded
         for_each(lambda item: owner.hand_to_job(item[0], item[1]), _folders(plan, jobs))
-    by_job = {jobs[path]: array for array in to_submit if (path := array.runs[0].run.folder.path) in jobs}
-    for job, reason in never_starting(list(by_job), within_s=REASON_S).items():
-        array = by_job[job]
+    firsts = [(jobs[path], item) for item in to_submit if (path := item.runs[0].run.folder.path) in jobs]
+    reasons = never_starting([job for job, _ in firsts], within_s=REASON_S)
+    for job, array in firsts:
+        if (reason := reasons.get(job)) is None:
+            continue
         for planned in array.runs:
             del jobs[planned.run.folder.path]
-        withdraw([job.partition("_")[0]])
+        withdraw([replace(job, id=job.array)])
         take_back(planned.run for planned in array.runs)
         refusals.append(f"{_describe(array)}: {refusal_message(f'it could never start ({reason})')}")
-    write_sweep(plan.folder, plan.manifest(jobs))
+    write_sweep(plan.folder, plan.manifest(_ids(jobs)))
     return jobs, refusals
 
 
-def _folders(plan: SweepPlan, jobs: dict[Path, str]) -> Iterator[tuple[RunFolder, str]]:
+def _ids(jobs: Mapping[Path, Job]) -> dict[Path, str]:
+    return {path: job.id for path, job in jobs.items()}
+
+
+def _folders(plan: SweepPlan, jobs: Mapping[Path, Job]) -> Iterator[tuple[RunFolder, Job]]:
     for planned in plan.runs:
         if (job := jobs.get(planned.run.folder.path)) is not None:
             yield planned.run.folder, job

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_parallel.exit_codes import DONE, FAILED
-from hpc_parallel.launch.wait import ASK_EVERY_S, PERIOD_S, SUMMARY_S, conclude_job, has_summary
-from hpc_parallel.slurm.jobs import states_by_accounting
+from hpc_parallel.launch.wait import ASK_EVERY_S, PERIOD_S, SUMMARY_S, conclude_job, has_ended, has_summary
+from hpc_parallel.slurm.jobs import Job, job_states
 from hpc_parallel.sweep.next_steps import after_the_end
 from hpc_parallel.sweep.sweep_plan import PlannedRun, SweepPlan
 from hpc_parallel.sweep.view import SweepView
 
 
-def follow_jobs(plan: SweepPlan, jobs: Mapping[Path, str]) -> int:
+def follow_jobs(plan: SweepPlan, jobs: Mapping[Path, Job]) -> int:
     """Show the jobs' states and metrics. Returns 0 if all runs completed, else 1.
 
     Ctrl-C ends the display, not the jobs.
@@ -26,20 +26,20 @@ def follow_jobs(plan: SweepPlan, jobs: Mapping[Path, str]) -> int:
     with SweepView(len(active)) as view:
         try:
             for planned, job in active.items():
-                view.start(planned, f"job {job} submitted")
+                view.start(planned, f"job {job.id} submitted")
             while active:
-                states = states_by_accounting(list(active.values()))
+                states = job_states(active.values())
                 for planned, job in list(active.items()):
                     view.poll(planned)
                     state = states[job]
-                    if not state.ended:
-                        view.note(planned, f"job {job} {state}")
+                    if not has_ended(planned.run.folder, state):
+                        view.note(planned, f"job {job.id} {state}")
                         continue
                     since_s = time.monotonic() - ended_s.setdefault(planned, time.monotonic())
                     if not has_summary(planned.run) and since_s < SUMMARY_S:
                         continue
                     if not has_summary(planned.run):
-                        conclude_job(planned.run.folder, job, state)
+                        conclude_job(planned.run.folder, job.id, state)
                     completed = view.end(planned) and completed
                     del active[planned]
                 _poll(view, active)
@@ -51,7 +51,7 @@ def follow_jobs(plan: SweepPlan, jobs: Mapping[Path, str]) -> int:
     return DONE if completed else FAILED
 
 
-def _poll(view: SweepView, active: Mapping[PlannedRun, str]) -> None:
+def _poll(view: SweepView, active: Mapping[PlannedRun, Job]) -> None:
     """Read only the run folders between two queries to Slurm, which serves many users."""
     until_s = time.monotonic() + ASK_EVERY_S
     while active and time.monotonic() < until_s:

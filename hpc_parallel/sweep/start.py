@@ -14,7 +14,7 @@ from hpc_parallel.record.names import from_here
 from hpc_parallel.record.sweep_folder import create, write_sweep
 from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.shell import complain
-from hpc_parallel.slurm.jobs import job_states
+from hpc_parallel.slurm.jobs import queued_states
 from hpc_parallel.slurm.submit import estimate
 from hpc_parallel.sweep import next_steps, sweep_table
 from hpc_parallel.sweep.hold import held, release
@@ -91,8 +91,9 @@ def submit(plan: SweepPlan) -> int:
 
     jobs, refusals = submit_arrays(plan)
     release(plan.folder)  # the jobs now own their runs
-    states = job_states(list(jobs.values()))
-    sweep_table.console().print(sweep_table.submitted(plan, jobs, states, without_job="refused"))
+    ids = {path: job.id for path, job in jobs.items()}
+    states = {job.id: state for job, state in queued_states(jobs.values()).items()}
+    sweep_table.console().print(sweep_table.submitted(plan, ids, states, without_job="refused"))
     complain(refusals)
     print("\n".join(next_steps.after_submission(plan.folder, submitted=bool(jobs))), flush=True)
     if refusals:

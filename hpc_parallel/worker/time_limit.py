@@ -6,12 +6,10 @@ A save of a large model takes longer, so rank 0 compares the time left with the 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
-from datetime import datetime
 
-from hpc_parallel.slurm.jobs import job_fields, job_of
+from hpc_parallel.slurm.jobs import job_fields, job_of, seconds_since_1970
 
 MARGIN_S = 30.0  # to notice, to end all ranks, and to requeue
 SAVES = 2  # one may be in progress, and the next one waits for it
@@ -65,17 +63,8 @@ def time_limit_of(environment: Mapping[str, str], *, save_s: Callable[[], float 
         return None
 
     def current_end_s() -> float | None:
-        return _end_in((job_fields(job) or {}).get("EndTime"))
+        return seconds_since_1970((job_fields(job) or {}).get("EndTime"))
 
     text = environment.get(_END, "")
     end_s = float(text) if text.isdecimal() else current_end_s()
     return None if not end_s else TimeLimit(end_s=end_s, current_end_s=current_end_s, save_s=save_s)
-
-
-def _end_in(text: str | None) -> float | None:
-    """Seconds since 1970 of scontrol's local time; None for `Unknown` and the like."""
-    try:
-        end_s = datetime.fromisoformat(text or "").timestamp()
-    except (ValueError, OverflowError):
-        return None
-    return end_s if math.isfinite(end_s) else None

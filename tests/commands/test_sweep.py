@@ -159,7 +159,6 @@ STUB = """#!/bin/sh
 case "${0##*/} $1 $2" in
   sbatch*) for last; do :; done; cp "$last" "$CALLS.$$"; echo "$$" >> "$CALLS"; tail -1 "$CALLS" ;;
   "scontrol ping"*) echo "Slurmctld(primary) at here is UP" ;;
-  "scontrol --oneliner show") echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1 ;;
   "scontrol show config") echo "MaxArraySize            = $MOST" ;;
 esac
 """
@@ -169,7 +168,7 @@ esac
 def slurm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stands in for a Slurm that takes everything: the file of calls; a script a call beside it."""
     folder = tmp_path_factory.mktemp("slurm")
-    for name in ("sbatch", "scontrol", "squeue", "scancel", "sinfo"):
+    for name in ("sbatch", "scontrol", "squeue", "sacct", "scancel", "sinfo"):
         (folder / name).write_text(STUB)
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -200,7 +199,7 @@ def test_runs_with_equal_sbatch_flags_form_one_array(slurm: Path, here: Path) ->
         assert [(tasks / str(index)).resolve() for index in range(4)] == [run.run_dir for run in runs]
         assert f"#SBATCH --output={tasks}/%a/slurm/%A_%a.out\n" in script
         for run in runs:
-            assert json.loads((run.run_dir / "owner.json").read_text()) == {"job_id": run.job_id}
+            assert json.loads((run.run_dir / "owner.json").read_text())["job_id"] == run.job_id
             assert (run.run_dir / "batch_script.sh").read_text() == script
             assert str(run.run_dir) in (run.run_dir / "slurm" / "resubmit.sh").read_text()
 
@@ -263,7 +262,7 @@ def test_resume_runs_only_missing_and_failed_runs(slurm: Path, here: Path) -> No
     write_json(first.runs[0].run_dir / "summary.json", {"outcome": "completed"})
     write_json(first.runs[1].run_dir / "summary.json", {"outcome": "failed"})
     write_json(first.runs[2].run_dir / "owner.json", {"host": "elsewhere", "pid": 1, "began": None})
-    # the fourth: its job is gone without a word
+    write_json(first.runs[3].run_dir / "owner.json", {"job_id": first.runs[3].job_id})  # gone, and not new
     assert main(["-m", f"sweep.resume={folder}", "launcher.time_minutes=90"]) == 0
     assert read_sweep(folder).started == first.started
     again = read_sweep(folder).runs

@@ -17,6 +17,7 @@ from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import Sweep, SweepRun, write_sweep
+from hpc_parallel.slurm.jobs import Job
 from hpc_parallel.supervise.end_runs import is_script_of
 from tests.recorded_runs import GONE, living, own, started
 from tests.security.users import ATTACKER, VICTIM, call_as, give, needs_root
@@ -44,10 +45,13 @@ def cancelled(capsys: Capture, *words: str) -> tuple[int, str]:
 
 def site(folder: Path, *, script: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Slurm in which job 17 runs `script`; returns where scancel notes what it was asked."""
-    told = folder / "scancel.log"
+    told, state = folder / "scancel.log", folder / "state"
+    state.write_text("RUNNING")
     answers = {
-        "sacct": "echo '17|17|RUNNING'", "squeue": f"echo '17|17|{script}'",
-        "scontrol": "echo 'Slurmctld(primary) is UP'", "scancel": f'echo "$@" >> {told}',
+        "sacct": "",
+        "squeue": f"case $* in *%o*) echo '17|17|{script}' ;; *) echo 17\\|17\\|$(cat {state}) ;; esac",
+        "scontrol": "echo 'Slurmctld(primary) is UP'",
+        "scancel": f'echo "$@" >> {told}; echo COMPLETING > {state}',
     }  # fmt: skip
     for name, answer in answers.items():
         (folder / name).write_text(f"#!/bin/sh\n{answer}\n")
@@ -171,7 +175,7 @@ def test_a_job_is_identified_by_its_script(
     script: str, asked: bool, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = started(tmp_path / "runs/a/1")
-    owner.hand_to_job(folder, "17")
+    owner.hand_to_job(folder, Job("17"))
     told = site(tmp_path, script=script.format(run=folder.path), monkeypatch=monkeypatch)
     code, error = cancelled(capsys, "a/1")
     assert (code, told.exists()) == (0 if asked else 3, asked)
@@ -182,9 +186,9 @@ def test_a_job_that_is_not_in_the_users_queue(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = started(tmp_path / "runs/a/1")
-    owner.hand_to_job(folder, "17")
+    owner.hand_to_job(folder, Job("17"))
     told = site(tmp_path, script="x", monkeypatch=monkeypatch)
-    (tmp_path / "squeue").write_text("#!/bin/sh\n")
+    (tmp_path / "squeue").write_text("#!/bin/sh\ncase $* in *--me*) ;; *) echo '17|17|RUNNING' ;; esac\n")
     code, error = cancelled(capsys, "a/1")
     assert (code, told.exists()) == (3, False)
     assert "Slurm has no job 17 of yours in its queue" in error

@@ -13,7 +13,7 @@ import pytest
 from cluster import Cluster, unavailable_reason
 from test_jobs import SMALL, Site
 
-from hpc_parallel.slurm.jobs import states_by_accounting
+from hpc_parallel.slurm.jobs import Job, job_states
 
 pytestmark = pytest.mark.slurm
 
@@ -97,16 +97,16 @@ def test_the_tasks_of_an_array(accounting: bool, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
         words = ("--parsable", "--array=0-3,7%1", "--output=/dev/null", "--wrap=sleep 600")
         array = cluster.run("sbatch", *words).strip()
-        tasks = [f"{array}_{task}" for task in (0, 1, 2, 3, 7)]
+        tasks = [Job(f"{array}_{task}") for task in (0, 1, 2, 3, 7)]
         deadline = time.monotonic() + 240
-        while (found := states_by_accounting(tasks))[tasks[0]].state != "RUNNING":
+        while (found := job_states(tasks))[tasks[0]].state != "RUNNING":
             assert time.monotonic() < deadline, found
             time.sleep(0.5)
         assert [found[task].state for task in tasks] == ["RUNNING", *["PENDING"] * 4]
-        cluster.run("scancel", tasks[0], tasks[4])
-        while (found := states_by_accounting(tasks))[tasks[0]].state != "CANCELLED":
+        cluster.run("scancel", tasks[0].id, tasks[4].id)
+        while (found := job_states(tasks))[tasks[0]].state != "CANCELLED":
             assert time.monotonic() < deadline, found
             time.sleep(0.5)
         assert found[tasks[4]].state in ("CANCELLED", "FORGOTTEN")  # one that never ran may leave no record
         assert found[tasks[2]].state == "PENDING"
-        assert states_by_accounting(["99999", tasks[0]])["99999"].state == "FORGOTTEN"
+        assert job_states([Job("99999"), tasks[0]])[Job("99999")].state == "FORGOTTEN"

@@ -106,7 +106,7 @@ def test_a_sweep_is_one_array_for_each_shape_and_resumes_failed_runs(site: Count
     assert "rank 1 on" in str(read(killed.run_dir, "failure.json")["line"])
     for run in sweep.runs:  # the job is known by the name that Slurm's commands take
         assert read(run.run_dir, "summary.json")["job_ids"] == [run.job_id]
-        assert read(run.run_dir, "owner.json") == {"job_id": run.job_id}
+        assert read(run.run_dir, "owner.json")["job_id"] == run.job_id
         assert (run.run_dir / "slurm" / f"{run.job_id}.out").exists()
     # and only that one is run again
     again = site.run("-m", f"sweep.resume={folder}", "sweep.wait=true")

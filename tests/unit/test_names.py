@@ -12,6 +12,7 @@ from hpc_parallel.record import owner
 from hpc_parallel.record.find import find_all, find_run
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.sweep_folder import Sweep, SweepRun, write_sweep
+from hpc_parallel.slurm.jobs import Job
 from tests.composed import prepared
 from tests.recorded_runs import finished
 
@@ -33,7 +34,7 @@ def test_each_name_leads_back(here: Path) -> None:
     """Flags, homes, job ids, the same path twice: all of them at once."""
     paths = [Path(here, path).resolve() for path in AWKWARD]
     for path in paths:
-        owner.hand_to_job(finished(path), "41" if path.name == "1" else "7")
+        owner.hand_to_job(finished(path), Job("41" if path.name == "1" else "7"))
     for path in paths:
         words = shlex.split(command_on(path, "logs", "--follow"))
         assert words[:4] == ["python", "-m", "hpc_parallel", "logs"]
@@ -57,7 +58,7 @@ def test_a_sweep_is_named_wherever_it_lies(place: str, here: Path) -> None:
 def test_a_submission_prints_these_lines(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(slurm_launcher, "submit", lambda run: "17")
+    monkeypatch.setattr(slurm_launcher, "submit", lambda run: Job("17"))
     run = prepared("run_dir='runs/my run/1'", "launcher.snapshot=false")
     assert slurm_launcher.SlurmLauncher().launch(run) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -70,6 +71,6 @@ def test_a_submission_prints_these_lines(
 
 def test_a_job_id_is_no_name_of_another_run(here: Path) -> None:
     finished(here / "runs/41")
-    owner.hand_to_job(finished(here / "runs/data/1"), "41")
+    owner.hand_to_job(finished(here / "runs/data/1"), Job("41"))
     assert find_run("41").path == here / "runs/data/1"
     assert find_run(shlex.split(command_on(here / "runs/41", "show"))[4]).path == here / "runs/41"

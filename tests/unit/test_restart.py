@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
-from hpc_parallel.record import attempts
+from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.slurm import submit
+from hpc_parallel.slurm.jobs import Job
 from hpc_parallel.supervise import failure, restart
 
 LAUNCHER = {"max_requeues": 2, "max_restarts": 1, "exclude": None, "resubmit": False, "partition": None}
@@ -76,6 +79,32 @@ def test_a_job_for_which_too_few_hosts_are_left_is_not_requeued(
     else:
         advice = "Start it again with fewer nodes, or when these hosts are repaired"
         assert (line, requeued) == (f"not requeued: without n2 partition main {end}. {advice}", [])
+
+
+def test_a_new_job_stays_on_the_cluster_and_is_what_its_script_says(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inside the job, whose environment has the variables of the shell but not SLURM_CLUSTERS."""
+    environments = []
+
+    def run(*command: str, environment: dict[str, str], **_: object) -> CompletedProcess[str]:
+        environments.append(environment)
+        return CompletedProcess(command, 0, "13\n", "")
+
+    monkeypatch.setattr(submit, "run", run)
+    monkeypatch.setattr(restart, "requeue", lambda job, *, exclude: "Requested operation is disabled")
+    monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "RUNNING"})
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "5")
+    owner.hand_to_job(folder, Job("12", "big"))
+    folder.resubmission.parent.mkdir(exist_ok=True)
+    folder.resubmission.write_text("#!/bin/sh\n#SBATCH --time=60\n")
+    line = restart.requeue_or_resubmit(
+        folder, launcher=LAUNCHER | {"resubmit": True}, environment={"SLURM_JOB_ID": "12"}
+    )
+    new = owner.Owner.read(folder)
+    assert new is not None
+    assert (line, new.job_id, new.clusters) == ("resubmitted as job 13", "13", "big")
+    assert [environment for environment in environments if "SBATCH_TIMELIMIT" in environment] == []
 
 
 def test_a_signal_without_a_job_is_a_cancellation(folder: RunFolder) -> None:

@@ -12,14 +12,14 @@ import pytest
 
 from hpc_parallel.__main__ import main
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.slurm.jobs import FORGOTTEN, SILENT, states_by_accounting
+from hpc_parallel.slurm.jobs import FORGOTTEN, SILENT, Job, job_state
 from tests.recorded_runs import finished, prepared, started
 
 STUB = """#!/bin/sh
 case "${0##*/} $1" in
   "scontrol ping") sleep ${PING_S:-0}; echo "Slurmctld(primary) at here is ${PING:-UP}" ;;
   sacct*) sleep ${WAIT_SACCT:-0}; printf "$SACCT" ;;
-  squeue*) sleep ${WAIT_SQUEUE:-0}; printf "$SQUEUE" ;;
+  squeue*) sleep ${WAIT_SQUEUE:-0}; case "$*" in *%o*) printf "$SCRIPTS" ;; *) printf "$SQUEUE" ;; esac ;;
 esac
 """
 
@@ -33,7 +33,7 @@ def _slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (bin_ / name).write_text(STUB)
         (bin_ / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{bin_}:{os.environ['PATH']}")
-    for name in ("SACCT", "SQUEUE"):
+    for name in ("SACCT", "SQUEUE", "SCRIPTS"):
         monkeypatch.setenv(name, "")
     monkeypatch.chdir(tmp_path)
 
@@ -86,12 +86,12 @@ def test_nothing_is_asked_to_end_of_a_slurm_that_does_not_answer(
 def test_a_refusal_shows_slurms_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SACCT", "1|1|RUNNING\\n")
+    monkeypatch.setenv("SQUEUE", "1|1|RUNNING\\n")
     (tmp_path / "bin" / "scancel").write_text("#!/bin/sh\necho job 1: access denied >&2; exit 1\n")
     (tmp_path / "bin" / "scancel").chmod(0o755)
     folder = started(tmp_path / "runs/a/1")
     write_json(folder.owner, {"job_id": "1"})
-    monkeypatch.setenv("SQUEUE", f"1|1|{folder.batch_script}\\n")
+    monkeypatch.setenv("SCRIPTS", f"1|1|{folder.batch_script}\\n")
     assert main(["cancel", "--yes", "runs/a/1"]) == 3
     assert capsys.readouterr().err.endswith("(job 1, running): job 1: access denied\n")
 
@@ -106,12 +106,11 @@ def test_a_job_that_completed_without_a_summary_is_not_a_completed_run(
     assert (row["state"], row["reason"]) == ("broken off", "its job ended without a summary")
 
 
-@pytest.mark.parametrize("source", ["SACCT", "SQUEUE"])
 def test_the_time_until_the_end_of_a_job_is_slurms(
-    source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also on a site without accounting. A script has no number of steps, so nothing else is known."""
-    monkeypatch.setenv(source, "1|1|RUNNING|00:10:00|01:00:00\\n")
+    """A script has no number of steps, so nothing else is known."""
+    monkeypatch.setenv("SQUEUE", "1|1|RUNNING|00:10:00|01:00:00\\n")
     folder = started(tmp_path / "runs/a/1", "task=script", "script.file=train.py")
     write_json(folder.owner, {"job_id": "1"})
     (row,) = told(capsys)
@@ -123,15 +122,15 @@ def test_the_time_until_the_end_of_a_job_is_slurms(
 def test_one_that_answers_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WAIT_SACCT", "1.5")
     monkeypatch.setenv("SACCT", "7|7|TIMEOUT\n")
-    assert states_by_accounting(["7"])["7"].state == "TIMEOUT"
+    assert job_state(Job("7")).state == "TIMEOUT"
 
 
 def test_a_late_answer_of_accounting_gives_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue answers, and has forgotten the job: it is gone only where accounting says so, too."""
-    assert states_by_accounting(["7"])["7"].state == FORGOTTEN
+    assert job_state(Job("7")).state == FORGOTTEN
     monkeypatch.setattr("hpc_parallel.slurm.client._PATIENCE_S", 0.2)
     monkeypatch.setenv("WAIT_SACCT", "60")
-    assert states_by_accounting(["7"])["7"].state == SILENT
+    assert job_state(Job("7")).state == SILENT
 
 
 def test_a_job_submitted_by_hand_is_identified_by_its_script(
@@ -141,13 +140,13 @@ def test_a_job_submitted_by_hand_is_identified_by_its_script(
     for folder in folders:
         folder.batch_script.touch()
     lines = [f"{9 + at}|PENDING|JobHeldUser|{folder.batch_script}" for at, folder in enumerate(folders[:2])]
-    monkeypatch.setenv("SQUEUE", "\\n".join([*lines, "4|RUNNING|None|/home/me/x|y.sh"]) + "\\n")
+    monkeypatch.setenv("SCRIPTS", "\\n".join([*lines, "4|RUNNING|None|/home/me/x|y.sh"]) + "\\n")
     rows = {row["run"]: (row["state"], row["reason"], row["job_id"], row["ended"]) for row in told(capsys)}
     assert rows == {
         "by hand/0": ("pending", "JobHeldUser", "9", False),
         "by hand/1": ("pending", "JobHeldUser", "10", False),
         "by hand/2": ("not started", "", None, True),
     }
-    monkeypatch.setenv("SQUEUE", lines[0].replace("PENDING|JobHeldUser", "RUNNING|None") + "\\n")
+    monkeypatch.setenv("SCRIPTS", lines[0].replace("PENDING|JobHeldUser", "RUNNING|None") + "\\n")
     (row,) = told(capsys, "by hand/0")
     assert (row["state"], row["reason"], row["job_id"]) == ("running", "", "9")

@@ -21,7 +21,7 @@ from hpc_parallel.record.metrics_file import duration
 from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, write_sweep
-from hpc_parallel.slurm.jobs import JobState, _parsed
+from hpc_parallel.slurm.jobs import Job, JobState, _parsed
 from tests.recorded_runs import failed, finished, foreign, half_written, living, own, prepared, started
 
 PIPELINE = ("strategy=pipeline", "nodes=2", "training.steps=100")
@@ -130,7 +130,7 @@ def test_a_job_of_another_cluster_has_not_ended(
     """Its number means nothing to the Slurm that this shell asks, so nobody takes the run."""
     folder = started(tmp_path / "runs/pipeline/1")
     monkeypatch.setenv("SLURM_CLUSTERS", "big")
-    owner.hand_to_job(folder, "7")
+    owner.hand_to_job(folder, Job("7"))
     monkeypatch.delenv("SLURM_CLUSTERS")
     reason = "its job is on another cluster. Try export SLURM_CLUSTERS=big"
     assert (row(capsys, folder.path)["state"], row(capsys, folder.path)["reason"]) == ("unknown", reason)
@@ -146,9 +146,9 @@ def test_slurms_lists() -> None:
     """As sacct 22.05 and squeue print them; an array's task is known by both of its ids."""
     text = (
         "7|7|CANCELLED by 1000|00:00:09|01:00:00\n9_0|10|RUNNING|00:01:30|01:00:00\n"
-        "9_[1-2,5%2]|9|PENDING|0:00|1:00:00|Resources\n"
+        "9_[1-2,5%2]|9|PENDING|0:00|1:00:00|N/A|Resources\n"
     )
-    listed = _parsed(text)
+    listed = _parsed(text.splitlines())
     assert [listed[job].left_s for job in ("7", "9_0", "9_1")] == [None, 3510, None]
     assert listed == {
         "7": JobState("CANCELLED"), "9_0": JobState("RUNNING"), "10": JobState("RUNNING"),
@@ -164,7 +164,7 @@ def test_slurms_lists() -> None:
     ],
 )  # fmt: skip
 def test_the_time_until_slurms_limit(passed: str, limit: str, left_s: float | None) -> None:
-    assert _parsed(f"7|7|RUNNING|{passed}|{limit}|None\n")["7"].left_s == left_s
+    assert _parsed([f"7|7|RUNNING|{passed}|{limit}|N/A|None"])["7"].left_s == left_s
 
 
 def test_a_run_that_goes_on_shows_its_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.owner import hand_to_job
 from hpc_parallel.record.safe_read import read_json
-from hpc_parallel.slurm.jobs import JobState
+from hpc_parallel.slurm.jobs import Job, JobState
 from tests.composed import prepared
 
 
@@ -22,14 +22,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PreparedRun:
     made = prepared(f"run_dir={tmp_path / 'run'}", "launcher.snapshot=false")
     made.write()
     made.folder.slurm.mkdir()
-    monkeypatch.setattr(wait, "job_state", lambda job_id: JobState("FAILED", "NonZeroExitCode"))
+    monkeypatch.setattr(wait, "job_state", lambda job: JobState("FAILED", "NonZeroExitCode"))
     monkeypatch.setattr(wait, "SUMMARY_S", 0.0)
     return made
 
 
 def test_a_job_that_ends_without_output_is_concluded(run: PreparedRun) -> None:
-    hand_to_job(run.folder, "34")
-    assert wait.wait_for_job(run, "34") == 1
+    hand_to_job(run.folder, Job("34"))
+    assert wait.wait_for_job(run, Job("34")) == 1
     assert json.loads(run.folder.failure.read_text())["kind"] == "start"
     assert json.loads(run.folder.summary.read_text())["outcome"] == "failed"
 
@@ -38,8 +38,8 @@ def test_a_run_that_was_resumed_since_is_left_alone(
     run: PreparedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The follower of job 34 is late: the run goes on as job 36, and has not failed."""
-    hand_to_job(run.folder, "36")
-    assert wait.wait_for_job(run, "34") == 1
+    hand_to_job(run.folder, Job("36"))
+    assert wait.wait_for_job(run, Job("34")) == 1
     assert "job 34 failed (NonZeroExitCode); the run has been resumed since" in capsys.readouterr().out
     assert read_json(run.folder.failure) is None
     assert read_json(run.folder.summary) is None
@@ -51,12 +51,12 @@ def test_ending_the_follower_leaves_the_job_running(
 ) -> None:
     """A sweeper would submit its next run if it were told of a failure."""
 
-    def interrupted(job_id: str) -> JobState:
+    def interrupted(job: Job) -> JobState:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(wait, "job_state", interrupted)
-    hand_to_job(run.folder, "34")
+    hand_to_job(run.folder, Job("34"))
     with pytest.raises(KeyboardInterrupt):
-        wait.wait_for_job(run, "34")
+        wait.wait_for_job(run, Job("34"))
     assert f"job 34 continues ({command_on(run.folder.path, 'cancel')} ends it)" in capsys.readouterr().err
     assert read_json(run.folder.summary) is None

@@ -1,0 +1,264 @@
+"""What Slurm's answers mean: recorded outputs of Slurm 20.11 to 25.05, and the right state for each.
+
+The outputs are from the sources of Slurm and from clusters. No process is started: `client.run` is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+from hpc_parallel.record import owner
+from hpc_parallel.record.recorded import read_run
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.slurm import client, submit
+from hpc_parallel.slurm.client import MISSING, UNANSWERED
+from hpc_parallel.slurm.jobs import Job, job_state, job_states
+from hpc_parallel.slurm.submit import SiteRefusedError, job_in
+from hpc_parallel.slurm.submitit_executor import Executor
+from hpc_parallel.supervise.run_state import states
+from tests.recorded_runs import finished, started
+
+
+@dataclass(frozen=True)
+class Answer:
+    out: str = ""
+    err: str = ""
+    code: int = 0
+
+
+Text = str | Answer
+NOTHING = Answer()
+INVALID = Answer(err="slurm_load_jobs error: Invalid job id specified\n", code=1)
+DOWN = Answer(err="slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n", code=1)
+NO_ACCOUNTING = Answer(err="Slurm accounting storage is disabled\n", code=1)
+NO_DATABASE = Answer(
+    err="sacct: error: slurm_persist_conn_open_without_init: failed to open persistent connection to "
+    "host:localhost:6819: Connection refused\nsacct: error: Problem talking to the database: Connection "
+    "refused\n",
+    code=1,
+)
+HANGS = Answer(err="timed out", code=UNANSWERED)
+TOO_LONG = Answer(err="[Errno 7] Argument list too long: 'sacct'", code=MISSING)
+BANNER = (
+    "Welcome to Big.\n  Your job 7 of 9 this week; project 2024 has 81000 h left\n| status | all | up |\n"
+)
+JSON = Answer('{"meta": {"plugin": {"data_parser": "data_parser/v0.0.42"}}, "jobs": [{"job_id": 12}]}\n')
+
+RUNNING = "12|12|RUNNING|10:00|1:00:00|2026-11-27T11:00:00|None\n"
+PENDING = "12|12|PENDING|0:00|1:00:00|N/A|Resources\n"
+REVOKED = "12|12|REVOKED|0:00|1:00:00|N/A|None\n"
+COMPLETED = "12|12|COMPLETED|00:10:00|01:00:00|2099-11-27T10:00:00\n"
+OLD_FAILED = "12|12|FAILED|00:10:00|01:00:00|2019-03-01T10:00:00\n"
+SACCT_RUNNING = "12|12|RUNNING|00:10:00|01:00:00|Unknown\n"
+NEW, OLD = 60.0, 3600.0  # seconds since the submission
+NOT_YET = "unknown (Slurm does not list it yet)"
+SIBLING = "unknown (it runs on another cluster of the federation, see squeue --federation --me)"
+DENIED = "unknown (accounting has it as running, and the controller does not know it)"
+SILENT, GONE = "no answer", "forgotten"
+
+# squeue, sacct, age -> the state of job 12
+STATES: list[tuple[str, Text, Text, float, str]] = [
+    ("listed", RUNNING, NOTHING, OLD, "running"),
+    ("listed, and accounting is late", RUNNING, "12|12|PENDING|00:00:00|01:00:00|Unknown\n", OLD, "running"),
+    ("waits", PENDING, NOTHING, NEW, "pending (Resources)"),
+    ("waits for hosts that boot", "12|12|CONFIGURING|0:01|1:00:00|N/A|None\n", NOTHING, NEW, "configuring"),
+    ("new word of 25.05", "12|12|EXPEDITING|0:01|1:00:00|N/A|None\n", NOTHING, NEW, "expediting"),
+    ("listed after its end", "12|12|FAILED|0:01|1:00:00|2026-11-27T11:00:00|NonZeroExitCode\n", NOTHING, OLD,
+     "failed (NonZeroExitCode)"),
+    ("its number was used before", RUNNING, OLD_FAILED, OLD, "running"),
+    ("its number was used before, and it is not listed", INVALID, OLD_FAILED, NEW, NOT_YET),
+    ("its number was used before, and it has ended", INVALID, OLD_FAILED, OLD, GONE),
+    ("completed", INVALID, COMPLETED, OLD, "completed"),
+    ("cancelled, 20.11", INVALID, "12|12|CANCELLED by 1000|00:00:09|01:00:00|2099-11-27T10:00:00\n", OLD,
+     "cancelled"),
+    ("without -P of a wrapper", INVALID, "12|12|CANCELLED+|00:00:09|01:00:00|2099-11-27T10:00:00\n", OLD,
+     "cancelled"),
+    ("out of memory", NOTHING, "12|12|OUT_OF_MEMORY|00:00:09|01:00:00|2099-11-27T10:00:00\n", OLD,
+     "out_of_memory"),
+    ("federation: the sibling runs it", REVOKED, NOTHING, OLD, SIBLING),
+    ("federation: the sibling runs it, by accounting", INVALID, REVOKED, OLD, SIBLING),
+    ("federation: both clusters are listed", REVOKED + RUNNING, NOTHING, OLD, "running"),
+    ("federation: both clusters are listed, in the other order", RUNNING + REVOKED, NOTHING, OLD, "running"),
+    ("empty accounting, new", INVALID, NOTHING, NEW, NOT_YET),
+    ("empty accounting", INVALID, NOTHING, OLD, GONE),
+    ("no accounting, new", INVALID, NO_ACCOUNTING, NEW, NOT_YET),
+    ("no accounting", INVALID, NO_ACCOUNTING, OLD, GONE),
+    ("database down", INVALID, NO_DATABASE, OLD, SILENT),
+    ("database down, listed", RUNNING, NO_DATABASE, OLD, "running"),
+    ("accounting hangs", INVALID, HANGS, OLD, SILENT),
+    ("sacct can't start", INVALID, TOO_LONG, OLD, SILENT),
+    ("controller down", DOWN, NOTHING, OLD, SILENT),
+    ("controller down, new", DOWN, NOTHING, NEW, SILENT),
+    ("controller down, completed", DOWN, COMPLETED, OLD, "completed"),
+    ("controller down, running", DOWN, SACCT_RUNNING, OLD, "running"),
+    ("controller down, may be requeued", DOWN, COMPLETED.replace("COMPLETED", "NODE_FAIL"), OLD, SILENT),
+    ("the controller has lost it", INVALID, SACCT_RUNNING, OLD, DENIED),
+    ("banner", BANNER + RUNNING, NOTHING, OLD, "running"),
+    ("banner, not listed", BANNER, NOTHING, OLD, SILENT),
+    ("banner, completed", BANNER, BANNER + COMPLETED, OLD, "completed"),
+    ("JSON", JSON, JSON, OLD, SILENT),
+]  # fmt: skip
+STATE_CELLS = pytest.mark.parametrize(
+    ("squeue", "sacct", "age_s", "state"), [row[1:] for row in STATES], ids=[row[0] for row in STATES]
+)
+
+
+@dataclass
+class Slurm:
+    """Answers to Slurm's commands."""
+
+    answers: dict[str, Text]
+    calls: list[tuple[str, ...]] = field(default_factory=list)
+    clusters: list[str | None] = field(default_factory=list)
+
+    def run(self, *command: str, cluster: str | None = None, **_: Any) -> CompletedProcess[str]:
+        self.calls.append(command)
+        self.clusters.append(cluster)
+        answer = self.answers.get(command[0], NOTHING)
+        if command[0] == "squeue" and "%o" in command[command.index("-o") + 1]:
+            answer = self.answers.get("scripts", NOTHING)
+        made = Answer(answer) if isinstance(answer, str) else answer
+        return CompletedProcess(command, made.code, made.out, made.err)
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    made = Slurm({})
+    for module in (client, submit):
+        monkeypatch.setattr(module, "run", made.run)
+    monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
+    return made
+
+
+def job(age_s: float) -> Job:
+    return Job("12", submitted_s=time.time() - age_s)
+
+
+@STATE_CELLS
+def test_the_state_of_a_job(slurm: Slurm, squeue: Text, sacct: Text, age_s: float, state: str) -> None:
+    slurm.answers = {"squeue": squeue, "sacct": sacct}
+    assert str(job_state(job(age_s))) == state
+
+
+def test_one_number_may_be_that_of_two_jobs(slurm: Slurm) -> None:
+    slurm.answers = {"squeue": INVALID, "sacct": OLD_FAILED}
+    before, now = Job("12", submitted_s=datetime(2019, 3, 1).timestamp()), job(NEW)
+    assert {job: str(state) for job, state in job_states([before, now]).items()} == {
+        before: "failed", now: NOT_YET,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, RunFolder]:
+    """One without a summary and one with it."""
+    path = tmp_path_factory.mktemp("runs")
+    return started(path / "1"), finished(path / "2")
+
+
+@STATE_CELLS
+def test_only_a_job_that_has_ended_leaves_its_folder_to_another(
+    slurm: Slurm, squeue: Text, sacct: Text, age_s: float, state: str, runs: tuple[RunFolder, RunFolder]
+) -> None:
+    slurm.answers = {"squeue": squeue, "sacct": sacct}
+    folder = runs[0]
+    owner.hand_to_job(folder, job(age_s))
+    word = state.partition(" ")[0]
+    if word in ("failed", "forgotten", "completed", "cancelled", "out_of_memory"):
+        owner.claim(folder)
+        return
+    with pytest.raises(owner.OwnedError) as refused:
+        owner.claim(folder)
+    advice = f". If it has ended: rm {folder.owner}" * (state in (SIBLING, DENIED))
+    assert str(refused.value) == f"is going on already, as job 12 ({state}){advice}"
+
+
+@STATE_CELLS
+def test_the_state_of_a_run(
+    slurm: Slurm, squeue: Text, sacct: Text, age_s: float, state: str, runs: tuple[RunFolder, RunFolder]
+) -> None:
+    """With a summary it has ended, unless the queue lists its job."""
+    slurm.answers = {"squeue": squeue, "sacct": sacct}
+    word = state.partition(" ")[0]
+    without = {"completed": "broken off", SILENT: "unknown", GONE: "gone"}.get(state, word)
+    is_listed = word in ("running", "pending", "configuring", "expediting")
+    for folder, expected in zip(runs, (without, word if is_listed else "completed"), strict=True):
+        owner.hand_to_job(folder, job(age_s))
+        (found,) = states([read_run(folder.path)])
+        assert (found.name, found.ended) == (expected, expected in ENDED_RUNS)
+
+
+ENDED_RUNS = ("completed", "failed", "cancelled", "out_of_memory", "gone", "broken off")
+@pytest.mark.parametrize(
+    ("output", "cluster"),
+    [
+        ("12\n", None), ("12;big\n", "big"), ("12\nbye\n", None), ("Submitted batch job 12\n", None),
+        (f"{BANNER}12\n", None), (f"{BANNER}Submitted batch job 12 on cluster big\n", "big"),
+        ("12\nSubmitted batch job 12 on cluster big\n", "big"),
+        ("", "?"), (BANNER, "?"), ("12\n13\n", "?"), ("12;a\n12;b\n", "?"), (JSON.out, "?"),
+    ],
+)  # fmt: skip
+def test_the_job_of_a_submission(output: str, cluster: str | None, tmp_path: Path) -> None:
+    """A banner is no job, and without a job nothing is guessed."""
+    if cluster == "?":
+        with pytest.raises(SiteRefusedError, match="sbatch did not say which job it has submitted"):
+            job_in(output)
+        return
+    assert job_in(output) == Job("12", cluster)
+    assert Executor(folder=tmp_path)._get_job_id_from_submission_command(output.encode()) == "12"
+
+
+def test_a_job_of_another_cluster_is_asked_for_there(slurm: Slurm, tmp_path: Path) -> None:
+    """sbatch of a federation or of a wrapper may choose the cluster; the shell has no SLURM_CLUSTERS."""
+    slurm.answers = {"sbatch": "12;big\n", "squeue": RUNNING}
+    script = tmp_path / "batch_script.sh"
+    script.write_text("#!/bin/sh\n")
+    made = submit.submit_script(script)
+    slurm.clusters.clear()
+    found = {job.id: str(state) for job, state in job_states([made, Job("13")]).items()}
+    assert found == {"12": "running", "13": "forgotten"}
+    assert slurm.clusters == ["big", None, None]  # squeue, squeue, sacct
+    folder = started(tmp_path / "1")
+    owner.hand_to_job(folder, made)
+    reason = "its job is on another cluster. Try export SLURM_CLUSTERS=big"
+    assert owner.living_owner(folder) == f"job 12 ({reason})"
+
+
+def test_many_jobs_are_asked_for_in_pieces(slurm: Slurm) -> None:
+    """Linux limits an argument to 128 KiB, and an array is one number."""
+    listed = "".join(f"{number}|{number}|RUNNING|1:00|1:00:00|N/A|None\n" for number in range(2500))
+    slurm.answers = {"squeue": listed + "5000_[0-11999%4]|5000|PENDING|0:00|1:00:00|N/A|Resources\n"}
+    jobs = [Job(str(number)) for number in range(2500)] + [Job(f"5000_{task}") for task in range(12000)]
+    found = job_states(jobs)
+    assert {str(state) for state in found.values()} == {"running", "pending (Resources)"}
+    assert len(found) == 14500
+    assert max(len(word) for call in slurm.calls for word in call) < 128 * 1024
+    assert [call[0] for call in slurm.calls] == ["squeue"] * 3
+
+
+def test_a_job_that_was_never_seen_keeps_its_folder_while_it_is_new(slurm: Slurm, tmp_path: Path) -> None:
+    """Old run folders do not have the time, so the answer of Slurm counts there."""
+    slurm.answers = {"squeue": INVALID}
+    folder = started(tmp_path / "1")
+    write_json(folder.owner, {"job_id": "12"})
+    assert owner.living_owner(folder) is None
+    owner.hand_to_job(folder, job(NEW))
+    assert owner.living_owner(folder) == f"job 12 ({NOT_YET})"
+
+
+def test_a_summary_frees_the_folder_of_a_job_that_is_not_known_here(slurm: Slurm, tmp_path: Path) -> None:
+    slurm.answers = {"squeue": REVOKED}
+    folder = finished(tmp_path / "1")
+    owner.hand_to_job(folder, job(OLD))
+    assert owner.living_owner(folder) is None
+    summary = json.loads(folder.summary.read_text())
+    write_json(folder.summary, summary | {"outcome": "preempted"})  # and so starts again
+    assert owner.living_owner(folder) is not None
