@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from hpc_parallel.record.owner import elsewhere, end_process, refusal, withdraw
 from hpc_parallel.record.recorded import RecordedRun, read_run
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.slurm.client import Inquiry
-from hpc_parallel.slurm.jobs import Job, job_states, scripts_of
+from hpc_parallel.slurm.jobs import Job, JobState, job_states, scripts_of
 from hpc_parallel.slurm.submit import scancel
 from hpc_parallel.supervise.conclude_run import conclude
 from hpc_parallel.supervise.run_state import NO_ANSWER, NOT_STARTED, UNKNOWN, WAITING, State, waits
 
+CANCEL_S = 5.0  # the longest time from scancel to a change of the job's state
 STARTING_S = 10.0  # the longest time from a run's turn in a sweep to the start of its process
 
 
@@ -80,7 +82,12 @@ def end_runs(targets: Sequence[Target], *, warn: Callable[[str], None]) -> dict[
     jobs = [target for target in targets if target.job and target.run.path not in refused]
     if jobs:
         refused |= _cancel_jobs({str(target.job): target.run.path for target in jobs})
-        _conclude([target for target in jobs if target.run.path not in refused], warn=warn)
+        asked = [target for target in jobs if target.run.path not in refused]
+        by_id = {job.id: state for job, state in _states_after_scancel(asked).items()}
+        for target in asked:
+            if _is_active(state := by_id[str(target.job)]):
+                refused[target.run.path] = f"scancel has no effect: Slurm still lists its job as {state}"
+        _conclude(asked, by_id, warn=warn)
     # Waiting runs first: the end of another run would let them start.
     started = [target.run for target in targets if not _withdrawn(target, warn=warn)]
     for run in started:
@@ -95,10 +102,27 @@ def _cancel_jobs(jobs: Mapping[str, Path]) -> dict[Path, str]:
     if process.returncode == 0:
         return {}
     message = process.stderr.strip() or f"scancel ended with {process.returncode}"
-    lines = {job: [line for line in message.splitlines() if job in line] for job in jobs}
+    lines = {job: [line for line in message.splitlines() if re.search(rf"\b{job}\b", line)] for job in jobs}
     if not any(lines.values()):  # the message names no job, so it is about all of them
         return dict.fromkeys(jobs.values(), message)
     return {jobs[job]: " ".join(job_lines) for job, job_lines in lines.items() if job_lines}
+
+
+def _states_after_scancel(targets: Sequence[Target]) -> dict[Job, JobState]:
+    """The states of jobs that the queue listed before, so a job that it no longer lists has ended."""
+    jobs = _jobs(targets)
+    deadline = time.monotonic() + CANCEL_S
+    while any(map(_is_active, (states := job_states(jobs)).values())) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return states
+
+
+def _jobs(targets: Sequence[Target]) -> list[Job]:
+    return [Job(target.job) for target in targets if target.job]
+
+
+def _is_active(state: JobState) -> bool:
+    return state.is_known and not state.ended and state.state not in ("COMPLETING", "STAGE_OUT")
 
 
 def _foreign_jobs(targets: Sequence[Target]) -> dict[Path, str]:
@@ -107,7 +131,7 @@ def _foreign_jobs(targets: Sequence[Target]) -> dict[Path, str]:
     answered = [target for target in targets if target.run.path not in refused]
     if not answered:
         return refused
-    scripts = scripts_of([Job(str(target.job)) for target in answered], Inquiry())
+    scripts = scripts_of(_jobs(answered), Inquiry())
     for target in answered:
         if scripts is None:
             refused[target.run.path] = NO_ANSWER
@@ -157,12 +181,12 @@ def _has_turn(run: RecordedRun) -> bool:
     return run.owner is not None and run.owner.waits is not None
 
 
-def _conclude(cancelled: Sequence[Target], *, warn: Callable[[str], None]) -> None:
+def _conclude(
+    cancelled: Sequence[Target], by_id: Mapping[str, JobState], *, warn: Callable[[str], None]
+) -> None:
     """Record that a job was cancelled before it started, because such a job can't record this itself."""
-    waiting = [target for target in cancelled if target.state.name == WAITING]
-    states = job_states([Job(target.job) for target in waiting if target.job])
-    for target in waiting:
-        ended = states[Job(str(target.job))].ended
+    for target in cancelled:
+        ended = target.state.name == WAITING and by_id[str(target.job)].ended
         has_summary = os.path.lexists(target.run.folder.summary)
         if ended and not has_summary and not target.run.attempts.started:
             _write_summary(target.run, environment={"SLURM_JOB_ID": str(target.job)}, warn=warn)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from hpc_parallel.__main__ import main
 from hpc_parallel.record import owner
 from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.run_folder import RunFolder
@@ -24,6 +25,7 @@ from hpc_parallel.slurm.client import MISSING, UNANSWERED
 from hpc_parallel.slurm.jobs import Job, job_state, job_states
 from hpc_parallel.slurm.submit import SiteRefusedError, job_in
 from hpc_parallel.slurm.submitit_executor import Executor
+from hpc_parallel.supervise import end_runs
 from hpc_parallel.supervise.run_state import states
 from tests.recorded_runs import finished, started
 
@@ -48,6 +50,7 @@ NO_DATABASE = Answer(
 )
 HANGS = Answer(err="timed out", code=UNANSWERED)
 TOO_LONG = Answer(err="[Errno 7] Argument list too long: 'sacct'", code=MISSING)
+ACCESS = "scancel: error: Kill job error on job id 12: Access/permission denied\n"
 BANNER = (
     "Welcome to Big.\n  Your job 7 of 9 this week; project 2024 has 81000 h left\n| status | all | up |\n"
 )
@@ -114,7 +117,7 @@ STATE_CELLS = pytest.mark.parametrize(
 
 @dataclass
 class Slurm:
-    """Answers to Slurm's commands."""
+    """Answers to Slurm's commands. Those of squeue may change after scancel."""
 
     answers: dict[str, Text]
     calls: list[tuple[str, ...]] = field(default_factory=list)
@@ -126,6 +129,8 @@ class Slurm:
         answer = self.answers.get(command[0], NOTHING)
         if command[0] == "squeue" and "%o" in command[command.index("-o") + 1]:
             answer = self.answers.get("scripts", NOTHING)
+        if command[0] == "scancel" and "after" in self.answers:
+            self.answers["squeue"] = self.answers["after"]
         made = Answer(answer) if isinstance(answer, str) else answer
         return CompletedProcess(command, made.code, made.out, made.err)
 
@@ -136,6 +141,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     for module in (client, submit):
         monkeypatch.setattr(module, "run", made.run)
     monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
+    monkeypatch.setattr(end_runs, "CANCEL_S", 0.0)
     return made
 
 
@@ -197,6 +203,39 @@ def test_the_state_of_a_run(
 
 
 ENDED_RUNS = ("completed", "failed", "cancelled", "out_of_memory", "gone", "broken off")
+COMPLETING = RUNNING.replace("RUNNING", "COMPLETING")
+CANCELLED = RUNNING.replace("RUNNING", "CANCELLED")
+NO_EFFECT = "scancel has no effect: Slurm still lists its job as running"
+
+# squeue before, scancel, squeue after -> the reason why the run could not be asked
+CANCELS: list[tuple[str, Text, Text, Text, str | None]] = [
+    ("runs", RUNNING, NOTHING, COMPLETING, None),
+    ("waits", PENDING, NOTHING, CANCELLED, None),
+    ("waits, and leaves no record", PENDING, NOTHING, INVALID, None),
+    ("runs on a sibling", REVOKED, NOTHING, REVOKED, None),
+    ("no effect", RUNNING, NOTHING, RUNNING, NO_EFFECT),
+    ("refused", RUNNING, Answer(err=ACCESS, code=1), RUNNING, ACCESS.strip()),
+    ("can't be asked afterwards", RUNNING, NOTHING, DOWN, None),
+    ("can't start", RUNNING, Answer(err="No such file", code=MISSING), RUNNING, "No such file"),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "scancel", "after", "reason"), [row[1:] for row in CANCELS], ids=[row[0] for row in CANCELS]
+)
+def test_the_end_of_a_job_is_seen(
+    slurm: Slurm, before: Text, scancel: Text, after: Text, reason: str | None, tmp_path: Path, capsys: Any
+) -> None:
+    folder = started(tmp_path / "1")
+    owner.hand_to_job(folder, job(NEW))
+    scripts = f"12|12|{folder.batch_script}\n"
+    slurm.answers = {"squeue": before, "scripts": scripts, "scancel": scancel, "after": after}
+    assert main(["cancel", "--yes", "--json", str(folder.path)]) == (0 if reason is None else 3)
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["asked"], row["reason"]) == (reason is None, reason)
+    assert ("scancel", "12") in slurm.calls
+
+
 @pytest.mark.parametrize(
     ("output", "cluster"),
     [
