@@ -28,10 +28,13 @@ from tests.workers import Workers
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
-# Of a shell inside an interactive job of another size, at a site with defaults for sbatch.
+# Of a shell inside an interactive job of another size, at a site with defaults for Slurm's commands.
 SHELL = {
     "SLURM_MEM_PER_CPU": "100", "SLURM_MEM_PER_NODE": "100", "SLURM_NTASKS_PER_NODE": "3",
     "SBATCH_TIMELIMIT": "1", "SBATCH_NO_REQUEUE": "1", "SBATCH_SIGNAL": "TERM@30",
+    "SBATCH_ARRAY_INX": "0-2", "SBATCH_ERROR": "/dev/null", "SBATCH_WAIT": "1", "SLURM_TIME_FORMAT": "%s",
+    "SQUEUE_FORMAT": "%T", "SQUEUE_PARTITION": "none", "SQUEUE_STATES": "BOOT_FAIL", "SACCT_FORMAT": "State",
+    "SCANCEL_PARTITION": "none", "SCANCEL_STATE": "SUSPENDED", "SINFO_PARTITION": "none",
 }  # fmt: skip
 PATIENCE_S = 240  # with what never happens; other tests run beside these
 SMALL = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from cluster import Cluster, unavailable_reason
-from test_jobs import SMALL, Site
+from test_jobs import SHELL, SMALL, Site
 
 from hpc_parallel.slurm.jobs import Job, job_states
 
@@ -26,7 +26,7 @@ def site(cluster: Cluster, tmp_path: Path) -> Site:
 def command(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "hpc_parallel", *words],
-        cwd=site.home, env=site.environment, capture_output=True, text=True, timeout=240,
+        cwd=site.home, env=site.environment | SHELL, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
 
 
