@@ -175,10 +175,14 @@ def _ask(jobs: Sequence[Job], slurm: Inquiry, *command: str) -> tuple[list[str],
     for start in range(0, len(ids), _PIECE):
         listed = ",".join(ids[start : start + _PIECE])
         answer = slurm.ask(*command, "-j", listed, cluster=jobs[0].cluster)
-        rows = [line for line in answer.stdout.splitlines() if _ROW.match(line)]
+        rows = _rows(answer)
         answers = answers and _is_answer(answer, rows)
         lines += rows
     return lines, answers
+
+
+def _rows(answer: CompletedProcess[str]) -> list[str]:
+    return [line for line in answer.stdout.splitlines() if _ROW.match(line)]
 
 
 def _is_answer(answer: CompletedProcess[str], rows: Sequence[str]) -> bool:
@@ -212,11 +216,12 @@ def jobs_by_script(slurm: Inquiry) -> dict[str, tuple[str, JobState]] | None:
 
     None if Slurm does not answer.
     """
-    listed = slurm.ask("squeue", "--all", "-h", "--me", "-o", "%i|%T|%r|%o")
-    if listed.returncode != 0:
+    answer = slurm.ask("squeue", "--all", "-h", "--me", "-o", "%i|%A|%T|%r|%o")
+    rows = _rows(answer)
+    if not _is_answer(answer, rows):
         return None
-    lines = [line.split("|", 3) for line in listed.stdout.splitlines() if line.count("|") > 2]
-    return {script: (job, JobState(state, reason)) for job, state, reason, script in lines}
+    columns = [row.split("|", 4) for row in rows if row.count("|") > 3]
+    return {script: (job, JobState(state, reason)) for job, _, state, reason, script in columns}
 
 
 def scripts_of(jobs: Sequence[Job], slurm: Inquiry) -> dict[str, str] | None:

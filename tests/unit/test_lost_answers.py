@@ -35,8 +35,13 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("jobs", "told", "cancelled"),
     [
-        ("12|PENDING|None|{run}/batch_script.sh\n13|RUNNING|None|/other.sh\n", "It had taken job 12", "12\n"),
-        ("13|RUNNING|None|/other.sh\n", "nothing was submitted", None),
+        (
+            "12|12|PENDING|None|{run}/batch_script.sh\n13|13|RUNNING|None|/other.sh\n",
+            "It had taken job 12",
+            "12\n",
+        ),
+        ("13|13|RUNNING|None|/other.sh\n", "nothing was submitted", None),
+        ("Welcome to Big.\n", "It may have taken the job", None),
         (None, "It may have taken the job", None),
     ],
 )

@@ -139,8 +139,11 @@ def test_a_job_submitted_by_hand_is_identified_by_its_script(
     folders = [prepared(tmp_path / f"runs/by hand/{number}") for number in range(3)]
     for folder in folders:
         folder.batch_script.touch()
-    lines = [f"{9 + at}|PENDING|JobHeldUser|{folder.batch_script}" for at, folder in enumerate(folders[:2])]
-    monkeypatch.setenv("SCRIPTS", "\\n".join([*lines, "4|RUNNING|None|/home/me/x|y.sh"]) + "\\n")
+    lines = [
+        f"{9 + at}|{9 + at}|PENDING|JobHeldUser|{folder.batch_script}"
+        for at, folder in enumerate(folders[:2])
+    ]
+    monkeypatch.setenv("SCRIPTS", "\\n".join([*lines, "4|4|RUNNING|None|/home/me/x|y.sh"]) + "\\n")
     rows = {row["run"]: (row["state"], row["reason"], row["job_id"], row["ended"]) for row in told(capsys)}
     assert rows == {
         "by hand/0": ("pending", "JobHeldUser", "9", False),
