@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
+_COMMANDS = ("hpc_parallel", "hpc_parallel.run")
 _ENDINGS = (".py", ".pyc", ".so")
 # No code names these modules, but they are imported: Hydra's plugins, and what packages register with torch.
 _SCANNED = (".dist-info", ".egg-info", ".egg-link", "hydra_plugins")
@@ -18,6 +19,8 @@ _SCANNED = (".dist-info", ".egg-info", ".egg-link", "hydra_plugins")
 def guard_import_path(package: str) -> None:
     """Remove a folder that other users can write to from the import path of `python -m hpc_parallel...`.
 
+    A command imports nothing from the current folder, where a `statistics.py` would hide Python's own.
+
     package: the folder of this package. If it is in the current folder, that folder stays on the import path,
     and this process ends with exit code 2 if another user's module would hide an installed one.
     """
@@ -25,7 +28,8 @@ def guard_import_path(package: str) -> None:
         return
     folder = sys.path.pop(0)
     if is_private(folder or os.curdir):
-        sys.path.insert(0, folder)
+        if not _is_command(sys.orig_argv):
+            sys.path.insert(0, folder)
         return
     path = os.path.realpath(folder or os.curdir)
     if os.path.dirname(os.path.realpath(package)) == path:
@@ -38,6 +42,11 @@ def guard_import_path(package: str) -> None:
     elif any(_is_module(entry) for entry in _entries(path)):
         _say(f"Python modules in {path!r} are not imported, because other users may write there. "
              f"If you trust them: PYTHONPATH={path}")  # fmt: skip
+
+
+def _is_command(words: list[str]) -> bool:
+    """Whether Python was started with `-m hpc_parallel` or `-m hpc_parallel.run`."""
+    return "-m" in words and words[words.index("-m") + 1] in _COMMANDS
 
 
 def is_private(folder: str) -> bool:

@@ -144,6 +144,22 @@ def _words_of(key: str, value: Any, *, style: str) -> Iterator[str]:
         yield f"{name}={value}"
 
 
+def mentions(path: Path, pattern: re.Pattern[bytes]) -> bool:
+    """Whether a Python file, or a module beside it that it imports, matches the pattern."""
+    contents = [_beginning(path)]
+    for name in set(_IMPORT.findall(contents[0])):
+        contents.append(_beginning(path.parent / f"{name.decode()}.py"))
+    return any(map(pattern.search, contents))
+
+
+def _beginning(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_MOST_BYTES)
+    except OSError:
+        return b""
+
+
 def may_mention(path: Path, pattern: re.Pattern[bytes]) -> bool:
     """Whether a Python file matches the pattern, or imports a module beside it, which may match it."""
     try:

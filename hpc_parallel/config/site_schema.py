@@ -28,7 +28,7 @@ class LauncherConfig:
     wckey: str | None = key(None, line())  # sbatch `--wckey`.
     snapshot: bool = True  # Keep a copy of the source in the run folder, and run that copy.
     snapshot_mb: int = key(64, at_least(1))  # The largest size of that copy in MiB.
-    # Patterns of files and folders that the copy leaves out.
+    # Patterns of files and folders that are not copied: the copy has links to them.
     snapshot_exclude: list[str] = field(default_factory=list)
     snapshot_credentials: bool = False  # Also copy files that look like credentials (`.env`, `*.pem`, ...).
     shared_folder: bool = False  # Trust the users who can write a folder above the run folder.

@@ -191,6 +191,7 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "python": host_python(launcher),
         "run_folder": str(run.folder.path),
         "log": ShellWord(f'{shlex.quote(str(run.folder.slurm))}/"{JOB}"{log_suffix}'),
+        "safe_path": run.snapshot is not None,
         "import_path": "" if run.snapshot is None else os.pathsep.join(map(str, run.snapshot.import_path)),
         "modules": [*cluster.modules, *launcher.modules],
         "conda": launcher.conda and find_environment(launcher.conda),

@@ -14,8 +14,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 from hpc_parallel.config import find_module
@@ -23,6 +26,7 @@ from hpc_parallel.config.class_paths import class_tables
 from hpc_parallel.config.job_python import is_chosen, job_python
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK
+from hpc_parallel.record.snapshot import Snapshot
 from hpc_parallel.user_code import failure_of
 
 BUILT_IN = ("hpc_parallel.", "torch.optim.")  # these paths are checked without an import
@@ -39,9 +43,20 @@ class ImportCheck:
     note: str | None = None
 
 
-def check_imports(config: RunConfig, *, values: Mapping[str, Any] | None = None) -> ImportCheck:
+@dataclass(frozen=True)
+class _Source:
+    """What the job will import from. Two are equal if they are copies of the same files, as in a sweep."""
+
+    snapshot: Snapshot = field(compare=False)
+    files: int
+
+
+def check_imports(
+    config: RunConfig, *, snapshot: Snapshot | None = None, values: Mapping[str, Any] | None = None
+) -> ImportCheck:
     """Import the classes of `config` that are not this package's.
 
+    snapshot: the source that the run will keep, from which the job imports; None if it keeps none.
     values: the same configuration as plain values. If it is given, the process also builds the user's model
     without memory, checks the model's hints, builds the user's data and reads a few samples.
 
@@ -62,7 +77,8 @@ def check_imports(config: RunConfig, *, values: Mapping[str, Any] | None = None)
     if values is not None and (tries_data or not _is_built_in(config.model)):
         question |= {"values": [values], "tries_data": tries_data}
         module = MODEL
-    return _tried(_python(config), os.getcwd(), module, json.dumps(question), paths)
+    source = None if snapshot is None else _Source(snapshot, id(snapshot.files))
+    return _tried(_python(config), os.getcwd(), module, json.dumps(question), paths, source)
 
 
 def _check_module(config: RunConfig) -> ImportCheck:
@@ -156,24 +172,43 @@ def _environment_key(config: RunConfig) -> str | None:
 
 
 @cache  # all runs of a sweep have the same classes
-def _tried(python: str, folder: str, module: str, content: str, paths: str) -> ImportCheck:
-    answer = _answered((python, "-m", module), folder, content=content, names=paths)
+def _tried(
+    python: str, folder: str, module: str, content: str, paths: str, source: _Source | None = None
+) -> ImportCheck:
+    command = (python, "-m", module)
+    if source is None:
+        return _read(_answered(command, folder, content=content, names=paths))
+    with TemporaryDirectory(prefix="hpc_parallel-") as place:
+        variables = source.snapshot.tried_in(Path(place)).variables(os.environ)
+        return _read(_answered(command, folder, content=content, names=paths, variables=variables), place)
+
+
+def _read(answer: dict[str, Any] | str, place: str | None = None) -> ImportCheck:
+    """place: the temporary folder of the copy that was tried. Messages say `code` for it, as the run will."""
     if isinstance(answer, str):
         return ImportCheck(note=answer)
-    problems = tuple(message for messages in answer["messages"] for message in messages)
-    return ImportCheck(problems, note=answer["note"])
+    texts = (message for messages in answer["messages"] for message in messages)
+    problems = (text.replace(place, "code") if place else text for text in texts)
+    return ImportCheck(tuple(problems), note=answer["note"])
 
 
 def _answered(
-    command: Sequence[str], folder: str, *, content: str = "", act: str = "imported", names: str
+    command: Sequence[str],
+    folder: str,
+    *,
+    content: str = "",
+    act: str = "imported",
+    names: str,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any] | str:
     """Run a Python that reads `content` and writes an answer as JSON.
 
     act, names: the verb and the names of the classes or the module, for a message.
+    variables: additional environment variables.
 
     Returns the answer, or a message that says why there is none.
     """
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, **variables, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
             command, input=content, cwd=folder, env=environment, capture_output=True, text=True,

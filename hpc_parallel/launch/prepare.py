@@ -30,7 +30,7 @@ from hpc_parallel.config.site_limits import site_warnings
 from hpc_parallel.config.tasks import total_steps
 from hpc_parallel.launch import resume
 from hpc_parallel.launch.import_check import check_imports
-from hpc_parallel.launch.script_places import kept_notes, script_folders, script_places
+from hpc_parallel.launch.script_places import imports_here, kept_notes, script_folders, script_places
 from hpc_parallel.machine import fabric
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record import attempts, owner
@@ -282,15 +282,15 @@ def prepare(
     problems = [*find_problems(config, overrides), *starting_weights.find_problems(config)]
     if problems := [*problems, *_hardware_problems(config, user_folder)]:
         raise ConfigError(in_order(problems, overrides))
-    imports = check_imports(config, values=values if build_model else None)
-    if problems := [*_missing_interfaces(config), *imports.problems]:
-        raise ConfigError(problems)
     path = Path(os.path.expanduser(config.run_dir)) if config.run_dir else RUNS / config.name / new_run_id()
     folder = RunFolder(path.absolute())
+    snapshot = _snapshot(config, folder, keep)
+    imports = check_imports(config, snapshot=snapshot, values=values if build_model else None)
+    if problems := [*_missing_interfaces(config), *imports.problems]:
+        raise ConfigError(problems)
     plan = Plan.of(config)
     planned = _forecast(config, plan, user_folder)
     notes += [] if planned is None else planned.warnings
-    snapshot = _snapshot(config, folder, keep)
     if config.weights is not None:
         values["weights"] = str(path_of(config.weights))
     if config.resume and (problems := list(resume.find_problems(folder, values))):
@@ -361,5 +361,5 @@ def _snapshot(config: RunConfig, folder: RunFolder, keep: Callable[..., Snapshot
     return keep(
         folder.code, working_directory=Path.cwd(), most_mb=launcher.snapshot_mb,
         exclude=launcher.snapshot_exclude, credentials=launcher.snapshot_credentials,
-        also=script_folders(config.script),
+        also=script_folders(config.script), imports_here=imports_here(config.script),
     )  # fmt: skip

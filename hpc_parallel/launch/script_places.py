@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpc_parallel.config.script import absolute
+from hpc_parallel.config.script import absolute, mentions
 from hpc_parallel.config.script_schema import ScriptConfig
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.snapshot import Snapshot
+from hpc_parallel.record.snapshot import Snapshot, kept_code
+
+_OWN_FILE = re.compile(rb"\b__file__\b|\bargv\[0\]")
 
 
 def script_folders(script: ScriptConfig) -> list[Path]:
-    """The folder of a Python file: the script imports from it."""
-    return [absolute(script.file).parent] if script.file else []
+    """The folder of a Python file, from which Python imports; if it is a link, that of its target.
+
+    Also the folder of a program that another run keeps.
+    """
+    folders = {key: absolute(text).resolve().parent for key, text in _paths(script).items()}
+    return [folder for key, folder in folders.items() if key == "file" or kept_code(folder) is not None]
+
+
+def imports_here(script: ScriptConfig) -> bool:
+    """Whether Python imports from the working directory: for `-m` and for the classes of our own tasks."""
+    return not (script.file or script.command)
 
 
 def script_places(script: ScriptConfig, *, folder: RunFolder, snapshot: Snapshot | None) -> dict[str, str]:
@@ -33,10 +45,15 @@ def script_places(script: ScriptConfig, *, folder: RunFolder, snapshot: Snapshot
 
 
 def kept_notes(script: ScriptConfig, *, snapshot: Snapshot | None) -> Iterator[str]:
-    """A line for a script that the run does not keep."""
+    """A line for a script that the run does not keep, and for one that may write beside its own file."""
     for text in _paths(script).values():
         if snapshot is not None and _kept(text, snapshot) is None:
             yield f"not kept    {text} (git ignores it, or it is too large): later edits change the run"
+        elif snapshot is not None and mentions(absolute(text), _OWN_FILE):
+            yield (
+                f"in a copy   {text} uses __file__: what it writes there is not in the copy of the next run. "
+                "Write to {run}, or try launcher.snapshot=false, which runs it in place."
+            )
 
 
 def _paths(script: ScriptConfig) -> dict[str, str]:

@@ -5,25 +5,24 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
-from functools import cache
-from os.path import dirname, isdir, isfile, islink, join
+from itertools import chain
+from os.path import join
 from pathlib import Path
 
 from hpc_parallel.problems import ConfigError, Problem, printable
 from hpc_parallel.record.credentials import is_credential_file
-from hpc_parallel.record.loose_source import LooseSource, is_core_file, loose_source
+from hpc_parallel.record.git_source import checkout_of, git_source, is_source
+from hpc_parallel.record.loose_source import EDITS, Source, loose_source
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.sweep_folder import read_sweep
 from hpc_parallel.shadowing import is_private
 
 MIB = 2**20
-DOCUMENTATION = ("docs", "doc")
 _MAX_NAMES = 5  # files in one message
 
 
@@ -33,30 +32,28 @@ class Snapshot:
 
     files: Mapping[Path, Sequence[str]]  # checkout -> names of files in it
     copies: Mapping[Path, Path]  # checkout -> its copy
-    import_path: tuple[Path, ...]  # empty if nothing is copied
+    import_path: tuple[Path, ...]
     origin: RunFolder | None = None  # the run whose kept source is copied again
     left_out: tuple[str, ...] = ()  # files that look like credentials, as paths in the checkout
-    links: frozenset[Path] = frozenset()  # files that are too large to copy
-    unkept: Mapping[Path, str] = field(default_factory=dict)  # folder -> why nothing of it is copied
+    links: Mapping[Path, Mapping[str, str]] = field(default_factory=dict)  # checkout -> name -> target
+    unkept: Mapping[Path, str] = field(default_factory=dict)  # path -> why it is not copied, for a message
 
     @property
     def notes(self) -> Iterator[str]:
-        """A line about the files that were left out and why, and one for each folder that is not kept."""
+        """A line about the files that were left out and why, and one for each path that is not kept."""
         if self.left_out:
             more = len(self.left_out) - _MAX_NAMES
             names = ", ".join(map(printable, self.left_out[:_MAX_NAMES])) + f" and {more} more" * (more > 0)
             hint = "launcher.snapshot_credentials=true copies them"
             yield f"not copied  {names} (they look like credentials; {hint})"
-        for folder, reason in self.unkept.items():
-            yield f"not kept    {printable(str(folder))} ({reason}): later edits change the run"
+        for path, text in self.unkept.items():
+            yield f"not kept    {printable(str(path))} {text}"
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Environment variables with which Python imports from the copies before any other folder."""
-        if not self.import_path:
-            return {}
         inherited = [environment["PYTHONPATH"]] if environment.get("PYTHONPATH") else []
         python_path = os.pathsep.join([*map(str, self.import_path), *inherited])
-        return {"PYTHONSAFEPATH": "1", "PYTHONPATH": python_path}
+        return {"PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": python_path} if python_path else {})
 
     def copy_of(self, path: Path) -> Path | None:
         """The copy of a file; None if it is not copied."""
@@ -66,18 +63,24 @@ class Snapshot:
                     return copy / place.relative_to(root)
         return None
 
-    def take(self) -> None:
-        """Copy the files."""
+    def take(self, copy_file: Callable[[Path, Path], object] = shutil.copy2) -> None:
+        """Copy the files, then make the links, so that no file is written through a link."""
         for root, copy in self.copies.items():
             for name in self.files[root]:
                 target = copy / name
                 target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                if (root / name).is_dir():  # a link: git lists no other folder
-                    target.symlink_to(_link_target(root / name, root=root))
-                elif root / name in self.links:
-                    target.symlink_to(root / name)
+                if (destination := self._link_target(root / name, target)) is not None:
+                    target.symlink_to(destination)
                 else:
-                    shutil.copy2(root / name, target)
+                    copy_file(root / name, target)
+        self._link()
+
+    def tried_in(self, folder: Path) -> Snapshot:
+        """Make the same tree in `folder`, with links to the files in place of copies, to import from it."""
+        old = next((copy.parent for copy in self.copies.values()), folder)
+        trial = self.moved(old, folder)
+        trial.take(os.symlink)
+        return trial
 
     def take_as(self, original: Snapshot) -> None:
         """Make the copies of `original` again: by hard links, or as copies if the file system has none."""
@@ -90,6 +93,29 @@ class Snapshot:
                     os.link(f"{before}/{name}", f"{after}/{name}", follow_symlinks=False)
                 except OSError:
                     shutil.copy2(f"{before}/{name}", f"{after}/{name}", follow_symlinks=False)
+        self._link()
+
+    def _link(self) -> None:
+        for root, targets in self.links.items():
+            for name, target in targets.items():
+                link = self.copies[root] / name
+                link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                link.symlink_to(target)
+
+    def _link_target(self, source: Path, copy: Path) -> str | None:
+        """The target of a copy that is a link; None if the content of the file is copied.
+
+        A link to what is copied leads to the copy, so that Python finds what lies beside a linked script. A
+        link to another folder keeps its target, which is not copied, like an installed package.
+        """
+        if not source.is_symlink():
+            return None
+        target = source.resolve()
+        for root, place in self.copies.items():
+            if target.is_relative_to(root.resolve()) and (target.is_dir() or self.copy_of(target)):
+                inner = place / target.relative_to(root.resolve())
+                return os.path.relpath(inner, copy.parent)
+        return str(target) if target.is_dir() else None
 
     def moved(self, old: Path, new: Path) -> Snapshot:
         """The same snapshot with its copies in the folder `new` instead of `old`."""
@@ -109,68 +135,84 @@ def plan_snapshot(
     exclude: Sequence[str] = (),
     credentials: bool = False,
     also: Sequence[Path] = (),
+    imports_here: bool = True,
 ) -> Snapshot:
-    """Plan a copy of every git checkout that this process imports from, without the files that git ignores.
+    """Plan a copy of every git checkout that this process imports from (git_source.py).
 
     These checkouts are the working directory's (which may hold the user's own model), this package's, and
     those on `sys.path`. From a folder that is in no checkout, the files are copied if they are few
     (loose_source.py). An installed package is not copied, because it does not change while a job waits. A
     process that imports from the source kept with a run (`rerun`) copies only that source.
 
-    exclude: patterns of names of files and folders, or of their paths from a checkout's root;
-    credentials: also copy files that look like credentials; also: more folders from which runs import.
+    A script finds what it opens beside its own file: the copy has links to the files that are not copied.
+    Only files that look like credentials have none.
+
+    exclude: patterns of names of files and folders that are not copied, or of their paths from a checkout's
+    root; credentials: also copy files that look like credentials; also: more folders to copy; imports_here:
+    whether processes import from the working directory, as `python -m` does. A script file imports from its
+    own folder instead.
 
     Raises ConfigError if more than `most_mb` MiB are left, because so many bytes are not only source.
     """
-    package = Path(__file__).resolve().parents[2]
-    imported = list(dict.fromkeys([working_directory, *also, package, *_editable_import_path()]))
+    package = str(Path(__file__).resolve().parents[2])
+    here = [working_directory] if imports_here else []
+    searched, hiding = _import_path(here, package)
+    imported = list(dict.fromkeys([working_directory, *also, *searched]))
     code = next((folder for path in imported if (folder := kept_code(path)) is not None), None)
+    left_out: tuple[str, ...] = ()
+    unkept: dict[Path, str] = {}
     if code is not None:
+        sources = {root: _kept_source(root, code=code) for root in sorted(code.iterdir()) if root.is_dir()}
         checkouts = {
             path: code / path.relative_to(code).parts[0] for path in imported if path.is_relative_to(code)
         }
-        files = {root: _all_files(root) for root in sorted(path for path in code.iterdir() if path.is_dir())}
-        loose: dict[Path, LooseSource] = {}
-        left_out: tuple[str, ...] = ()
     else:
-        roots = {path: checkout_of(path) for path in imported}
-        loose = _loose_sources((path for path in roots if roots[path] is None), destination, most_mb=most_mb)
-        checkouts = {path: root or path for path, root in roots.items() if root or loose[path].names}
-        names_of = {
-            root: loose[root].names if root in loose else source_files(root) for root in checkouts.values()
-        }
-        source = {root: _without(names, exclude) for root, names in names_of.items()}
-        left_out = () if credentials else _credential_files(source)
-        files = {root: [name for name in names if name not in left_out] for root, names in source.items()}
-        _require_source(files, most_mb=most_mb, exclude=exclude)
-    copies = {root: destination / name for root, name in _unique_names(list(files)).items()}
-    import_path = [copies[root] / path.relative_to(root) for path, root in checkouts.items()]
-    if import_path and is_private(str(working_directory)):  # otherwise other users could add modules
-        import_path.append(working_directory)
-    origin = RunFolder(code.parent) if code is not None else None
+        checkouts, found = _sources(imported, destination, most_bytes=most_mb * MIB)
+        sources = {root: _excluding(found[root], root, exclude) for root in checkouts.values()}
+        if not credentials:
+            left_out = tuple(filter(is_credential_file, chain.from_iterable(map(_paths, sources.values()))))
+            sources = {root: _without(source, left_out) for root, source in sources.items()}
+        sources = _with_modules(sources, most_bytes=most_mb * MIB)
+        unkept = {path: text for each in (found | sources).values() for path, text in each.unkept.items()}
+        _require_source(sources, most_mb=most_mb, exclude=exclude)
+    copies = {root: destination / name for root, name in _unique_names(list(sources)).items()}
+    import_path = [
+        copies[checkouts[path]] / path.relative_to(checkouts[path]) for path in searched if path in checkouts
+    ]
+    import_path += [path for path in here if is_private(str(path))]  # else other users could add modules
     return Snapshot(
-        files, copies, tuple(dict.fromkeys(import_path)), origin=origin, left_out=left_out,
-        links=frozenset(path / name for path, each in loose.items() for name in each.links),
-        unkept={path: each.reason for path, each in loose.items() if each.reason},
+        {root: source.names for root, source in sources.items()}, copies, tuple(dict.fromkeys(import_path)),
+        origin=RunFolder(code.parent) if code is not None else None, left_out=left_out,
+        links={root: _outside(source.links, destination) for root, source in sources.items()},
+        unkept={**hiding, **unkept},
     )  # fmt: skip
 
 
-def _loose_sources(folders: Iterable[Path], destination: Path, *, most_mb: int) -> dict[Path, LooseSource]:
-    """The source in folders that are in no checkout. A folder that others can change counts as empty."""
+def _outside(links: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """The links that do not lead to a folder above `folder`: `runs`, which git ignores, holds this run."""
+    return {name: target for name, target in links.items() if not folder.is_relative_to(target)}
+
+
+def _sources(
+    folders: Sequence[Path], destination: Path, *, most_bytes: int
+) -> tuple[dict[Path, Path], dict[Path, Source]]:
+    """Folder -> the root of its copy, and root -> its source. A folder that others can change has none."""
 
     def leave_out(folder: Path) -> bool:
-        return folder == destination or _is_of_ours(folder)
+        return folder == destination or is_run_folder(folder) or _is_sweep(folder)
 
+    roots = {folder: checkout_of(folder) for folder in folders}
+    sources: dict[Path, Source] = {}
+    for folder, root in roots.items():
+        if root is not None and root not in sources:
+            sources[root] = git_source(root, leave_out=leave_out)
+        elif root is None and is_private(str(folder)):
+            sources[folder] = loose_source(folder, most_bytes=most_bytes, leave_out=leave_out)
+    kept = {folder: root or folder for folder, root in roots.items()}
     return {
-        folder: loose_source(folder, most_bytes=most_mb * MIB, leave_out=leave_out)
-        if is_private(str(folder)) and not _is_installed(folder)
-        else LooseSource()
-        for folder in folders
-    }
-
-
-def _credential_files(source: Mapping[Path, Sequence[str]]) -> tuple[str, ...]:
-    return tuple(name for names in source.values() for name in names if is_credential_file(name))
+        folder: root for folder, root in kept.items()
+        if roots[folder] or (root in sources and sources[root].names)
+    }, sources  # fmt: skip
 
 
 def _unique_names(roots: Sequence[Path]) -> dict[Path, str]:
@@ -189,38 +231,6 @@ def kept_code(path: Path) -> Path | None:
     )
 
 
-def checkout_of(path: Path) -> Path | None:
-    """The root of the git checkout that holds `path`; None if there is none."""
-    root = _git(path, "rev-parse", "--show-toplevel")
-    return Path(root.rstrip("\n")) if root else None
-
-
-def source_files(root: Path) -> list[str]:
-    """Names of the existing files that git tracks (also in submodules) or does not ignore.
-
-    Folders of runs and sweeps are left out, because each run would otherwise hold a copy of all earlier ones.
-    Documentation is left out because no process imports it.
-    """
-    tracked = _git(root, "ls-files", "--cached", "--recurse-submodules", "-z") or ""
-    new = _git(root, "ls-files", "--others", "--exclude-standard", "-z") or ""
-    names = [name for name in dict.fromkeys((tracked + new).split("\0")) if name]
-
-    @cache
-    def is_of_a_run(folder: str) -> bool:
-        path = root / folder
-        return _is_of_ours(path) or (folder != "" and is_of_a_run(dirname(folder)))
-
-    return [
-        name
-        for name in names
-        if _is_source(join(root, name)) and not is_of_a_run(dirname(name)) and not _is_documentation(name)
-    ]
-
-
-def _is_of_ours(folder: Path) -> bool:
-    return is_run_folder(folder) or _is_sweep(folder)
-
-
 def _is_sweep(folder: Path) -> bool:
     """Whether `folder` is a sweep folder of this package, and not one with another program's `sweep.json`."""
     try:
@@ -230,14 +240,49 @@ def _is_sweep(folder: Path) -> bool:
     return True
 
 
-def _is_documentation(name: str) -> bool:
-    """Whether the file is in the checkout's folder for documentation, and can't be imported."""
-    return name.split("/")[0] in DOCUMENTATION and not name.endswith(".py")
+def _import_path(first: Sequence[Path], package: str) -> tuple[list[Path], dict[Path, str]]:
+    """The folders outside the Python installation from which a process imports, in their order.
+
+    first: folders that Python puts first; package: the folder of this package.
+
+    Python looks into the folders of editable installations last. Their copies are in PYTHONPATH, which comes
+    before Python's own modules, so a folder that would hide one of these is left out. It is returned beside
+    the others, with the reason.
+    """
+    variable = os.environ.get("PYTHONPATH")
+    python_path = [entry or os.curdir for entry in variable.split(os.pathsep)] if variable else []
+    folders = {*first, *_outside_python([package, *python_path])}
+    hiding: dict[Path, str] = {}
+    for path in _outside_python([*sys.path, *_mapped_folders()]):
+        if path not in folders and (names := _hidden_modules(path)):
+            hiding[path] = f"({names[0]} in it would hide Python's own): {EDITS}"
+    searched = dict.fromkeys([*first, *_outside_python([package, *sys.path, *_mapped_folders()])])
+    return [path for path in searched if path not in hiding], hiding
 
 
-def _editable_import_path() -> Iterator[Path]:
-    """The folders on `sys.path` outside the Python installation: PYTHONPATH and editable installations."""
-    for entry in sys.path:
+def _hidden_modules(folder: Path) -> list[str]:
+    """The names of files and packages in the folder that have the name of a module of Python itself."""
+    return sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.stem in sys.stdlib_module_names and (path.suffix == ".py" or (path / "__init__.py").is_file())
+    )
+
+
+def _mapped_folders() -> Iterator[str]:
+    """The folders of packages that setuptools has installed as editable, and finds without `sys.path`."""
+    finders = [module for name, module in sys.modules.items() if name.startswith("__editable__")]
+    for finder in finders:
+        for package, place in getattr(finder, "MAPPING", {}).items():
+            parts = Path(place).with_suffix("").parts
+            names = tuple(package.split("."))
+            if parts[-len(names) :] == names:
+                yield os.path.join(*parts[: -len(names)])
+
+
+def _outside_python(entries: Iterable[str]) -> Iterator[Path]:
+    """The folders among entries of an import path that are outside the Python installation."""
+    for entry in entries:
         path = Path(entry)
         if entry and path.is_dir() and not _is_installed(path):
             yield path.absolute()
@@ -249,62 +294,90 @@ def _is_installed(folder: Path) -> bool:
     return any(folder.resolve().is_relative_to(python) for python in pythons)
 
 
-def _is_source(path: str) -> bool:
-    """Whether `path` is a file or a link to a folder. git also lists submodules that are not checked out."""
-    return (isfile(path) and not is_core_file(path)) or (islink(path) and isdir(path))
+def _kept_source(root: Path, *, code: Path) -> Source:
+    """The files in a copy that another run keeps. A link out of that run's source is not followed."""
+    names: list[str] = []
+    links: dict[str, str] = {}
+    for path in sorted(root.rglob("*")):
+        name = str(path.relative_to(root))
+        if path.is_symlink() and not path.resolve().is_relative_to(code.resolve()):
+            links[name] = os.readlink(path)
+        elif is_source(str(path)):
+            names.append(name)
+    return Source(tuple(names), links)
 
 
-def _link_target(link: Path, *, root: Path) -> str:
-    """The target for the copy of a link to a folder.
+def _excluding(source: Source, root: Path, exclude: Sequence[str]) -> Source:
+    """The source with links in place of the files and folders that a pattern in `exclude` matches."""
 
-    A link into the checkout becomes a link into the copy. A link to a folder outside keeps its target. The
-    target is not copied, like an installed package.
-    """
-    target = link.resolve()
-    inside = target.is_relative_to(root.resolve())
-    return os.path.relpath(target, link.parent.resolve()) if inside else str(target)
+    def match(name: str) -> str | None:
+        """The outermost part of a path that a pattern matches."""
+        parts = name.split("/")
+        for end, part in enumerate(parts, start=1):
+            path = "/".join(parts[:end])
+            if any(fnmatch(text, pattern.rstrip("/")) for pattern in exclude for text in (path, part)):
+                return path
+        return None
 
-
-def _all_files(root: Path) -> list[str]:
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if _is_source(str(path)))
-
-
-def _without(names: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    """Drop the names whose path, parent folder or path component matches a pattern in `exclude`."""
-
-    def excluded(name: str) -> bool:
-        path = Path(name)
-        candidates = {name, *map(str, path.parents[:-1]), *path.parts}
-        return any(fnmatch(text, pattern.rstrip("/")) for pattern in exclude for text in candidates)
-
-    return [name for name in names if not excluded(name)] if exclude else list(names)
+    excluded = {name: path for name in _paths(source) if (path := match(name)) is not None}
+    links = {path: str(root / path) for path in excluded.values() if not is_credential_file(path)}
+    left = _without(source, excluded)
+    return replace(left, links={**left.links, **links})
 
 
-def _require_source(files: Mapping[Path, Sequence[str]], *, most_mb: int, exclude: Sequence[str]) -> None:
+def _without(source: Source, paths: Container[str]) -> Source:
+    return replace(
+        source,
+        names=tuple(name for name in source.names if name not in paths),
+        links={name: target for name, target in source.links.items() if name not in paths},
+        modules=tuple(name for name in source.modules if name not in paths),
+    )
+
+
+def _paths(source: Source) -> Iterable[str]:
+    return (*source.names, *source.links, *source.modules)
+
+
+def _with_modules(sources: Mapping[Path, Source], *, most_bytes: int) -> dict[Path, Source]:
+    """Add the modules that git ignores: the smallest as files, up to a limit for all files, else as links."""
+
+    def size(root: Path, name: str) -> int:
+        return os.stat(root / name).st_size
+
+    room = most_bytes - sum(size(root, name) for root, source in sources.items() for name in source.names)
+    modules = sorted((size(root, name), root, name) for root in sources for name in sources[root].modules)
+    complete = dict(sources)
+    for module_bytes, root, name in modules:
+        source = complete[root]
+        if (room := room - module_bytes) >= 0:
+            complete[root] = replace(source, names=(*source.names, name))
+        else:
+            text = f"(larger than launcher.snapshot_mb allows): {EDITS}"
+            complete[root] = replace(
+                source,
+                links={**source.links, name: str(root / name)},
+                unkept={**source.unkept, root / name: text},
+            )
+    return complete
+
+
+def _require_source(sources: Mapping[Path, Source], *, most_mb: int, exclude: Sequence[str]) -> None:
     """Raise ConfigError if no file is left to copy, or the files are larger than source can be."""
-    if exclude and (empty := [root for root, names in files.items() if not names]):
+    if exclude and (empty := [root for root, source in sources.items() if not source.names]):
         rule = f"leaves nothing of {empty[0]}, which the run imports from"
         raise ConfigError([Problem("launcher.snapshot_exclude", list(exclude), rule, ([],))])
     sizes = {
         join(root, name): os.lstat(join(root, name)).st_size
-        for root, names in files.items()
-        for name in names
+        for root, source in sources.items()
+        for name in source.names
     }
     total = sum(sizes.values())
     if total > most_mb * MIB:
         path, size = max(sizes.items(), key=lambda item: item[1])
-        largest = next(Path(path).relative_to(root) for root in files if Path(path).is_relative_to(root))
+        largest = next(Path(path).relative_to(root) for root in sources if Path(path).is_relative_to(root))
         rule = (
-            f"(MiB) is less than what git knows in {' and '.join(map(str, files))}: {total / MIB:.1f} MiB, "
+            f"(MiB) is less than what git knows in {' and '.join(map(str, sources))}: {total / MIB:.1f} MiB, "
             f"of which {largest} has {size / MIB:.1f}. Let git ignore files that are not source, or exclude "
             f"them with launcher.snapshot_exclude=['{largest}']"
         )
         raise ConfigError([Problem("launcher.snapshot_mb", most_mb, rule, (math.ceil(total / MIB),))])
-
-
-def _git(directory: Path, *arguments: str) -> str | None:
-    try:
-        process = subprocess.run(["git", *arguments], cwd=directory, capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return process.stdout.decode(errors="surrogateescape")

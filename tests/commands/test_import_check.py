@@ -17,6 +17,7 @@ from hpc_parallel.run import main as run
 from hpc_parallel.user_code import described, failure_of
 from hpc_parallel.worker import data_check
 from tests.composed import prepared
+from tests.unit.test_snapshot import git
 
 SCRIPT = ("launcher=script", "launcher.snapshot=false")
 BIGRAM = """
@@ -123,6 +124,26 @@ def test_what_can_not_be_known_is_a_note(here: Path, monkeypatch: pytest.MonkeyP
     found = import_check._tried(str(here / "python"), str(here), IMPORT, table % "dead", "dead.M")
     assert found.note is not None
     assert "can't be started" in found.note
+
+
+@pytest.mark.processes
+def test_classes_are_imported_from_what_the_job_will_have(here: Path) -> None:
+    """What git ignores, in a subfolder of the checkout; a file that looks like a credential stays behind."""
+    (here / "mine.py").write_text("from lib._version import V\nM = type(V)\n")
+    (here / "lib").mkdir()
+    (here / "lib" / "__init__.py").write_text("")
+    (here / "lib" / "_version.py").write_text("V = 1\n")
+    (here / "theirs.py").write_text("open(__file__[:-9] + 'token.txt')\nM = int\n")
+    (here / "token.txt").write_text("")
+    (here / ".gitignore").write_text("_version.py\n")
+    git(here, "init", "-q")
+    assert prepared("launcher=local", "model._target_=mine.M").import_note is None
+    with pytest.raises(ConfigError) as caught:
+        prepared("launcher=local", "model._target_=theirs.M")
+    assert str(caught.value) == (
+        f"FileNotFoundError: [Errno 2] No such file or directory: 'code/{here.name}/token.txt' "
+        "(theirs.py:1), raised by theirs.M (model)."
+    )
 
 
 def test_a_model_that_the_layout_can_not_split_is_refused_before_a_submission(

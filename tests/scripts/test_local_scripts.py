@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -277,18 +278,34 @@ def test_a_killed_rank_starts_again_from_the_scripts_own_checkpoint(home: Path) 
     assert json.loads((home / "run" / "summary.json").read_text())["outcome"] == "completed"
 
 
+SEES = """
+import beside, os, sched, sys
+from pathlib import Path
+here = Path(__file__).parent
+(here / "new.txt").touch()
+print(beside.__file__, __file__, sys.path[0], os.path.dirname(sched.__file__), (here / "data/x").read_text())
+"""
+
+
 def test_a_script_of_a_checkout_is_kept_and_an_ignored_program_runs_where_it_is(home: Path) -> None:
-    (home / "src").mkdir()
-    (home / "src" / "beside.py").write_text("")
-    (home / "src" / "script.py").write_text("import beside; print(beside.__file__, __file__)\n")
-    (home / "solver").write_text("#!/bin/sh\necho $0 $RANK\n")
+    """As with torchrun: it imports from its own folder, not from the working one, and finds its data."""
+    for name, text in (
+        ("src/script.py", SEES), ("src/beside.py", "import _version\n"), ("src/_version.py", ""),
+        ("src/data/x", "its data"), ("statistics.py", "raise SystemExit(3)\n"), ("sched.py", ""),
+        ("solver", "#!/bin/sh\necho $0 $RANK\n"), (".gitignore", "solver\nruns\ndata\n_version.py\n"),
+    ):  # fmt: skip
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text(text)
     (home / "solver").chmod(0o755)
-    (home / ".gitignore").write_text("solver\nruns\n")
     subprocess.run(["git", "init", "--quiet"], cwd=home, check=True)
-    assert run(home, "launcher=local", "run_dir=runs/1", "--", "src/script.py").returncode == 0
+    done = run(home, "launcher=local", "run_dir=runs/1", "--", "src/script.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "in a copy   src/script.py uses __file__: " in done.stdout
     kept = home / "runs" / "1" / "code" / home.name / "src"
-    printed = (home / "runs" / "1" / "logs" / "rank-0.out").read_text()
-    assert printed.split() == [f"{kept}/beside.py", f"{kept}/script.py"]
+    printed = (home / "runs" / "1" / "logs" / "rank-0.out").read_text().split(maxsplit=4)
+    library = sysconfig.get_path("stdlib")
+    assert printed == [f"{kept}/beside.py", f"{kept}/script.py", str(kept), library, "its data\n"]
+    assert not (home / "src" / "new.txt").exists()
     done = run(home, "launcher=local", "run_dir=runs/2", "--", "./solver")
     assert "not kept    ./solver" in done.stdout
     assert (home / "runs" / "2" / "logs" / "rank-0.out").read_text() == f"{home}/solver 0\n"

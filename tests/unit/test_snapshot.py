@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,13 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def copied(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return {str(path.relative_to(folder)) for path in files}
+
+
+def linked(folder: Path) -> dict[str, Path]:
+    links = (path for path in folder.rglob("*") if path.is_symlink())
+    return {str(path.relative_to(folder)): path.readlink() for path in links}
 
 
 def test_it_contains_tracked_and_unignored_files(checkout: Path, tmp_path: Path) -> None:
@@ -48,6 +55,60 @@ def test_it_contains_tracked_and_unignored_files(checkout: Path, tmp_path: Path)
         ".gitignore", "tracked_one.py", "sub/deep_one.py", "new_one.py",
     }  # fmt: skip
     assert (tmp_path / "code/mine/tracked_one.py").read_text() == "value = 2\n"
+    assert linked(tmp_path / "code" / "mine") == {"weights.bin": checkout / "weights.bin"}
+
+
+IGNORED = {  # name -> whether it is copied (True), a link (False) or neither (None)
+    "package/_version.py": True, "package/fast.cpython-311-x86_64-linux-gnu.so": True,
+    "package/generated/messages.py": True, "package/generated/table.npy": False,
+    "made/__init__.py": True, "made/sub/deep.py": True, "settings_local.py": True,
+    "build/lib/package/__init__.py": None, "data/train/0.npy": None, "package/weights.bin": False,
+    ".env": None, ".venv/lib.py": None, "venv/lib.py": None, "package/__pycache__/old.py": None,
+    "runs/earlier.txt": None, ".hidden.bin": False,
+}  # fmt: skip
+
+
+def test_modules_that_git_ignores_are_copied_and_the_rest_are_links(checkout: Path, tmp_path: Path) -> None:
+    (checkout / ".gitignore").write_text(
+        "_version.py\n*.so\ngenerated\nmade/\nsettings_local.py\nbuild/\ndata/*\n*.bin\n.env\n.venv\nvenv\n"
+        "__pycache__\nruns\n"
+    )
+    for name in [*IGNORED, "venv/pyvenv.cfg"]:
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text("")
+    (checkout / "package" / "__init__.py").write_text("from package._version import VERSION\n")
+    code = checkout / "runs" / "1" / "code"
+    kept = plan_snapshot(code, working_directory=checkout)
+    kept.take()
+    known = {".gitignore", "tracked_one.py", "sub/deep_one.py", "new_one.py", "package/__init__.py"}
+    assert copied(code / "mine") == known | {name for name, is_copied in IGNORED.items() if is_copied}
+    links = {name for name, is_copied in IGNORED.items() if is_copied is False}
+    links |= {"build", "data", "weights.bin"}
+    assert linked(code / "mine") == {name: checkout / name for name in links}
+    assert kept.left_out == (".env",)  # hidden from a script, so it is named
+
+
+def test_a_module_that_git_ignores_and_that_is_too_large_is_a_link_and_named(
+    checkout: Path, tmp_path: Path
+) -> None:
+    (checkout / ".gitignore").write_text("*.bin\n*.so\n")
+    for name, megabytes in (("small.so", 1), ("large.so", 11)):
+        (checkout / name).write_bytes(b"0" * (megabytes * 2**20))
+    kept = plan_snapshot(tmp_path / "code", working_directory=checkout, most_mb=12)
+    kept.take()
+    assert "small.so" in copied(tmp_path / "code/mine")
+    assert linked(tmp_path / "code/mine")["large.so"] == checkout / "large.so"
+    text = "(larger than launcher.snapshot_mb allows): later edits change the run"
+    assert list(kept.notes) == [f"not kept    {checkout / 'large.so'} {text}"]
+
+
+def test_too_many_files_that_git_ignores_are_named_and_no_links(checkout: Path, tmp_path: Path) -> None:
+    for number in range(2_000):
+        (checkout / "sub" / f"{number}.bin").touch()
+    kept = plan_snapshot(tmp_path / "code", working_directory=checkout)
+    assert kept.links[checkout] == {}
+    text = "(git ignores more than 2,000 files): launcher.snapshot=false runs in place"
+    assert list(kept.notes) == [f"not kept    {checkout} {text}"]
 
 
 @pytest.mark.processes
@@ -118,6 +179,9 @@ def test_patterns_leave_files_and_folders_out(
 ) -> None:
     plan_snapshot(tmp_path / "code", working_directory=checkout, exclude=[pattern]).take()
     assert copied(tmp_path / "code" / "mine") == left
+    copy = tmp_path / "code" / "mine"
+    for name in {".gitignore", "tracked_one.py", "sub/deep_one.py", "new_one.py"} - left:
+        assert (copy / name).resolve() == checkout / name  # by a link to the file or a folder above it
 
 
 def test_patterns_that_leave_nothing_are_refused(checkout: Path, tmp_path: Path) -> None:
@@ -136,6 +200,41 @@ def test_folders_of_the_import_path_are_kept(
     assert (tmp_path / "code/mine/sub/deep_one.py").is_file()
 
 
+def test_a_script_file_imports_what_python_imports_and_not_the_working_directory(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python puts the script's own folder first by itself, and the copies of PYTHONPATH follow."""
+    kept = plan_snapshot(
+        tmp_path / "code", working_directory=checkout, also=[checkout / "sub"], imports_here=False
+    )
+    (package,) = [copy for root, copy in kept.copies.items() if root != checkout]
+    assert kept.import_path == (package,)
+    assert "sub/deep_one.py" in kept.files[checkout]
+    assert kept.variables({"PYTHONPATH": "x"}) == {"PYTHONSAFEPATH": "1", "PYTHONPATH": f"{package}:x"}
+    monkeypatch.setenv("PYTHONPATH", str(checkout))
+    monkeypatch.syspath_prepend(checkout)
+    (checkout / "sched.py").touch()
+    kept = plan_snapshot(tmp_path / "code", working_directory=checkout, imports_here=False)
+    assert set(kept.import_path) == {package, tmp_path / "code/mine"}
+
+
+def test_folders_of_editable_packages_are_kept_unless_they_hide_a_module_of_python(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python looks there last, and into the copies first. setuptools' finder is not on `sys.path`."""
+    finder = types.ModuleType("__editable___mine_1_0_finder")
+    finder.MAPPING = {"sub": f"{checkout}/sub", "other.name": f"{tmp_path}/elsewhere"}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, finder.__name__, finder)
+    kept = plan_snapshot(tmp_path / "code", working_directory=tmp_path, imports_here=False)
+    assert tmp_path / "code/mine" in kept.import_path
+    assert list(kept.notes) == []
+    (checkout / "sched.py").touch()
+    kept = plan_snapshot(tmp_path / "code", working_directory=tmp_path, imports_here=False)
+    assert tmp_path / "code/mine" not in kept.import_path
+    text = "(sched.py in it would hide Python's own): later edits change the run"
+    assert list(kept.notes) == [f"not kept    {checkout} {text}"]
+
+
 def test_links_lead_where_they_led(checkout: Path, tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "o.py").write_text("value = 7\n")
@@ -143,13 +242,16 @@ def test_links_lead_where_they_led(checkout: Path, tmp_path: Path) -> None:
     (checkout / "absolute").symlink_to(checkout / "sub")
     (checkout / "far").symlink_to("../outside")
     (checkout / "file.py").symlink_to("tracked_one.py")
+    (checkout / "alone.py").symlink_to("../outside/o.py")
     (checkout / "broken").symlink_to("nowhere")
     plan_snapshot(tmp_path / "code", working_directory=checkout).take()
     copy = tmp_path / "code" / "mine"
     assert (copy / "within").resolve() == copy / "sub"
     assert (copy / "absolute").resolve() == copy / "sub"
     assert (copy / "far" / "o.py").read_text() == "value = 7\n"
-    assert (copy / "file.py").read_text() == "value = 2\n"
+    assert (copy / "file.py").resolve() == copy / "tracked_one.py"  # Python imports from where a link leads
+    assert (copy / "alone.py").read_text() == "value = 7\n"
+    assert not (copy / "alone.py").is_symlink()
     assert not (copy / "broken").is_symlink()
 
 
@@ -168,6 +270,7 @@ def test_a_kept_source_is_kept_again_and_nothing_of_today(
     again.take()
     assert again.origin == first
     assert copied(second.code) == copied(first.code)
+    assert linked(second.code) == linked(first.code) != {}
     assert (second.code / "mine/sub/deep_one.py").read_text() == "value = 1\n"
     assert again.import_path == tuple(
         second.code / place.relative_to(first.code) if place.is_relative_to(first.code) else place
@@ -196,9 +299,8 @@ def test_files_of_a_folder_without_git_are_kept(
         monkeypatch.setenv("PATH", "")
     kept = plan_snapshot(tmp_path / "code", working_directory=loose)
     kept.take()
-    names = {"model_one.py", "parts/part_one.py", "parts/words.txt", "weights.bin"}
-    assert copied(tmp_path / "code/loose") == names
-    assert (tmp_path / "code/loose/weights.bin").readlink() == loose / "weights.bin"
+    assert copied(tmp_path / "code/loose") == {"model_one.py", "parts/part_one.py", "parts/words.txt"}
+    assert linked(tmp_path / "code/loose") == {"weights.bin": loose / "weights.bin"}
     (loose / "model_one.py").write_text("value = 99\n")
     done = subprocess.run(
         [sys.executable, "-c", "import model_one; print(model_one.value)"], cwd=loose,
@@ -264,12 +366,45 @@ def test_documentation_is_left_out(checkout: Path, tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_rerun_copies_links_and_not_what_they_lead_to(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else may have put a link into the code of a run that was unpacked here."""
+    first, second = (RunFolder(tmp_path / name) for name in ("first", "second"))
+    first.create()
+    first.config.write_text("nodes: 1\n")
+    before = plan_snapshot(first.code, working_directory=checkout)
+    before.take()
+    (tmp_path / "private.txt").write_text("hunter2\n")
+    (first.code / "mine" / "up").symlink_to("../../../private.txt")
+    (first.code / "mine" / "there").symlink_to(tmp_path / "private.txt")
+    monkeypatch.setattr(sys, "path", [*map(str, before.import_path), *sys.path])
+    plan_snapshot(second.code, working_directory=checkout).take()
+    assert {"up", "there"} <= linked(second.code / "mine").keys()
+    assert not {"up", "there"} & copied(second.code / "mine")
+
+
+def test_a_repository_in_a_checkout_is_a_link_and_named(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "vendored").mkdir()
+    git(checkout / "vendored", "init", "-q")
+    (checkout / "vendored" / "inner_one.py").touch()
+    kept = plan_snapshot(tmp_path / "code", working_directory=checkout)
+    kept.take()
+    assert linked(tmp_path / "code/mine")["vendored"] == checkout / "vendored"
+    text = "(a git checkout of its own): later edits change the run"
+    assert list(kept.notes) == [f"not kept    {checkout / 'vendored'} {text}"]
+
+
 def test_submodules_are_source_too(checkout: Path, tmp_path: Path) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
     (inner / "inner_one.py").write_text("value = 5\n")
+    (inner / ".gitignore").write_text("_version.py\n")
     for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "inner")):
         git(inner, *words)
     git(checkout, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(inner), "vendored")
+    for name in ("_version.py", "new_one.py"):
+        (checkout / "vendored" / name).touch()
     plan_snapshot(tmp_path / "code", working_directory=checkout).take()
-    assert (tmp_path / "code/mine/vendored/inner_one.py").is_file()
+    names = {"inner_one.py", "_version.py", "new_one.py"}
+    assert {f"vendored/{name}" for name in names} <= copied(tmp_path / "code/mine")

@@ -1,0 +1,131 @@
+"""Finds what a git checkout holds: source, which is copied, and what git ignores, which becomes links.
+
+Modules that git ignores are copied too, because Python imports them: `_version.py` of setuptools_scm, an
+extension module that was built in place, generated code.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from itertools import islice
+from os.path import dirname, isdir, isfile, islink, join
+from pathlib import Path
+
+from hpc_parallel.record.credentials import is_credential_file
+from hpc_parallel.record.loose_source import EDITS, MOST_FILES, Source, is_core_file, is_no_source, walk
+
+IN_PLACE = "launcher.snapshot=false runs in place"
+_DOCUMENTATION = ("docs", "doc")
+_MODULES = (".py", ".so")
+_SUBMODULE = "160000"  # the mode in `git ls-files --stage`
+
+
+def checkout_of(path: Path) -> Path | None:
+    """The root of the git checkout that holds `path`; None if there is none."""
+    root = _git(path, "rev-parse", "--show-toplevel")
+    return Path(root.rstrip("\n")) if root else None
+
+
+def git_source(root: Path, *, leave_out: Callable[[Path], bool]) -> Source:
+    """Look for the files of a checkout and of its submodules.
+
+    leave_out: whether a folder and everything below it is left out, such as the folder of a run: each run
+    would otherwise hold all earlier ones. Documentation is left out because no process imports it.
+    """
+    known, ignored = _listed(root)
+
+    @cache
+    def is_left_out(folder: str) -> bool:
+        return leave_out(root / folder) or (folder != "" and is_left_out(dirname(folder)))
+
+    def is_wanted(name: str) -> bool:
+        return not is_left_out(dirname(name)) and not _is_documentation(name)
+
+    names = [name for name in known if is_source(join(root, name)) and is_wanted(name)]
+    # A folder that git lists is another repository, and no submodule.
+    repositories = [name.rstrip("/") for name in known if name.endswith("/") and is_wanted(name)]
+    modules, links = _ignored(root, filter(is_wanted, ignored), leave_out)
+    unkept = {root / name: f"(a git checkout of its own): {EDITS}" for name in repositories}
+    if sum(isfile(root / name) for name in links) > MOST_FILES:
+        links = [name for name in links if isdir(root / name)]
+        unkept[root] = f"(git ignores more than {MOST_FILES:,} files): {IN_PLACE}"
+    targets = {name: str(root / name) for name in (*repositories, *links)}
+    return Source(tuple(names), targets, unkept, modules=tuple(modules))
+
+
+def is_source(path: str) -> bool:
+    """Whether `path` is a file or a link to a folder. git also lists submodules that are not checked out."""
+    return (isfile(path) and not is_core_file(path)) or (islink(path) and isdir(path))
+
+
+def _listed(root: Path) -> tuple[list[str], list[str]]:
+    """What git tracks or does not ignore, and what it ignores, also in submodules.
+
+    Folders end with a slash.
+    """
+    known: list[str] = []
+    ignored = _names(root, "--others", "--ignored", "--exclude-standard", "--directory")
+    for entry in _names(root, "--cached", "--stage"):
+        attributes, _, name = entry.partition("\t")
+        if not attributes.startswith(_SUBMODULE):
+            known.append(name)
+        elif (root / name / ".git").exists():  # checked out
+            for names, inner in zip((known, ignored), _listed(root / name), strict=True):
+                names += [f"{name}/{path}" for path in inner]
+    return [*dict.fromkeys([*known, *_names(root, "--others", "--exclude-standard")])], ignored
+
+
+def _ignored(
+    root: Path, names: Iterable[str], leave_out: Callable[[Path], bool]
+) -> tuple[list[str], list[str]]:
+    """The modules among what git ignores, and the other files and folders."""
+    modules: list[str] = []
+    others: list[str] = []
+    for name in _outermost(names):
+        path = root / name
+        is_folder = name.endswith("/")
+        if is_folder and (is_no_source(path) or leave_out(path)):
+            continue
+        contents = _of_package(path, leave_out) if is_folder else [""]
+        for each in [os.path.normpath(join(name, content)) for content in contents]:
+            if is_source(join(root, each)) or isdir(join(root, each)):
+                is_copied = each.endswith(_MODULES) or (not is_folder and is_credential_file(each))
+                (modules if is_copied else others).append(each)
+    return modules, others
+
+
+def _of_package(folder: Path, leave_out: Callable[[Path], bool]) -> list[str]:
+    """The files of a package, or of a folder in one; of any other folder one empty name."""
+    if not any((place / "__init__.py").is_file() for place in (folder, folder.parent)):
+        return [""]
+    files = [*islice(walk(folder, leave_out), MOST_FILES + 1)]
+    return files if len(files) <= MOST_FILES else [""]
+
+
+def _outermost(names: Iterable[str]) -> Iterator[str]:
+    """Drop the names below a folder that is listed too. Names of folders end with a slash."""
+    folder = None
+    for name in sorted(names):
+        if folder is None or not name.startswith(folder):
+            yield name
+            folder = name if name.endswith("/") else None
+
+
+def _is_documentation(name: str) -> bool:
+    """Whether the file is in the checkout's folder for documentation, and can't be imported."""
+    return name.split("/")[0] in _DOCUMENTATION and not name.endswith(".py")
+
+
+def _names(root: Path, *options: str) -> list[str]:
+    return [name for name in (_git(root, "ls-files", *options, "-z") or "").split("\0") if name]
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    try:
+        process = subprocess.run(["git", *arguments], cwd=directory, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return process.stdout.decode(errors="surrogateescape")
