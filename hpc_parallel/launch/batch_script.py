@@ -173,13 +173,13 @@ def _render(run: PreparedRun, flags: Flags, **values: object) -> str:
 
 def _import_path(run: PreparedRun, *, folder: ShellWord) -> ShellWord | str:
     """PYTHONPATH for a batch script of many runs, whose copies of the source have the same relative path."""
-    if run.snapshot is None:
+    if run.imports is None:
         return ""
     run_folder = run.folder.path
     return ShellWord(os.pathsep.join(
         f"{folder}/{shlex.quote(str(path.relative_to(run_folder)))}"
         if path.is_relative_to(run_folder) else shlex.quote(str(path))
-        for path in run.snapshot.import_path
+        for path in run.imports.import_path
     ))  # fmt: skip
 
 
@@ -191,8 +191,8 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "python": host_python(launcher),
         "run_folder": str(run.folder.path),
         "log": ShellWord(f'{shlex.quote(str(run.folder.slurm))}/"{JOB}"{log_suffix}'),
-        "safe_path": run.snapshot is not None,
-        "import_path": "" if run.snapshot is None else os.pathsep.join(map(str, run.snapshot.import_path)),
+        "safe_path": run.imports is not None,
+        "import_path": "" if run.imports is None else os.pathsep.join(map(str, run.imports.import_path)),
         "modules": [*cluster.modules, *launcher.modules],
         "conda": launcher.conda and find_environment(launcher.conda),
         "venv": launcher.venv and absolute(launcher.venv),

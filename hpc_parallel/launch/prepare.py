@@ -41,7 +41,7 @@ from hpc_parallel.record.provenance import PREDICTED, GitState, origin
 from hpc_parallel.record.run_folder import RunFolder, new_run_id
 from hpc_parallel.record.safe_read import YAML_BYTES, require_plain
 from hpc_parallel.record.safe_write import write_json, write_text
-from hpc_parallel.record.snapshot import Snapshot, plan_snapshot
+from hpc_parallel.record.snapshot import Snapshot, in_place, plan_snapshot
 from hpc_parallel.record.trust import require_trusted
 
 if TYPE_CHECKING:
@@ -80,7 +80,14 @@ class PreparedRun:
     @property
     def variables(self) -> dict[str, str]:
         """Environment variables that let the run's processes import the kept source."""
-        return {} if self.snapshot is None else self.snapshot.variables(os.environ)
+        return {} if self.imports is None else self.imports.variables(os.environ)
+
+    @property
+    def imports(self) -> Snapshot | None:
+        """From where the run's processes import; None: from the working directory, as Python does."""
+        if self.snapshot is None and not imports_here(self.config.script):
+            return in_place()
+        return self.snapshot
 
     @property
     def processes_per_node(self) -> int:
@@ -109,7 +116,7 @@ class PreparedRun:
     @property
     def container_warnings(self) -> list[str]:
         """Paths that the container of the job would not see."""
-        import_path = () if self.snapshot is None else self.snapshot.import_path
+        import_path = () if self.imports is None else self.imports.import_path
         return list(container_warnings(self.config, run_folder=self.folder.path, source=import_path))
 
     @property

@@ -23,6 +23,7 @@ from hpc_parallel.record.sweep_folder import read_sweep
 from hpc_parallel.shadowing import is_private
 
 MIB = 2**20
+_PACKAGE = str(Path(__file__).resolve().parents[2])
 _MAX_NAMES = 5  # files in one message
 
 
@@ -127,6 +128,11 @@ class Snapshot:
         return replace(self, copies=copies, import_path=tuple(map(move, self.import_path)))
 
 
+def in_place() -> Snapshot:
+    """Nothing is copied, and processes import neither from a copy nor from the working directory."""
+    return Snapshot({}, {}, tuple(_outside_python([_PACKAGE])))
+
+
 def plan_snapshot(
     destination: Path,
     *,
@@ -154,9 +160,8 @@ def plan_snapshot(
 
     Raises ConfigError if more than `most_mb` MiB are left, because so many bytes are not only source.
     """
-    package = str(Path(__file__).resolve().parents[2])
     here = [working_directory] if imports_here else []
-    searched, hiding = _import_path(here, package)
+    searched, hiding = _import_path(here)
     imported = list(dict.fromkeys([working_directory, *also, *searched]))
     code = next((folder for path in imported if (folder := kept_code(path)) is not None), None)
     left_out: tuple[str, ...] = ()
@@ -240,10 +245,10 @@ def _is_sweep(folder: Path) -> bool:
     return True
 
 
-def _import_path(first: Sequence[Path], package: str) -> tuple[list[Path], dict[Path, str]]:
+def _import_path(first: Sequence[Path]) -> tuple[list[Path], dict[Path, str]]:
     """The folders outside the Python installation from which a process imports, in their order.
 
-    first: folders that Python puts first; package: the folder of this package.
+    first: folders that Python puts first.
 
     Python looks into the folders of editable installations last. Their copies are in PYTHONPATH, which comes
     before Python's own modules, so a folder that would hide one of these is left out. It is returned beside
@@ -251,12 +256,12 @@ def _import_path(first: Sequence[Path], package: str) -> tuple[list[Path], dict[
     """
     variable = os.environ.get("PYTHONPATH")
     python_path = [entry or os.curdir for entry in variable.split(os.pathsep)] if variable else []
-    folders = {*first, *_outside_python([package, *python_path])}
+    folders = {*first, *_outside_python([_PACKAGE, *python_path])}
     hiding: dict[Path, str] = {}
     for path in _outside_python([*sys.path, *_mapped_folders()]):
         if path not in folders and (names := _hidden_modules(path)):
             hiding[path] = f"({names[0]} in it would hide Python's own): {EDITS}"
-    searched = dict.fromkeys([*first, *_outside_python([package, *sys.path, *_mapped_folders()])])
+    searched = dict.fromkeys([*first, *_outside_python([_PACKAGE, *sys.path, *_mapped_folders()])])
     return [path for path in searched if path not in hiding], hiding
 
 

@@ -249,6 +249,19 @@ def test_a_process_for_each_node_has_all_its_cores_and_the_threads_of_its_own_ra
     assert words[-1] == "1 2 2 4"
 
 
+@pytest.mark.parametrize("start", ["train.py", "-m train", "./tool"])
+def test_a_run_in_place_imports_from_the_working_directory_only_for_a_module(here: Path, start: str) -> None:
+    """Else a `statistics.py` there would end the processes that start the script."""
+    (here / "tool").touch(mode=0o755)
+    words = ("launcher=script", "launcher.snapshot=false", "--", *start.split())
+    run = checked_run(CommandLine.parse(words))
+    is_safe = start != "-m train"
+    assert ("PYTHONSAFEPATH" in run.variables) == is_safe
+    assert ("export PYTHONSAFEPATH=1" in render(run).splitlines()) == is_safe
+    root = str(Path(script_rank.__file__).parents[2])
+    assert (run.variables.get("PYTHONPATH", "").split(os.pathsep)[0] == root) == is_safe
+
+
 def test_torchrun_gets_the_words_of_the_user() -> None:
     shape = ("launcher=script", "script.start=torchrun", "nodes=2", "gpus_per_node=2")
     words = ("script.torchrun=[--max-restarts=2,--tee,3]", "--", "train.py")
