@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
@@ -16,6 +15,7 @@ from pathlib import Path
 from hpc_parallel.problems import ConfigError, Problem, printable
 from hpc_parallel.record.credentials import is_credential_file
 from hpc_parallel.record.git_source import checkout_of, git_source, is_source
+from hpc_parallel.record.import_path import PACKAGE, folders_of_imports, outside_python
 from hpc_parallel.record.loose_source import EDITS, Source, loose_source
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder
 from hpc_parallel.record.safe_read import DamagedError
@@ -23,7 +23,6 @@ from hpc_parallel.record.sweep_folder import read_sweep
 from hpc_parallel.shadowing import is_private
 
 MIB = 2**20
-_PACKAGE = str(Path(__file__).resolve().parents[2])
 _MAX_NAMES = 5  # files in one message
 
 
@@ -130,7 +129,7 @@ class Snapshot:
 
 def in_place() -> Snapshot:
     """Nothing is copied, and processes import neither from a copy nor from the working directory."""
-    return Snapshot({}, {}, tuple(_outside_python([_PACKAGE])))
+    return Snapshot({}, {}, tuple(outside_python([PACKAGE])))
 
 
 def plan_snapshot(
@@ -161,35 +160,29 @@ def plan_snapshot(
     Raises ConfigError if more than `most_mb` MiB are left, because so many bytes are not only source.
     """
     here = [working_directory] if imports_here else []
-    searched, hiding = _import_path(here)
+    searched, hiding = folders_of_imports(here)
     imported = list(dict.fromkeys([working_directory, *also, *searched]))
     code = next((folder for path in imported if (folder := kept_code(path)) is not None), None)
     left_out: tuple[str, ...] = ()
-    unkept: dict[Path, str] = {}
     if code is not None:
-        sources = {root: _kept_source(root, code=code) for root in sorted(code.iterdir()) if root.is_dir()}
-        checkouts = {
-            path: code / path.relative_to(code).parts[0] for path in imported if path.is_relative_to(code)
-        }
+        checkouts, sources = _kept_sources(imported, code)
+        roots = list(sources)
     else:
-        checkouts, found = _sources(imported, destination, most_bytes=most_mb * MIB)
-        sources = {root: _excluding(found[root], root, exclude) for root in checkouts.values()}
-        if not credentials:
-            left_out = tuple(filter(is_credential_file, chain.from_iterable(map(_paths, sources.values()))))
-            sources = {root: _without(source, left_out) for root, source in sources.items()}
+        checkouts, sources = _sources(imported, destination, most_bytes=most_mb * MIB)
+        sources, left_out = _filtered(sources, exclude=exclude, credentials=credentials)
         sources = _with_modules(sources, most_bytes=most_mb * MIB)
-        unkept = {path: text for each in (found | sources).values() for path, text in each.unkept.items()}
-        _require_source(sources, most_mb=most_mb, exclude=exclude)
-    copies = {root: destination / name for root, name in _unique_names(list(sources)).items()}
+        roots = list(dict.fromkeys(checkouts.values()))
+        _require_source({root: sources[root] for root in roots}, most_mb=most_mb, exclude=exclude)
+    copies = {root: destination / name for root, name in _unique_names(roots).items()}
     import_path = [
         copies[checkouts[path]] / path.relative_to(checkouts[path]) for path in searched if path in checkouts
     ]
     import_path += [path for path in here if is_private(str(path))]  # else other users could add modules
     return Snapshot(
-        {root: source.names for root, source in sources.items()}, copies, tuple(dict.fromkeys(import_path)),
+        {root: sources[root].names for root in roots}, copies, tuple(dict.fromkeys(import_path)),
         origin=RunFolder(code.parent) if code is not None else None, left_out=left_out,
-        links={root: _outside(source.links, destination) for root, source in sources.items()},
-        unkept={**hiding, **unkept},
+        links={root: _outside(sources[root].links, destination) for root in roots},
+        unkept=hiding | {path: text for each in sources.values() for path, text in each.unkept.items()},
     )  # fmt: skip
 
 
@@ -214,10 +207,24 @@ def _sources(
         elif root is None and is_private(str(folder)):
             sources[folder] = loose_source(folder, most_bytes=most_bytes, leave_out=leave_out)
     kept = {folder: root or folder for folder, root in roots.items()}
-    return {
-        folder: root for folder, root in kept.items()
-        if roots[folder] or (root in sources and sources[root].names)
-    }, sources  # fmt: skip
+    return {folder: root for folder, root in kept.items() if root in sources and sources[root].names}, sources
+
+
+def _kept_sources(folders: Sequence[Path], code: Path) -> tuple[dict[Path, Path], dict[Path, Source]]:
+    """The same for the folder `code` of another run, which is copied as it is."""
+    sources = {root: _kept_source(root, code=code) for root in sorted(code.iterdir()) if root.is_dir()}
+    inside = [folder for folder in folders if folder.is_relative_to(code)]
+    return {folder: code / folder.relative_to(code).parts[0] for folder in inside}, sources
+
+
+def _filtered(
+    sources: Mapping[Path, Source], *, exclude: Sequence[str], credentials: bool
+) -> tuple[dict[Path, Source], tuple[str, ...]]:
+    """The sources without what `exclude` names and without credentials, and the names of these."""
+    filtered = {root: _excluding(source, root, exclude) for root, source in sources.items()}
+    names = chain.from_iterable(map(_paths, filtered.values()))
+    left_out = () if credentials else tuple(filter(is_credential_file, names))
+    return {root: _without(source, left_out) for root, source in filtered.items()}, left_out
 
 
 def _unique_names(roots: Sequence[Path]) -> dict[Path, str]:
@@ -243,60 +250,6 @@ def _is_sweep(folder: Path) -> bool:
     except (OSError, DamagedError):
         return False
     return True
-
-
-def _import_path(first: Sequence[Path]) -> tuple[list[Path], dict[Path, str]]:
-    """The folders outside the Python installation from which a process imports, in their order.
-
-    first: folders that Python puts first.
-
-    Python looks into the folders of editable installations last. Their copies are in PYTHONPATH, which comes
-    before Python's own modules, so a folder that would hide one of these is left out. It is returned beside
-    the others, with the reason.
-    """
-    variable = os.environ.get("PYTHONPATH")
-    python_path = [entry or os.curdir for entry in variable.split(os.pathsep)] if variable else []
-    folders = {*first, *_outside_python([_PACKAGE, *python_path])}
-    hiding: dict[Path, str] = {}
-    for path in _outside_python([*sys.path, *_mapped_folders()]):
-        if path not in folders and (names := _hidden_modules(path)):
-            hiding[path] = f"({names[0]} in it would hide Python's own): {EDITS}"
-    searched = dict.fromkeys([*first, *_outside_python([_PACKAGE, *sys.path, *_mapped_folders()])])
-    return [path for path in searched if path not in hiding], hiding
-
-
-def _hidden_modules(folder: Path) -> list[str]:
-    """The names of files and packages in the folder that have the name of a module of Python itself."""
-    return sorted(
-        path.name
-        for path in folder.iterdir()
-        if path.stem in sys.stdlib_module_names and (path.suffix == ".py" or (path / "__init__.py").is_file())
-    )
-
-
-def _mapped_folders() -> Iterator[str]:
-    """The folders of packages that setuptools has installed as editable, and finds without `sys.path`."""
-    finders = [module for name, module in sys.modules.items() if name.startswith("__editable__")]
-    for finder in finders:
-        for package, place in getattr(finder, "MAPPING", {}).items():
-            parts = Path(place).with_suffix("").parts
-            names = tuple(package.split("."))
-            if parts[-len(names) :] == names:
-                yield os.path.join(*parts[: -len(names)])
-
-
-def _outside_python(entries: Iterable[str]) -> Iterator[Path]:
-    """The folders among entries of an import path that are outside the Python installation."""
-    for entry in entries:
-        path = Path(entry)
-        if entry and path.is_dir() and not _is_installed(path):
-            yield path.absolute()
-
-
-def _is_installed(folder: Path) -> bool:
-    """Whether the folder belongs to the Python installation or to a virtual environment."""
-    pythons = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)}
-    return any(folder.resolve().is_relative_to(python) for python in pythons)
 
 
 def _kept_source(root: Path, *, code: Path) -> Source:

@@ -319,10 +319,14 @@ def test_source_is_copied_once_and_linked(here: Path) -> None:
     subprocess.run(["git", "init", "-q"], check=True)
     (here / "sub").mkdir()
     (here / "sub" / "mine_one.py").write_text("value = 1\n")
+    (here / ".gitignore").write_text("*.bin\n")
+    (here / "weights.bin").touch()
     assert main(["-m", "seed=1,2,3", "launcher=script", "cluster=cpu"]) == 0
     _, sweep = only_sweep(here)
     files = [run.run_dir / "code" / here.name / "sub" / "mine_one.py" for run in sweep.runs]
     assert {file.read_text() for file in files} == {"value = 1\n"}
+    links = [run.run_dir / "code" / here.name / "weights.bin" for run in sweep.runs]
+    assert {link.readlink() for link in links} == {here / "weights.bin"}
     paths = {
         (run.run_dir / "batch_script.sh").read_text().count(f"{run.run_dir}/code/{here.name}")
         for run in sweep.runs
