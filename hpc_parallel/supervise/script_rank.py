@@ -214,6 +214,7 @@ class Relay:
         self._in_job, self._reaches_all = in_job, reaches_all
         self._child: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []  # received before the script started
+        self._has_asked = False  # a second stop signal could end the script while it saves
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._child is None:
@@ -223,10 +224,13 @@ class Relay:
             self.stopped_by = self.stopped_by or signal.Signals(number).name
             job_context.request_stop(self._stop_prefix)
         if number in (signal.SIGUSR2, signal.SIGTERM) and self._stop is not None:
-            if (number != self._stop or not self._reaches_all) and self._child.returncode is None:
+            if number == self._stop and self._reaches_all:
+                self._has_asked = True
+            elif not self._has_asked and self._child.returncode is None:
                 for process in receivers(self._child.pid, self._stop):
                     with suppress(ProcessLookupError):
                         os.kill(process, self._stop)
+                        self._has_asked = True
         elif not self._reaches_all and number != signal.SIGUSR2:
             self._child.send_signal(number)
 

@@ -25,7 +25,7 @@ from hpc_parallel.worker.time_limit import TimeLimit
 
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 PERIOD_S = 2.0  # between two exchanges of the flags
-REPEAT_S = 2.0  # Slurm sends the same signal several times within this time
+REPEAT_S = 2.0  # one Ctrl-C may arrive several times within this time
 
 
 _early: list[int] = []  # signals received before training
@@ -40,7 +40,9 @@ class StopFlag:
     """The stop flag of this rank, and the agreement of all ranks. Inside the context, signals set the flag.
 
     About every `period_s` seconds rank 0 broadcasts two numbers. All ranks calculate the same number for the
-    step at which it does. Steps between have no collective. A second signal ends the process at once.
+    step at which it does. Steps between have no collective. A second SIGINT ends the process at once. A
+    further SIGTERM does not: Slurm repeats it at the end of a preemption's grace time, and sends it at the
+    time limit after SIGUSR2. It sends SIGKILL after KillWait, so a save may use that time.
     """
 
     def __init__(self, *, step: int, time_limit: TimeLimit | None = None, period_s: float = PERIOD_S) -> None:
@@ -54,7 +56,7 @@ class StopFlag:
         self._period_s = period_s
         self._store = dist.PrefixStore("stop", default_store())
         self._flag = self._published = 0  # 1 + index in STOP_SIGNALS
-        self._flag_s = math.nan  # when a signal set the flag
+        self._interrupted_s = math.inf  # when the first SIGINT came
         self._agreed_step, self._agreed_s = step, time.monotonic()
         self._next_step = step + 1
 
@@ -99,10 +101,10 @@ class StopFlag:
         return next((flag for flag in flags if self._store.add(str(flag), 0)), 0)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self._flag and now - self._flag_s > REPEAT_S:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        if not self._flag:
-            self._flag_s = now
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if now - self._interrupted_s > REPEAT_S:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            self._interrupted_s = min(self._interrupted_s, now)
         self._flag = max(self._flag, STOP_SIGNALS.index(signal.Signals(number)) + 1)

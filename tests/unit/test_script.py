@@ -427,6 +427,30 @@ def test_each_signal_reaches_the_script_once(
 
 
 @pytest.mark.parametrize(
+    ("stop_signal", "reaches_all", "first", "received"),
+    [
+        ("SIGUSR1", True, signal.SIGTERM, [signal.SIGUSR1]),
+        ("SIGUSR1", False, signal.SIGTERM, [signal.SIGUSR1]),
+        ("SIGUSR1", True, signal.SIGUSR2, [signal.SIGUSR1]),
+        ("SIGUSR2", True, signal.SIGUSR2, []),  # Slurm has sent it to the script too
+        ("SIGUSR2", False, signal.SIGUSR2, [signal.SIGUSR2]),
+    ],
+)
+def test_a_script_that_saves_is_not_asked_again(
+    stop_signal: str, reaches_all: bool, first: signal.Signals, received: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Slurm sends SIGTERM again at the end of a preemption's grace time, and at the limit after SIGUSR2."""
+    relay = script_rank.Relay(stop_signal, in_job=True, reaches_all=reaches_all, stop_prefix="stop")
+    child = Child(monkeypatch)
+    relay.connect(child)  # type: ignore[arg-type]
+    for number in (first, signal.SIGTERM):
+        relay(number, None)
+    assert child.received == received
+    assert relay.stopped_by == first.name
+
+
+@pytest.mark.parametrize(
     ("stop_signal", "number", "received"),
     [
         ("none", signal.SIGUSR2, []), ("none", signal.SIGTERM, [signal.SIGTERM]),

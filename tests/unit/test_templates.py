@@ -95,7 +95,7 @@ PYXIS = ["--container-image=nvcr.io#nvidia/pytorch:25.01",
 SRUN = ["srun", "--cpus-per-task=3", "--distribution=block:block", "--kill-on-bad-exit=1", "--wait=60"]
 NODES = ["srun", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=6", "--distribution=block:block",
          "--kill-on-bad-exit=1", "--wait=60"]  # fmt: skip
-TORCHRUN = ["bash", "-c", 'trap "" USR2; exec "$@"', "torchrun"]
+TORCHRUN = ["bash", "-c", 'trap "" TERM USR2; exec "$@"', "torchrun"]
 MODULE = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
           "--rdzv-id=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}",
           "--rdzv-endpoint=$hpc_parallel_firsti:29511", "--module", *RANK[2:]]  # fmt: skip
