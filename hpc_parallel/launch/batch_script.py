@@ -187,7 +187,6 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
     launcher, cluster = run.config.launcher, run.config.cluster
     return {
         "job": JOB,
-        "is_script": run.is_script,
         "python": host_python(launcher),
         "run_folder": str(run.folder.path),
         "log": ShellWord(f'{shlex.quote(str(run.folder.slurm))}/"{JOB}"{log_suffix}'),

@@ -44,9 +44,6 @@ def wait_for_job(run: PreparedRun, job: Job) -> int:
         print(f"job {job_id} {state}; the run has been resumed since: {run.folder.path}")
         return DONE if state.state == "COMPLETED" else FAILED
     if not has_summary(run):
-        if state.state == "COMPLETED":
-            print(f"job {job_id} completed, but the run left no summary: see {run.folder.path}")
-            return FAILED
         conclude_job(run.folder, job_id, state)
     return follower.finish()
 
@@ -95,7 +92,7 @@ def conclude_job(folder: RunFolder, job_id: str, state: JobState) -> None:
     text = read_tail(logs[0]).decode(errors="replace") if logs else ""
     conclude(
         folder,
-        returncode=1,
+        returncode=0 if state.state == "COMPLETED" else 1,
         text=f"{text}\nSlurm says of job {job_id}: {state}",
         cancelled=True if state.state == "CANCELLED" else None,
         environment={"SLURM_JOB_ID": job_id},

@@ -29,7 +29,7 @@ from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.record.values import texts
 from hpc_parallel.slurm.jobs import job_of
-from hpc_parallel.supervise import failure, restart
+from hpc_parallel.supervise import failure, normal_end, restart
 from hpc_parallel.supervise.failure import Record
 from hpc_parallel.supervise.hang_cause import cause_of
 from hpc_parallel.supervise.root_cause import (
@@ -38,7 +38,9 @@ from hpc_parallel.supervise.root_cause import (
     killed_tasks,
     lost_node,
     missing_rank,
+    start_lines,
     this_attempt,
+    with_early_ends,
 )
 from hpc_parallel.supervise.script_rank import is_script
 from hpc_parallel.supervise.summary import summarise
@@ -75,16 +77,15 @@ def conclude(
         return _conclude_stop(folder, stopped=asked, environment=environment)
     records = failure.records(folder)
     records += killed_tasks(folder, text=text, recorded={record.rank for record in records})
-    if returncode == 0 and not records and not cancelled:
-        if is_script(folder.read_config()):  # its ranks do not know whether all of them succeeded
-            write_json(folder.summary, _summary(folder, outcome="completed", environment=environment))
+    if returncode == 0 and not records and not cancelled and _has_completed_script(folder):
+        write_json(folder.summary, _summary(folder, outcome="completed", environment=environment))
         return None
     cause = find_root_cause(records)
     if cause is not None and cause.kind in (failure.HANG, failure.LOST_PEER, failure.STOPPED):
         cause = cause_of(folder, records) or cause
     if cancelled or (cancelled is None and _looks_cancelled(cause, returncode=returncode, text=text)):
-        first = f", first rank {cause.rank} on {cause.host}" if cause and cause.signal else ""
         name = asked_by or (cause.signal if cause else None)
+        first = f", first rank {cause.rank} on {cause.host}" if cause and cause.signal else ""
         line, outcome, how = f"{cancelled_by(name)}{first}", "cancelled", "cancelled"
         ended = Failure()
     else:
@@ -96,6 +97,15 @@ def conclude(
         attempts.end(folder, how=how, host=ended.host, exclude=texts(ended.details.get("exclude")))
         write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     return line
+
+
+def _has_completed_script(folder: RunFolder) -> bool:
+    """Whether the ranks of a user's script ran in this start. Other tasks write `summary.json` themselves.
+
+    The caller knows that all ranks that were started have ended with code 0. A command that starts none
+    (`exit 0` in a setup line, `mpirun --version`) ends with code 0 too.
+    """
+    return is_script(folder.read_config()) and normal_end.has_ended(folder, rank=0)
 
 
 def cancelled_by(signal_name: str | None) -> str:
@@ -137,7 +147,7 @@ def _rank_failure(
     """The content of `failure.json` if a rank, or the job itself, failed."""
     if cause is None:
         return _without_record(folder, returncode=returncode, text=text)
-    cause = missing_rank(folder, cause=cause, records=records)
+    cause = with_early_ends(folder, cause=missing_rank(folder, cause=cause, records=records))
     return _failed(cause, followers=[record for record in records if record.rank != cause.rank])
 
 
@@ -223,9 +233,10 @@ def _brief(followers: Sequence[Record]) -> tuple[Follower, ...]:
 def _without_record(folder: RunFolder, *, returncode: int, text: str) -> Failure:
     """The content of `failure.json` if no rank wrote a record: a set-up line failed, for example."""
     when = "and no rank said why" if any(folder.logs.glob("rank-*.out")) else "before any rank started"
-    lines = [line for line in text.splitlines() if line.strip()][-_LOG_LINES:]
+    lines = start_lines(text)[-_LOG_LINES:]
     name = _signal_of_code(returncode)
     how = f"killed by {name}" if name else f"exit code {returncode}"
+    how += "" if returncode else ", but rank 0 did not complete"
     last = lines[-1].strip() if lines else ""
     message = (last if "exit code" in last else f"{how}: {last}" if last else how) + hint(last)
     return _without_rank(
@@ -317,3 +328,5 @@ def main(arguments: Sequence[str]) -> None:
         launcher = folder.read_config()["launcher"]
         line = restart.requeue_or_resubmit(folder, launcher=launcher, environment=os.environ)
         print(line, file=sys.stderr)
+    if options.returncode == 0 and folder.failure.exists() and not folder.stopped.exists():
+        sys.exit(1)  # the job has failed too

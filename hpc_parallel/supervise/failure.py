@@ -21,7 +21,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.typed import build
-from hpc_parallel.supervise import flight_recorder, oom
+from hpc_parallel.supervise import flight_recorder, normal_end, oom
 from hpc_parallel.supervise.error_place import place_of, step_of
 from hpc_parallel.user_code import causes_of, hint
 
@@ -209,6 +209,7 @@ def record_hang(folder: RunFolder, *, world: World, message: str, stack: list[st
 def forget(folder: RunFolder, *, rank: int) -> None:
     """Remove a rank's record of an earlier attempt before this attempt starts."""
     _path(folder, rank).unlink(missing_ok=True)
+    normal_end.forget(folder, rank=rank)
     remove_partial_files(folder, rank=rank)
     flight_recorder.dump_of(folder, rank=rank).unlink(missing_ok=True)
 
@@ -217,6 +218,7 @@ def forget_all(folder: RunFolder) -> None:
     """Remove the records of all ranks: an earlier attempt may have had more ranks."""
     for record in folder.logs.glob("rank-*.failure.json"):
         record.unlink(missing_ok=True)
+    normal_end.forget(folder)
 
 
 def remove_partial_files(folder: RunFolder, *, rank: int | None = None) -> None:

@@ -34,7 +34,7 @@ from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_tail
 from hpc_parallel.record.summary_file import Summary
-from hpc_parallel.supervise import failure
+from hpc_parallel.supervise import failure, normal_end
 from hpc_parallel.supervise.conclude_run import conclude, may_restart
 from hpc_parallel.supervise.process_tree import adopt_orphans, end_descendants
 from hpc_parallel.supervise.rank_process import die_with_parent
@@ -130,7 +130,7 @@ def _attempt(
             with suppress(OSError, DamagedError):
                 log = read_tail(folder.logs / "agent.err").decode(errors="replace")
         conclude(folder, returncode=code, text=log, cancelled=cancelled, asked_by=asked_by, environment={})
-    elif is_script(config):  # a single rank does not know whether all succeeded
+    else:  # a single rank does not know whether all succeeded
         conclude(folder, returncode=0, environment={})
     summary = Summary.read(folder)
     return int(summary is None or not summary.completed)
@@ -200,10 +200,8 @@ class Watch:
                 terminate_at = min(terminate_at, now)
                 patience_s = _SAVE_S if cancelled else _PATIENCE_S
             for rank, returncode in self._newly_ended():
-                if (
-                    returncode == 0 and self.folder.stopped.exists()
-                ):  # srun gives the other ranks the same time
-                    terminate_at = min(terminate_at, now + _SAVE_S)
+                if returncode == 0 and self._is_rank:
+                    normal_end.record(self.folder, world=self.worlds[rank])
                 if returncode == 0 or cancelled:
                     continue
                 if self._is_rank:

@@ -23,7 +23,7 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import size_of
-from hpc_parallel.supervise import failure, hang_report, oom, script_failure, script_rank
+from hpc_parallel.supervise import failure, hang_report, normal_end, oom, script_failure, script_rank
 from hpc_parallel.supervise.nvidia_profiler import ProfilerError, profiler_words
 from hpc_parallel.supervise.process_tree import adopt_orphans, end_descendants
 from hpc_parallel.supervise.script_devices import DeviceWatch
@@ -77,6 +77,7 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = F
         cgroup = oom.killing_cgroup(kills)
         failure.record_death(folder, world=world, returncode=returncode, cgroup=cgroup)
         sys.exit(_exit_code(returncode))
+    normal_end.record(folder, world=world)
 
 
 def _run_script(
@@ -137,6 +138,7 @@ def _run_script(
         failure.record_death(folder, world=world, returncode=returncode, cgroup=cgroup)
     if returncode != 0:
         sys.exit(_exit_code(returncode))
+    normal_end.record(folder, world=world)
 
 
 def _exit_code(returncode: int) -> int:

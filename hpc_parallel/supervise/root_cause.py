@@ -11,7 +11,7 @@ from typing import Any
 from hpc_parallel.config.layout import processes_per_node, recorded_strategy
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.slurm.short_forms import expand_numbers
-from hpc_parallel.supervise import failure, flight_recorder
+from hpc_parallel.supervise import failure, flight_recorder, normal_end
 from hpc_parallel.supervise.desync import compare
 from hpc_parallel.supervise.failure import Record
 
@@ -36,6 +36,12 @@ _FOLLOWERS = (failure.LOST_PEER, failure.STOPPED, failure.COLLECTIVE_TIMEOUT)
 def this_attempt(text: str) -> str:
     """The part of the job's log since the last start: the log also holds earlier attempts."""
     return text[max(0, text.rfind(_ATTEMPT)) :]
+
+
+def start_lines(text: str) -> list[str]:
+    """The lines of the job's log since the last start, without the first one and without empty lines."""
+    lines = this_attempt(text).splitlines()
+    return [line for line in lines if line.strip() and not line.startswith(_ATTEMPT)]
 
 
 def killed_tasks(folder: RunFolder, *, text: str, recorded: Container[int]) -> list[Record]:
@@ -124,6 +130,17 @@ def missing_rank(folder: RunFolder, *, cause: Record, records: Sequence[Record])
             cause, rank=rank, node=node, host=hosts.get(node, f"node {node}"), signal=None, traceback=[]
         )
     return replace(blamed, kind=cause.kind, message=finding.message + step, details=blamed.details | details)
+
+
+def with_early_ends(folder: RunFolder, *, cause: Record) -> Record:
+    """Name the ranks that had ended normally, if other ranks then waited for a peer or lost one.
+
+    They may have ended too early, but the lost peer may also be another rank. So they are not blamed.
+    """
+    if cause.kind not in (failure.LOST_PEER, failure.COLLECTIVE_TIMEOUT, failure.HANG):
+        return cause
+    ends = normal_end.ended_ranks(folder, attempt=cause.attempt)
+    return replace(cause, message=cause.message + normal_end.clause(ends))
 
 
 def _entered_collectives(folder: RunFolder, records: Sequence[Record]) -> dict[int, list[dict[str, Any]]]:

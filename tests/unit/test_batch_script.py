@@ -157,11 +157,14 @@ class Node:
         python.write_text(STUB)
         python.chmod(0o755)
 
-    def run(self, *overrides: str, then: str = "") -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *overrides: str, then: str = "", completes: bool = False
+    ) -> subprocess.CompletedProcess[str]:
         run = prepared(f"launcher.venv={quoted(str(self.venv))}", "launcher.snapshot=false", *overrides)
         run.folder.create()
         module = 'module() { for word; do echo "module <$word>"; done; }\n'
-        script = module + environment_block(run, log_suffix=".out") + "\n" + then
+        written = f"touch {shlex.quote(str(run.folder.summary))}\n" if completes else ""
+        script = module + environment_block(run, log_suffix=".out") + "\n" + written + then
         environment = {**os.environ, "CALLS": str(self.calls), "SLURM_JOB_ID": "7"}
         return subprocess.run(
             ["bash", "-c", script], cwd=self.folder, env=environment, capture_output=True, text=True
@@ -174,7 +177,7 @@ def node(tmp_path: Path) -> Node:
 
 
 def test_names_of_modules_are_only_names(node: Node) -> None:
-    done = node.run(f"launcher.modules=[{','.join(quoted(text) for text in TYPEABLE)}]")
+    done = node.run(f"launcher.modules=[{','.join(quoted(text) for text in TYPEABLE)}]", completes=True)
     assert done.returncode == 0, done.stderr
     loaded = [
         line for line in done.stdout.splitlines() if line != "module <load>" and line.startswith("module")
@@ -218,10 +221,26 @@ def test_a_line_that_bash_cannot_read_stops_the_job(node: Node) -> None:
     assert "still on" not in done.stdout
 
 
-@pytest.mark.parametrize("code", [0, 1, 137])
-def test_the_end_is_concluded_and_keeps_its_code(node: Node, code: int) -> None:
-    assert node.run(then=f"(exit {code})").returncode == code
-    assert node.calls.exists() == (code != 0)
+@pytest.mark.parametrize(("code", "completes"), [(0, True), (0, False), (1, False), (137, True)])
+def test_the_end_is_concluded_and_keeps_its_code(node: Node, code: int, completes: bool) -> None:
+    """A job that ends with code 0 has not completed by that: rank 0 writes the summary."""
+    assert node.run(then=f"(exit {code})", completes=completes).returncode == code
+    assert node.calls.exists() == (code != 0 or not completes)
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, 1), (3, 3)])
+@pytest.mark.parametrize("sourced", [False, True])
+def test_a_setup_line_that_exits_does_not_complete_the_job(
+    node: Node, code: int, status: int, sourced: bool
+) -> None:
+    (node.folder / "site.sh").write_text(f"exit {code}\n")
+    line = f"source {node.folder}/site.sh" if sourced else f"exit {code}"
+    done = node.run(f"launcher.setup=['true',{quoted(line)},'true']", then="echo still on")
+    assert done.returncode == status
+    attempt = "hpc_parallel attempt 0 of job 7 on \n"
+    assert done.stderr == f"{attempt}setup line ended the job with exit code {code}: {line}\n"
+    assert "still on" not in done.stdout
+    assert node.calls.read_text().splitlines()[4] == str(status)
 
 
 def test_srun_starts_one_worker_a_device(tmp_path: Path) -> None:

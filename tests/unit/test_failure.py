@@ -27,7 +27,7 @@ from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.supervise import failure, flight_recorder, root_cause
+from hpc_parallel.supervise import failure, flight_recorder, normal_end, root_cause
 from hpc_parallel.supervise.conclude_run import conclude, find_root_cause
 from hpc_parallel.supervise.desync import compare
 from hpc_parallel.supervise.error_place import located, mark_step
@@ -303,6 +303,54 @@ def test_a_completed_run_stays_so(folder: RunFolder) -> None:
     assert conclude(folder, returncode=1) is None
     assert not folder.failure.exists()
     assert read_json(folder.summary) == {"outcome": "completed"}
+
+
+@pytest.mark.parametrize("task", ["script", "train"])
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_an_exit_code_0_completes_a_script_only_if_its_rank_0_ran(
+    folder: RunFolder, task: str, rank: int | None
+) -> None:
+    """`mpirun --version` ends with code 0 too. Other tasks write their summary themselves."""
+    config = folder.read_config()
+    folder.config.write_text(yaml.safe_dump(config | {"task": {"name": task}}))
+    for earlier in range(8):  # of the start before this one
+        normal_end.record(folder, world=world(earlier, attempt="earlier"))
+    failure.forget_all(folder)
+    if rank is not None:
+        normal_end.record(folder, world=world(rank))
+    text = "hpc_parallel attempt 0 of job 7 on n0\nold\nhpc_parallel attempt 1 of job 7 on n0\nmpirun 4.1\n"
+    line = conclude(folder, returncode=0, text=text, environment={})
+    completes = task == "script" and rank == 0
+    assert read_json(folder.summary)["outcome"] == ("completed" if completes else "failed")
+    cause = "exit code 0, but rank 0 did not complete: mpirun 4.1"
+    assert line == (None if completes else f"the job failed before any rank started: {cause}")
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [("[pair.cc:538] Connection closed by peer [10.77.0.2]:4212", "lost_peer"),
+     ("Timed out waiting 600000ms for recv operation to complete", "collective_timeout")],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("ended", "clause"),
+    [({}, ""), ({1: "a"}, "; rank 1 on n0 had ended with exit code 0"), ({1: "earlier"}, ""),
+     ({1: "a", 3: "a"}, "; ranks 1, 3 had ended with exit code 0")],
+)  # fmt: skip
+def test_a_rank_that_ended_early_is_named_where_others_lost_a_peer(
+    folder: RunFolder, message: str, kind: str, ended: dict[int, str], clause: str
+) -> None:
+    for rank, attempt in ended.items():
+        normal_end.record(folder, world=world(rank, attempt=attempt))
+    failure.record_exception(folder, world=world(0), error=RuntimeError(message))
+    line = conclude(folder, returncode=1)
+    assert line == f"rank 0 on n0 failed first: RuntimeError: {message}{clause}"
+    assert read_json(folder.failure)["kind"] == kind
+
+
+def test_a_rank_that_failed_by_itself_needs_no_other_reason(folder: RunFolder) -> None:
+    normal_end.record(folder, world=world(1))
+    failure.record_death(folder, world=world(0), returncode=-9)
+    assert conclude(folder, returncode=1) == "rank 0 on n0 failed first: killed by SIGKILL"
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,20 @@ def test_a_job_that_ends_without_output_is_concluded(run: PreparedRun) -> None:
     assert json.loads(run.folder.summary.read_text())["outcome"] == "failed"
 
 
+def test_a_job_that_completed_without_a_summary_is_concluded(
+    run: PreparedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `exec` in a setup line, which replaces the shell that would conclude."""
+    monkeypatch.setattr(wait, "job_state", lambda job_id: JobState("COMPLETED", ""))
+    monkeypatch.setattr(wait, "COMPLETED_SUMMARY_S", 0.0)
+    hand_to_job(run.folder, "34")
+    assert wait.wait_for_job(run, "34") == 1
+    said = "Slurm says of job 34: completed"
+    line = f"the job failed before any rank started: exit code 0, but rank 0 did not complete: {said}"
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    assert json.loads(run.folder.summary.read_text())["outcome"] == "failed"
+
+
 def test_a_run_that_was_resumed_since_is_left_alone(
     run: PreparedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
