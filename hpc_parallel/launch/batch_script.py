@@ -124,7 +124,7 @@ def srun_arguments(run: PreparedRun) -> list[str]:
         "cpus-per-task": run.cpus_per_process * ranks,
         "distribution": "block:block",  # also for CPUs, so that rank 0 is near the first GPUs
         "kill-on-bad-exit": 1,
-        "wait": 60,
+        "wait": 0,  # a task that ends with code 0 ends no other; slurm.conf may set another WaitTime
     }
     flags |= _set_flags(run.config.cluster.srun)
     return [f"--{flag}" if value is True else f"--{flag}={value}" for flag, value in flags.items()]

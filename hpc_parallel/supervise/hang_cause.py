@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise import failure
+from hpc_parallel.supervise import failure, normal_end
 from hpc_parallel.supervise.desync import name_ranks
 from hpc_parallel.supervise.failure import Record
 from hpc_parallel.supervise.hang_report import HangReport, read_reports
@@ -27,9 +27,12 @@ def cause_of(folder: RunFolder, records: Sequence[Record]) -> Record | None:
     reports = read_reports(folder, attempt=records[0].attempt)
     if not reports:
         return None
-    responsive = {report.rank for report in reports} | {
-        record.rank for record in records if record.kind == failure.LOST_PEER
-    }
+    ended = normal_end.ended_ranks(folder, attempt=records[0].attempt)
+    responsive = (
+        {report.rank for report in reports}
+        | {end.rank for end in ended}
+        | {record.rank for record in records if record.kind == failure.LOST_PEER}
+    )
     unresponsive = [rank for rank in range(reports[0].world_size) if rank not in responsive]
     blamed, message = _blame(reports, unresponsive=unresponsive, records=records)
     first = min(records, key=lambda record: record.time_ns)

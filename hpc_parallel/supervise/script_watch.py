@@ -12,7 +12,7 @@ import psutil
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import size_of
-from hpc_parallel.supervise import hang_report
+from hpc_parallel.supervise import hang_report, normal_end
 from hpc_parallel.supervise.process_tree import tree_of
 from hpc_parallel.supervise.py_spy import spied_stacks
 from hpc_parallel.supervise.supervisor import PERIOD_S, Supervisor, state_of
@@ -23,7 +23,8 @@ FIRST_S = 60.0  # a script may print nothing for so long at its start, while it 
 class ScriptSupervisor(Supervisor):
     """Notices that no rank of a script writes anything, and finds where each rank stands.
 
-    A script does not report its progress, so rank 0's parent looks at the logs of all ranks. At the alarm
+    A script does not report its progress, so one parent looks at the logs of all ranks: that of rank 0, or
+    else of the lowest rank that has not ended. At the alarm
     each parent stops its rank by SIGSTOP. Reading a stack ends the rank, so the parent first waits until all
     ranks are stopped. Otherwise the others would lose a peer, and fail before their stacks are read.
     """
@@ -32,24 +33,29 @@ class ScriptSupervisor(Supervisor):
 
     def __init__(self, folder: RunFolder, *, world: World, process: int, timeout_s: float) -> None:
         super().__init__(folder, world=world, process=process, timeout_s=timeout_s)
-        logs = [folder.log(rank, stream) for rank in range(world.world_size) for stream in ("out", "err")]
-        self._files = [*logs, folder.metrics] if world.rank == 0 else []
+        self._lowest = 0  # the lowest rank that had not ended at the last check
         self._sizes = self._sizes_now()
         self._silent_s, self._limit_s = 0.0, max(FIRST_S, timeout_s)
         self._was_stopped = False  # by another process, before the alarm
 
     def hangs(self, elapsed_s: float, *, stopped: bool) -> bool:
         """Whether the process was stopped, or all ranks were silent, for the whole time-out."""
+        while self._lowest < self.world.rank and normal_end.has_ended(self.folder, rank=self._lowest):
+            self._lowest += 1
         sizes = self._sizes_now()
         if sizes != self._sizes:
             self._silent_s, self._limit_s = 0.0, self.timeout_s
         self._silent_s += elapsed_s
         self._sizes = sizes
-        silent = self.world.rank == 0 and self._silent_s >= self._limit_s
+        silent = self.world.rank == self._lowest and self._silent_s >= self._limit_s
         return super().hangs(elapsed_s, stopped=stopped) or silent
 
     def _sizes_now(self) -> list[int]:
-        return [size_of(file) for file in self._files]
+        if self.world.rank != self._lowest:
+            return []
+        ranks, streams = range(self.world.world_size), ("out", "err")
+        logs = [self.folder.log(rank, stream) for rank in ranks for stream in streams]
+        return [size_of(file) for file in (*logs, self.folder.metrics)]
 
     def on_alarm(self) -> None:
         """Stop the rank where it stands."""

@@ -14,7 +14,7 @@ from hpc_parallel.record.run_folder import RunFolder
 
 MODULE = "hpc_parallel.report.run_plot"
 SHORTEST_S = 10.0  # matplotlib takes a second or two, which is too long for a shorter run
-PATIENCE_S = 20.0  # srun ends a rank that stays 60 s after the others
+PATIENCE_S = 20.0  # a plot must not hold the devices of the job
 
 
 def draw_plots(folder: RunFolder, *, lasted_s: float) -> None:

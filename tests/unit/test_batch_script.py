@@ -247,7 +247,7 @@ def test_srun_starts_one_worker_a_device(tmp_path: Path) -> None:
     run = prepared("nodes=2", "gpus_per_node=2", "launcher.cpus_per_device=3", "run_dir='it is'")
     last = render(run).splitlines()[-1]
     assert shlex.split(last) == [
-        "srun", "--cpus-per-task=3", "--distribution=block:block", "--kill-on-bad-exit=1", "--wait=60",
+        "srun", "--cpus-per-task=3", "--distribution=block:block", "--kill-on-bad-exit=1", "--wait=0",
         sys.executable, "-m", "hpc_parallel.job", "rank", str(tmp_path / "it is"),
     ]  # fmt: skip
 

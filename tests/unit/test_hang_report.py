@@ -18,10 +18,11 @@ from torch.distributed import DistStoreError, TCPStore
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.attempts import earlier_starts
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise import failure, hang_report
+from hpc_parallel.supervise import failure, hang_report, normal_end
 from hpc_parallel.supervise.flight_recorder import Collective, DeviceProgress, device_progress
 from hpc_parallel.supervise.hang_cause import cause_of
 from hpc_parallel.supervise.hang_report import HangReport
+from hpc_parallel.supervise.script_watch import ScriptSupervisor
 from hpc_parallel.supervise.supervisor import Supervisor, spot_of, stack_of
 from hpc_parallel.training.observers import Progress
 from hpc_parallel.worker import hang_meeting
@@ -94,6 +95,30 @@ def test_the_root_cause_is_chosen_by_kind_and_time(
 def test_a_rank_that_gives_no_sign(folder: RunFolder) -> None:
     line = f"2 on n2: gave no sign for 300 s: its host may be cut off; {OTHERS}"
     assert blamed(folder, but={}, silent=(2,)) == line
+
+
+def test_a_rank_that_has_ended_is_not_one_that_gives_no_sign(folder: RunFolder) -> None:
+    world = replace(World.discover({}), rank=2, world_size=4, host="n2", attempt="a")
+    normal_end.record(folder, world=world)
+    line = f"1 on n1: hangs in loading the data of step 57 at step.py:9 in run for 300 s; {OTHERS}"
+    assert blamed(folder, but={1: {"phase": "data"}}, silent=(2,)) == line
+
+
+def test_after_the_end_of_rank_0_the_next_rank_watches_the_logs(folder: RunFolder) -> None:
+    """The limit begins with its watch, and any rank's output moves it."""
+    worlds = [replace(World.discover({}), rank=rank, world_size=4, attempt="a") for rank in range(4)]
+    watches = [ScriptSupervisor(folder, world=world, process=1, timeout_s=100) for world in worlds]
+
+    def hang(elapsed_s: float) -> list[int]:
+        return [rank for rank in (2, 3) if watches[rank].hangs(elapsed_s, stopped=False)]
+
+    assert hang(900) == []
+    normal_end.record(folder, world=worlds[0])
+    normal_end.record(folder, world=worlds[1])
+    assert hang(60) == []
+    folder.log(3, "out").write_text("step 1\n")
+    assert hang(60) == []
+    assert hang(60) == [2]
 
 
 def test_hang_reports_of_an_earlier_attempt_are_ignored(folder: RunFolder) -> None:
