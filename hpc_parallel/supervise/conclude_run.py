@@ -47,6 +47,7 @@ from hpc_parallel.supervise.summary import summarise
 from hpc_parallel.user_code import hint
 
 _LOG_LINES = 40
+_UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a preempted run that could not save
 _TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT|^Slurm says of job [\d_]+: timeout", re.MULTILINE)
 
 
@@ -85,6 +86,9 @@ def conclude(
         cause = cause_of(folder, records) or cause
     if cancelled or (cancelled is None and _looks_cancelled(cause, returncode=returncode, text=text)):
         name = asked_by or (cause.signal if cause else None)
+        by = name or _signal_of_code(returncode) or ""
+        if not cancelled and restart.why_stopped(by, environment=environment) == restart.PREEMPTED:
+            return _conclude_stop(folder, stopped=_UNSAVED, environment=environment)
         first = f", first rank {cause.rank} on {cause.host}" if cause and cause.signal else ""
         line, outcome, how = f"{cancelled_by(name)}{first}", "cancelled", "cancelled"
         ended = Failure()

@@ -27,7 +27,7 @@ from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.supervise import failure, flight_recorder, normal_end, root_cause
+from hpc_parallel.supervise import failure, flight_recorder, normal_end, restart, root_cause
 from hpc_parallel.supervise.conclude_run import conclude, find_root_cause
 from hpc_parallel.supervise.desync import compare
 from hpc_parallel.supervise.error_place import located, mark_step
@@ -226,6 +226,30 @@ def test_a_cancelled_job(folder: RunFolder) -> None:
     summary = read_json(folder.summary)
     assert summary is not None
     assert summary["outcome"] == "cancelled"
+
+
+@pytest.mark.parametrize("has_record", [False, True])
+@pytest.mark.parametrize("preempted", ["None", "2026-01-01T00:00:00"])
+def test_ranks_that_a_preemption_ended_before_a_save_are_not_cancelled(
+    folder: RunFolder, has_record: bool, preempted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script without a handler, or a run that SIGTERM ended while it started."""
+    fields = {"JobState": "COMPLETING", "PreemptTime": preempted}
+    monkeypatch.setattr(restart, "job_fields", lambda job: fields)
+    monkeypatch.setattr(restart, "requeue", lambda job, exclude: None)
+    if has_record:
+        failure.record_death(folder, world=world(0), returncode=-15)
+    folder.config.write_text(
+        folder.config.read_text().replace("time_minutes: 60", "time_minutes: 60\n  exclude: null")
+    )
+    line = conclude(folder, returncode=143, environment={"SLURM_JOB_ID": "7"})
+    first = ", first rank 0 on n0" if has_record else ""
+    cancelled = f"cancelled by SIGTERM{first}" if has_record else "cancelled"
+    requeued = "preempted by Slurm: earlier checkpoints are kept; requeued as job 7"
+    assert line == (cancelled if preempted == "None" else requeued)
+    summary = read_json(folder.summary)
+    assert summary is not None
+    assert summary["outcome"] == ("cancelled" if preempted == "None" else "preempted")
 
 
 @pytest.mark.parametrize(
