@@ -13,7 +13,7 @@ from hpc_parallel.record import owner
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_tail
-from hpc_parallel.record.summary_file import has_final_summary
+from hpc_parallel.record.summary_file import Summary, has_final_summary
 from hpc_parallel.slurm.jobs import Job, JobState, job_state
 from hpc_parallel.supervise.conclude_run import conclude
 
@@ -42,7 +42,8 @@ def wait_for_job(run: PreparedRun, job: Job) -> int:
         raise
     if not owner.is_job(run.folder, job_id):
         print(f"job {job_id} {state}; the run has been resumed since: {run.folder.path}")
-        return DONE if state.state == "COMPLETED" else FAILED
+        summary = Summary.read(run.folder)  # the job may also have ended with code 0 to go on as another job
+        return DONE if summary is not None and summary.completed else FAILED
     if not has_summary(run):
         conclude_job(run.folder, job_id, state)
     return follower.finish()

@@ -41,20 +41,25 @@ def test_a_job_that_completed_without_a_summary_is_concluded(
     monkeypatch.setattr(wait, "job_state", lambda job_id: JobState("COMPLETED", ""))
     monkeypatch.setattr(wait, "COMPLETED_SUMMARY_S", 0.0)
     hand_to_job(run.folder, "34")
-    assert wait.wait_for_job(run, "34") == 1
+    assert wait.wait_for_job(run, Job("34")) == 1
     said = "Slurm says of job 34: completed"
     line = f"the job failed before any rank started: exit code 0, but rank 0 did not complete: {said}"
     assert capsys.readouterr().out.splitlines()[-1] == line
     assert json.loads(run.folder.summary.read_text())["outcome"] == "failed"
 
 
+@pytest.mark.parametrize("state", [JobState("FAILED", "NonZeroExitCode"), JobState("COMPLETED", "")])
 def test_a_run_that_was_resumed_since_is_left_alone(
-    run: PreparedRun, capsys: pytest.CaptureFixture[str]
+    state: JobState, run: PreparedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The follower of job 34 is late: the run goes on as job 36, and has not failed."""
+    """The follower of job 34 is late: the run goes on as job 36, and has neither failed nor completed.
+
+    A job that saved before its time limit and then was replaced has ended with code 0.
+    """
+    monkeypatch.setattr(wait, "job_state", lambda job: state)
     hand_to_job(run.folder, Job("36"))
     assert wait.wait_for_job(run, Job("34")) == 1
-    assert "job 34 failed (NonZeroExitCode); the run has been resumed since" in capsys.readouterr().out
+    assert f"job 34 {state}; the run has been resumed since" in capsys.readouterr().out
     assert read_json(run.folder.failure) is None
     assert read_json(run.folder.summary) is None
     assert not run.folder.attempts.exists()
