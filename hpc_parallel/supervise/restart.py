@@ -14,7 +14,7 @@ from typing import Any
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError
-from hpc_parallel.slurm.jobs import job_fields, job_of
+from hpc_parallel.slurm.jobs import ENDED, job_fields, job_of
 from hpc_parallel.slurm.limits import hosts_of
 from hpc_parallel.slurm.short_forms import expand_hosts
 from hpc_parallel.slurm.submit import SiteRefusedError, requeue, resubmit
@@ -40,7 +40,10 @@ def why_stopped(signal_name: str, *, environment: Mapping[str, str]) -> str:
     if fields.get("JobState") == "TIMEOUT":
         return TIME_LIMIT
     preempted = fields.get("PreemptTime", "None") != "None" or fields.get("JobState") == "PREEMPTED"
-    return PREEMPTED if preempted else CANCELLED
+    # At the end of the grace time Slurm requeues the job, and no longer has its PreemptTime.
+    restarts = fields.get("Restarts", "0") != environment.get("SLURM_RESTART_COUNT", "0")
+    is_requeued = restarts and fields.get("JobState") not in ENDED
+    return PREEMPTED if preempted or is_requeued else CANCELLED
 
 
 def allowed(folder: RunFolder, *, how: str, recoverable: bool, launcher: Mapping[str, Any]) -> bool:

@@ -112,6 +112,26 @@ def test_a_signal_without_a_job_is_a_cancellation(folder: RunFolder) -> None:
     assert meaning == {"SIGUSR2": "time_limit", "SIGTERM": "cancelled", "SIGINT": "cancelled"}
 
 
+@pytest.mark.parametrize(
+    ("fields", "count", "reason"),
+    [
+        ({"JobState": "RUNNING", "PreemptTime": "2026-01-01T00:00:00", "Restarts": "0"}, None, "preempted"),
+        ({"JobState": "COMPLETING", "PreemptTime": "None", "Restarts": "1"}, None, "preempted"),
+        ({"JobState": "PENDING", "PreemptTime": "None", "Restarts": "2"}, "1", "preempted"),
+        ({"JobState": "COMPLETING", "PreemptTime": "None", "Restarts": "1"}, "1", "cancelled"),
+        ({"JobState": "CANCELLED", "PreemptTime": "None", "Restarts": "1"}, None, "cancelled"),
+        ({"JobState": "TIMEOUT", "PreemptTime": "None", "Restarts": "0"}, None, "time_limit"),
+        ({}, None, "cancelled"),
+    ],
+)
+def test_slurms_record_tells_a_preemption_also_after_the_grace_time(
+    fields: dict[str, str], count: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart, "job_fields", lambda job: fields)
+    environment = {"SLURM_JOB_ID": "7"} | ({} if count is None else {"SLURM_RESTART_COUNT": count})
+    assert restart.why_stopped("SIGTERM", environment=environment) == reason
+
+
 def test_a_line_torn_by_a_crash_takes_no_other_along(folder: RunFolder) -> None:
     folder.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
     attempts.begin(folder, step=2, environment={})
