@@ -40,10 +40,18 @@ def why_stopped(signal_name: str, *, environment: Mapping[str, str]) -> str:
     if fields.get("JobState") == "TIMEOUT":
         return TIME_LIMIT
     preempted = fields.get("PreemptTime", "None") != "None" or fields.get("JobState") == "PREEMPTED"
-    # At the end of the grace time Slurm requeues the job, and no longer has its PreemptTime.
-    restarts = fields.get("Restarts", "0") != environment.get("SLURM_RESTART_COUNT", "0")
-    is_requeued = restarts and fields.get("JobState") not in ENDED
-    return PREEMPTED if preempted or is_requeued else CANCELLED
+    return PREEMPTED if preempted or _is_requeued(fields, environment=environment) else CANCELLED
+
+
+def _is_requeued(fields: Mapping[str, str], *, environment: Mapping[str, str]) -> bool:
+    """Whether Slurm has requeued the job of this start, which still ends.
+
+    It does so at the end of a preemption's grace time. Then it no longer shows a PreemptTime, and the state
+    is COMPLETING or PENDING.
+    """
+    state, count = fields.get("JobState"), environment.get("SLURM_RESTART_COUNT", "0")
+    restarts = fields.get("Restarts", count) != count and state not in ENDED
+    return restarts or state in ("PENDING", "CONFIGURING", "REQUEUED")
 
 
 def allowed(folder: RunFolder, *, how: str, recoverable: bool, launcher: Mapping[str, Any]) -> bool:
@@ -96,7 +104,7 @@ def requeue_or_resubmit(
     fields = job_fields(job)
     if fields is None:
         return f"not requeued, since Slurm does not answer ({refusal})"
-    if fields.get("JobState") in ("PENDING", "CONFIGURING", "REQUEUED"):
+    if _is_requeued(fields, environment=environment):
         return f"requeued by Slurm itself as job {job}"
     if not launcher["resubmit"]:
         return f"not requeued ({refusal}); launcher.resubmit=true submits a new job then"

@@ -112,6 +112,20 @@ def test_a_signal_without_a_job_is_a_cancellation(folder: RunFolder) -> None:
     assert meaning == {"SIGUSR2": "time_limit", "SIGTERM": "cancelled", "SIGINT": "cancelled"}
 
 
+@pytest.mark.parametrize("state", ["COMPLETING", "PENDING"])
+def test_a_job_that_slurm_has_requeued_is_not_submitted_again(
+    folder: RunFolder, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two jobs would train in one folder."""
+    fields = {"JobState": state, "PreemptTime": "None", "Restarts": "1"}
+    monkeypatch.setattr(restart, "job_fields", lambda job: fields)
+    monkeypatch.setattr(restart, "requeue", lambda job, *, exclude: f"Job is pending execution for job {job}")
+    monkeypatch.setattr(restart, "resubmit", lambda script, *, exclude: "8")
+    environment, launcher = {"SLURM_JOB_ID": "7"}, LAUNCHER | {"resubmit": True}
+    line = restart.requeue_or_resubmit(folder, launcher=launcher, environment=environment)
+    assert line == "requeued by Slurm itself as job 7"
+
+
 @pytest.mark.parametrize(
     ("fields", "count", "reason"),
     [
@@ -122,6 +136,7 @@ def test_a_signal_without_a_job_is_a_cancellation(folder: RunFolder) -> None:
         ({"JobState": "CANCELLED", "PreemptTime": "None", "Restarts": "1"}, None, "cancelled"),
         ({"JobState": "TIMEOUT", "PreemptTime": "None", "Restarts": "0"}, None, "time_limit"),
         ({}, None, "cancelled"),
+        ({}, "1", "cancelled"),
     ],
 )
 def test_slurms_record_tells_a_preemption_also_after_the_grace_time(
