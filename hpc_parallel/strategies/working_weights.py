@@ -28,11 +28,17 @@ All other weights stay float32: autocast computes with them in float32, or casts
 
 
 def cast_for_good(model: LayeredModel) -> None:
-    """Replace the weights of a `model` that is never trained by their casts."""
+    """Replace the weights of a `model` that is never trained by their casts. A shared weight stays shared.
+
+    `Parameter.data` of a DTensor can't be set: its local tensor would stay float32.
+    """
+    casts: dict[int, Parameter] = {}
     for weights, name in _places(model):
         weight = weights[name]
         assert isinstance(weight, Parameter)
-        weight.data = weight.data.to(HALF["bfloat16"])
+        if id(weight) not in casts:
+            casts[id(weight)] = Parameter(weight.detach().to(HALF["bfloat16"]), weight.requires_grad)
+        weights[name] = casts[id(weight)]
 
 
 class CastOnce:
