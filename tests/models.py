@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hpc_parallel.models.attention import CausalAttention, FullAttention
 from hpc_parallel.models.convnet import Segmenter
@@ -25,6 +26,23 @@ class Decided(Transformer):
             tensor.fill_(1.0)
         else:
             tensor.normal_(std=0.2, generator=generator)
+
+
+class LooksBack(Decided):
+    """Each block also reads its input of 20 positions before: only a longer text shows it."""
+
+    def __init__(self, **shape: Any) -> None:
+        super().__init__(**shape)
+        self.blocks = nn.ModuleDict({name: WithEarlier(block) for name, block in self.blocks.items()})
+
+
+class WithEarlier(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Any:
+        return self.block(x + F.pad(x, (0, 0, 20, 0))[:, : x.shape[1]])
 
 
 class Encoder(Transformer):

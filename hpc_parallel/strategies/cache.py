@@ -5,7 +5,8 @@ Works for every model that mixes positions only in `CausalAttention` and gets po
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -56,17 +57,17 @@ def _used_again(model: LayeredModel) -> str | None:
     return None
 
 
-def apply(model: LayeredModel, *, length: int) -> LayeredModel:
+def apply(model: LayeredModel, *, length: int, keeps: bool = False) -> LayeredModel:
     """Let `model` (or a stage of it) take a prompt, then one position at a time, `length` positions in all.
 
-    The head computes the last position only, because the logits of others are not needed. `find_problems`
-    must have found nothing.
+    The head computes the last position only, because the logits of others are not needed. `keeps`: its inputs
+    are kept for `whole_text`, which takes less memory than logits. `find_problems` must have found nothing.
     """
-    past = model.sample_positions = Past()
+    past = model.sample_positions = Past(keeps=keeps)
     replace_modules(model, CausalAttention, partial(_cached, past=past, length=length))
     replace_forward(model, partial(count_positions, past), technique="Cached")
     if model.head is not None:
-        replace_forward(model.head, last_position, technique="LastPosition")
+        replace_forward(model.head, partial(last_position, past), technique="LastPosition")
     return model
 
 
@@ -77,10 +78,20 @@ def _cached(whole: CausalAttention, *, past: Past, length: int) -> CachedAttenti
     return cached
 
 
-def rewind(model: LayeredModel) -> None:
-    """Let a `model` that `apply` changed forget all positions."""
-    assert isinstance(model.sample_positions, Past)
-    model.sample_positions.length = 0
+@contextmanager
+def whole_text(model: LayeredModel, *, row: int, passes: slice) -> Iterator[None]:
+    """Let the next pass of a `model` that `apply` changed read a whole text [1, seq] from the start.
+
+    Its output has the logits of the last positions twice, [2, positions, vocab]: those of the whole text, and
+    those of `row` in earlier `passes`, which the head computes again from its kept inputs.
+    """
+    past = model.sample_positions
+    assert isinstance(past, Past)
+    past.length = 0
+    if model.head is not None:
+        past.compared = torch.stack([x[row] for x in past.kept[passes]])
+    yield
+    past.compared = None
 
 
 def count_positions(past: Past, forward: Forward, model: LayeredModel, x: Tensor) -> Tensor:
@@ -89,15 +100,24 @@ def count_positions(past: Past, forward: Forward, model: LayeredModel, x: Tensor
     return out
 
 
-def last_position(forward: Forward, head: Module, x: Tensor) -> Tensor:
-    return forward(head, x[:, -1:])
+def last_position(past: Past, forward: Forward, head: Module, x: Tensor) -> Tensor:
+    if past.compared is not None:
+        cached = forward(head, past.compared).transpose(0, 1)
+        return torch.cat([forward(head, x)[:, -cached.shape[1] :], cached])
+    last = x[:, -1:]
+    if past.keeps:
+        past.kept.append(last.clone())
+    return forward(head, last)
 
 
 class Past(Positions):
     """The number of positions that the model has processed; the next positions follow them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = False) -> None:
         self.length = 0
+        self.keeps = keeps
+        self.kept: list[Tensor] = []  # the inputs of the head in each pass, [batch, 1, dim]
+        self.compared: Tensor | None = None  # in `whole_text`: kept inputs [positions, 1, dim]
 
     def __call__(self, length: int, *, device: torch.device) -> Tensor:
         return torch.arange(self.length, self.length + length, device=device)

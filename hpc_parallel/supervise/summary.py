@@ -71,7 +71,8 @@ def summarise(
     - `rank_memory_bytes`: peak memory by rank, in the newest start.
     - `rank_state_bytes`: `parameters`, `gradients` and `optimizer` (its state) by rank: bytes of the numbers
       that each rank holds, on any device.
-    - `comparison`: a line about the comparison with one device (`strategy.verify`).
+    - `comparison`: a line about the comparison with one device (`strategy.verify`), and of generated texts
+      with whole texts.
     - `ring_all_reduce`: both figures if one ring all-reduce averaged the same gradients.
     """
     return {

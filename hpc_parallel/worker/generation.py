@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,11 +29,15 @@ from hpc_parallel.strategies.exchange import all_gather_numbers
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import peak_memory_bytes
 from hpc_parallel.training.writers import open_writers
-from hpc_parallel.worker.cache_check import CACHED, CacheCheck
+from hpc_parallel.worker.cache_check import Text, require_whole_texts
 from hpc_parallel.worker.session import Session, TaskContext, complete, phases_of
+from hpc_parallel.worker.verify import is_compared
 
-Choose = Callable[[Tensor, int], Tensor]
-"""Takes logits [batch, vocab] and the position of the next token; returns the tokens [batch]."""
+
+class Choose(Protocol):
+    """Takes logits [batch, vocab] and the position of the next token; returns the tokens [batch]."""
+
+    def __call__(self, logits: Tensor, *, position: int) -> Tensor: ...
 
 
 def generate(context: TaskContext) -> None:
@@ -58,6 +62,9 @@ def generate(context: TaskContext) -> None:
     lines: list[dict[str, Any]] = []
     clock = Clock(config, device=context.device, prompts=len(prompts))
 
+    def on_text() -> None:
+        progress.mark("step", progress.latest[2])  # for the watchdog
+
     def on_token(step: int) -> None:
         progress.mark("step", step)
         if clock.due(step):
@@ -66,11 +73,13 @@ def generate(context: TaskContext) -> None:
                 writer.write(lines[-1])
 
     on_phase("first tokens")
-    texts = continue_prompts(session, prompts, on_token=on_token)
+    texts, comparison = continue_prompts(session, prompts, on_token=on_token, on_text=on_text)
+    continued = gathered(texts, prompts, config=config)
     progress.mark("done", progress.latest[2])
     if rank == 0:
-        write_generated(folder, texts)
-    measured = {"weights": weights, "comparison": session.comparison}
+        write_generated(folder, continued)
+    comparisons = [line for line in (session.comparison, comparison) if line]
+    measured = {"weights": weights, "comparison": ". ".join(comparisons) or None}
     complete(context, lines=lines, writers=writers, measured=measured)
     if rank == 0:
         print(*results(folder, Summary.read(folder) or Summary()), sep="\n", flush=True)
@@ -94,12 +103,18 @@ def prompts_of(session: Session) -> list[list[int]]:
 
 
 def continue_prompts(
-    session: Session, prompts: Sequence[Sequence[int]], *, on_token: Callable[[int], None]
-) -> list[Continued]:
-    """Returns a line of `generated.jsonl` for each prompt, on all ranks.
+    session: Session,
+    prompts: Sequence[Sequence[int]],
+    *,
+    on_token: Callable[[int], None],
+    on_text: Callable[[], None],
+) -> tuple[list[Text], str | None]:
+    """Returns this replica's texts, and what their comparison with whole texts shows, if there is one.
 
     Each of n replicas continues every n-th prompt. If n does not divide the number of prompts, some replicas
-    repeat the last prompt.
+    repeat the last prompt. `on_text` is called for each compared text.
+
+    Raises DifferenceError on all ranks if a text is not that of a model without cached keys and values.
     """
     task = session.config.task
     assert isinstance(task, GenerateConfig)
@@ -107,20 +122,39 @@ def continue_prompts(
     assert split.replica is not None
     count = -(-len(prompts) // split.replicas) * split.replicas
     indices = [min(index, len(prompts) - 1) for index in range(split.replica, count, split.replicas)]
+    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+    compares = is_compared(session.config)
+    length = longest + task.new_tokens - 1
+    decoder = Decoder(session.assembled, length=length, device=session.device, compares=compares)
     tokens = continue_all(
-        session,
         [prompts[index] for index in indices],
-        lengths=(min(map(len, prompts)), max(map(len, prompts))),
+        decoder=decoder,
+        new_tokens=task.new_tokens,
+        lengths=(shortest, longest),
         choose=chooser(task, seed=session.config.seed, prompts=indices),
         on_token=on_token,
-    ).tolist()
-    local_tokens = [
-        (index, row[len(prompts[index]) : len(prompts[index]) + task.new_tokens])
-        for index, row in zip(indices, tokens, strict=True)
+    )
+    ends = [len(prompts[index]) + task.new_tokens for index in indices]
+    texts = [
+        Text(index, prompt_tokens=len(prompts[index]), tokens=row[:end])
+        for index, row, end in zip(indices, tokens, ends, strict=True)
     ]
-    by_replica = exchange.all_gather(local_tokens)
+    if not compares:
+        return texts, None
+    return texts, require_whole_texts(
+        texts, decoder=decoder, shortest=shortest, config=session.config, on_text=on_text
+    )
+
+
+def gathered(
+    texts: Sequence[Text], prompts: Sequence[Sequence[int]], *, config: RunConfig
+) -> list[Continued]:
+    """Returns a line of `generated.jsonl` for each of all `prompts`, on all ranks. `texts`: this rank's."""
+    by_replica = exchange.all_gather(
+        [(text.prompt, text.tokens[text.prompt_tokens :].tolist()) for text in texts]
+    )
     new_tokens: dict[int, list[int]] = {index: new for part in by_replica for index, new in part}
-    as_bytes = reads_bytes(session.config.data)
+    as_bytes = reads_bytes(config.data)
     return [
         Continued(
             prompt=decode(prompt, as_bytes=as_bytes),
@@ -133,9 +167,10 @@ def continue_prompts(
 
 
 def continue_all(
-    session: Session,
     prompts: Sequence[Sequence[int]],
     *,
+    decoder: Decoder,
+    new_tokens: int,
     lengths: tuple[int, int],
     choose: Choose,
     on_token: Callable[[int], None],
@@ -149,23 +184,13 @@ def continue_all(
     `lengths`: the lengths of the shortest and the longest prompt of all replicas, because replicas may share
     collectives. `on_token` is called with the 1-based number of each new token.
     """
-    task = session.config.task
-    assert isinstance(task, GenerateConfig)
     shortest, longest = lengths
-    total = longest + task.new_tokens
+    total = longest + new_tokens
     rows = [[*prompt, *[-1] * (total - len(prompt))] for prompt in prompts]  # -1: not chosen yet
-    tokens = torch.tensor(rows, device=session.device)
-    decoder = Decoder(session.assembled, length=total - 1, device=session.device)
-    check = CacheCheck(decoder, config=session.config)
-
-    def choose_kept(logits: Tensor, *, position: int) -> Tensor:
-        return choose(check.kept(logits), position)
-
+    tokens = torch.tensor(rows, device=decoder.device)
     start = 0
     for end in range(shortest, total):
-        chosen = decoder(tokens[:, start:end], partial(choose_kept, position=end))
-        if end == min(shortest + CACHED, total - 1) > shortest:
-            check(tokens[:, :end])
+        chosen = decoder(tokens[:, start:end], partial(choose, position=end))
         tokens[:, end] = torch.where(tokens[:, end] < 0, chosen, tokens[:, end])
         start = end
         on_token(end - shortest + 1)
@@ -179,9 +204,9 @@ def chooser(task: GenerateConfig, *, seed: int, prompts: Sequence[int]) -> Choos
     all prompts. To draw, probabilities are divided by exponential noise (Gumbel-max; Maddison et al. 2014).
     """
     if task.temperature == 0:
-        return lambda logits, position: logits.argmax(dim=-1)
+        return lambda logits, *, position: logits.argmax(dim=-1)
 
-    def draw(logits: Tensor, position: int) -> Tensor:
+    def draw(logits: Tensor, *, position: int) -> Tensor:
         noise = torch.empty_like(logits, dtype=torch.float64)
         for row, prompt in zip(noise, prompts, strict=True):
             generator = torch.Generator(device=logits.device)

@@ -51,11 +51,10 @@ def verify(config: RunConfig, *, plan: Plan, data: Data, groups: Groups, device:
     All ranks of the default process group call it together, after `model_checks` found no problem. Returns a
     line about the comparison, which rank 0 prints. Raises DifferenceError on all ranks.
     """
-    mode, custom = config.strategy.verify, is_own(config)
-    changes = config.devices > 1 or config.task.name == "generate"
-    if config.task.name not in TASKS or not (custom or mode == "always"):
+    mode, generates = config.strategy.verify, config.task.name == "generate"
+    if config.task.name not in TASKS or not (is_own(config) or mode == "always"):
         return None
-    if not changes:
+    if config.devices == 1 and not generates:
         _check_alone(config, data=data, device=device)
         return None
     omitted = f"WARNING: {_name(config)} was not compared with one device on {plan.layout}"
@@ -63,10 +62,13 @@ def verify(config: RunConfig, *, plan: Plan, data: Data, groups: Groups, device:
         return _say(f"{omitted} (strategy.verify=never).")
     model = build_small(config)
     run = SmallRun.of(config, plan=plan, model=model, data=data, device=device)
+    equals = f"{_name(config)} equals one device on {plan.layout}"
+    if generates:
+        equals = f"With cached keys and values, {equals} for texts of {run.inputs.shape[1]} tokens"
     key = layout_check_key(run, model=model)
     folder = proofs_folder(os.environ)
     if mode == "auto" and exchange.broadcast(is_proven(key, folder=folder)):
-        return _say(f"{_name(config)} equals one device on {plan.layout}: an earlier run compared them")
+        return _say(f"{equals}: an earlier run compared them")
     if reason := _too_large(model, device=device):
         return _say(f"{omitted}: {reason}")
     start = time.perf_counter()
@@ -76,10 +78,14 @@ def verify(config: RunConfig, *, plan: Plan, data: Data, groups: Groups, device:
     if dist.get_rank() == 0:
         about = {"model": config.model["_target_"], "layout": str(plan.layout)}
         record_proof(key, folder=folder, about=about)
-    return _say(
-        f"{_name(config)} equals one device on {plan.layout}: they differ by at most {largest:.0e} "
-        f"({time.perf_counter() - start:.1f} s)"
-    )
+    took_s = time.perf_counter() - start
+    return _say(f"{equals}: they differ by at most {largest:.0e} ({took_s:.1f} s)")
+
+
+def is_compared(config: RunConfig) -> bool:
+    """Whether results of the model of `config` are compared, on the model's weights of the run too."""
+    mode = config.strategy.verify
+    return mode == "always" or (is_own(config) and mode != "never")
 
 
 def _check_alone(config: RunConfig, *, data: Data, device: torch.device) -> None:

@@ -91,6 +91,57 @@ def test_tokens_are_those_of_one_device(workers: Workers, wanted: list[list[int]
     assert [line["prompt"] for line in lines] == list(PROMPTS)
     assert [line["tokens"] for line in lines] == wanted
     assert [line["text"] for line in lines] == [bytes(t).decode(errors="replace") for t in wanted]
+    assert "The logits of all new tokens are those that Decided computes" in comparison(folder)
+
+
+def comparison(folder: Path) -> str:
+    return str(json.loads((folder / "summary.json").read_text())["comparison"])
+
+
+FAR = (*COMMON, "model._target_=tests.models.LooksBack")
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ("pipeline of 2", "float64"),
+        *in_full(
+            [
+                ("single", "bfloat16"),
+                ("data over 2, with a prompt too few", "float32"),
+                ("fsdp over 2", "float16"),
+            ]
+        ),
+    ],
+)
+def test_every_new_token_is_compared_with_the_whole_text(
+    workers: Workers, layout: str, precision: str
+) -> None:
+    """With a cache, position 20 and later ones lack the input of 20 positions before."""
+    wrong = {
+        (prompt, number)
+        for prompt, text in enumerate(PROMPTS)
+        for number in range(1, NEW_TOKENS + 1)
+        if len(text.encode()) + number - 2 >= 20  # the position that the token follows
+    }
+    prompt, number = min(wrong)
+    found = (
+        f"{len(wrong)} new tokens have other logits, the first is token {number} after prompt {prompt + 1},"
+    )
+    rounds = f"or enlarges the rounding of {precision}: training.precision=float32 shows which."
+    with pytest.raises(AssertionError) as refused:
+        workers.do(*FAR, *LAYOUTS[layout], f"training.precision={precision}")
+    assert found in str(refused.value)
+    assert (rounds in str(refused.value)) == (precision in ("bfloat16", "float16"))
+
+
+def test_tokens_before_the_difference_are_those_of_one_device(workers: Workers) -> None:
+    words = (*FAR, "strategy=single", "task.new_tokens=4")
+    folder = workers.do(*words)
+    config, _ = read_config(folder / "config.yaml")
+    wanted = [recomputed(config, list(prompt.encode())) for prompt in PROMPTS]
+    assert [line["tokens"] for line in generated(folder)] == [tokens[:4] for tokens in wanted]
+    assert "LooksBack equals one device on one device for texts of 16 tokens" in comparison(folder)
 
 
 def test_a_model_that_looks_its_positions_up(workers: Workers) -> None:
@@ -120,7 +171,8 @@ def test_a_draw_depends_on_the_prompt_and_the_place_alone(workers: Workers, want
 def test_a_generation_writes_its_results(workers: Workers) -> None:
     """Without prompts of its own it continues the held-out samples; a step is a token of all of them."""
     words = ("task=generate", "task.prompt_length=8", "task.new_tokens=13", "data.max_bytes=300000")
-    folder = workers.do("strategy=single", *words, "training.global_batch_size=4", "training.log_every=5")
+    rest = ("training.global_batch_size=4", "training.log_every=5", "strategy.verify=always")
+    folder = workers.do("strategy=single", *words, *rest)
     lines = generated(folder)
     assert [(len(line["prompt_tokens"]), len(line["tokens"])) for line in lines] == [(8, 13)] * 4
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -130,6 +182,7 @@ def test_a_generation_writes_its_results(workers: Workers) -> None:
     assert (summary["outcome"], summary["steps"], summary["samples"]) == ("completed", 0, 4)
     assert summary["weights"] == "initial"
     assert summary["prompt_time_s"] == metrics[0]["step_time_s"]
+    assert "The logits of all new tokens are those that Transformer computes" in summary["comparison"]
 
 
 def test_a_model_without_our_attention_is_refused(workers: Workers) -> None:
