@@ -29,7 +29,7 @@ def layout_check_key(run: SmallRun, *, model: LayeredModel) -> str:
     content = {
         "torch": torch.__version__,
         "device": run.device.type,
-        "samples": [_digest_of(run.inputs), _digest_of(run.targets)],
+        "samples": [_digest_of(x) for x in (run.inputs, run.targets, run.sequence) if x is not None],
         "microbatches": run.microbatches,
         "seed": config.seed,
         "generates": config.task.name == "generate",

@@ -34,6 +34,7 @@ class SmallRun:
     config: the run's configuration, with SAMPLES samples in each microbatch and without compilation.
     inputs, targets: [STEPS * microbatches * distinct * SAMPLES, ...]; each microbatch has SAMPLES samples for
     each of `distinct` replicas.
+    sequence: one sample of the run's own length [1, seq], if the layout splits sequences.
     """
 
     config: RunConfig
@@ -43,6 +44,7 @@ class SmallRun:
     microbatches: int
     distinct: int
     device: torch.device
+    sequence: Tensor | None = None
 
     @classmethod
     def of(
@@ -59,6 +61,7 @@ class SmallRun:
         count = STEPS * microbatches * distinct * SAMPLES
         indices = np.arange(count, dtype=np.int64) % len(data.train)
         inputs, targets = data.train.batch(indices)
+        sequence = inputs[:1] if layout.context > 1 else None
         if inputs.dim() == 2 and targets.shape[:2] == inputs.shape[:2]:
             length = _short_length(inputs.shape[1], config=config, layout=layout)
             if _takes(model, inputs[:, :length]) or not _takes(model, inputs):
@@ -71,6 +74,7 @@ class SmallRun:
             microbatches=microbatches,
             distinct=distinct,
             device=device,
+            sequence=sequence,
         )
 
     def samples(self, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_parallel.config.batch_plan import Plan
+from hpc_parallel.config.checks.suggestions import without_axis
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Data
@@ -28,6 +29,7 @@ from hpc_parallel.supervise.error_place import located
 from hpc_parallel.user_code import UserCodeError, described
 from hpc_parallel.worker.layout_check_key import layout_check_key
 from hpc_parallel.worker.loss_check import check_loss
+from hpc_parallel.worker.position_check import mixes_positions
 from hpc_parallel.worker.small_model import SmallRun, build_small
 from hpc_parallel.worker.small_results import BUFFER, Results, on_layout, on_one_device, sometimes_used
 
@@ -75,6 +77,12 @@ def verify(config: RunConfig, *, plan: Plan, data: Data, groups: Groups, device:
     if config.task.name == "train":
         check_loss(build_small(config, as_random=False), seed=config.seed, data=data, device=device)
     largest = compare(run, model=model, groups=groups)
+    if mixes_positions(run, build_small(config)):
+        rule = (
+            f"can't be used: {_name(config)} mixes positions outside of CausalAttention and FullAttention "
+            f"(docs/own-model.md), which only texts of more than {run.inputs.shape[1]} tokens show"
+        )
+        raise DifferenceError([without_axis("context", rule, config=config, layout=run.layout)])
     if dist.get_rank() == 0:
         about = {"model": config.model["_target_"], "layout": str(plan.layout)}
         record_proof(key, folder=folder, about=about)

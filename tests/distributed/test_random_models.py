@@ -317,6 +317,15 @@ def test_what_is_generated_with_a_cache_is_compared_on_the_weights_of_the_run(
     assert all(text.startswith(wrong) if feed == "conv" else not text for text in reasons)
 
 
+def test_positions_that_are_mixed_far_apart_are_refused(workers: Workers, tmp_path: Path) -> None:
+    """The short texts of the comparison show no difference."""
+    words = (*COMMON, "model._target_=tests.models.LooksBack", "strategy=context", "nodes=2")
+    run = workers.prepare(*words)
+    reasons = workers.run(run.processes, train_or_refuse, str(run.folder.path), str(tmp_path))
+    wrong = "strategy.context = 2 can't be used: LooksBack mixes positions outside of CausalAttention"
+    assert all(wrong in text for text in reasons)
+
+
 def do_or_refuse(run_folder: str, cache: str) -> str:
     from hpc_parallel.worker.verify import DifferenceError
 
