@@ -31,9 +31,11 @@ _ALTERNATIVES = (
 # Several runs in one folder, another Slurm than the one that is asked, errors that are not in the job's log,
 # and an sbatch that waits for the end of the job.
 _HARMFUL = {"array", "clusters", "error", "wait"}
-OVERRIDDEN = "not used, because the job's configuration sets the same flag"
-REFUSED = "not used, because this flag would break the run (another cluster: set SLURM_CLUSTERS)"
-PASSED_ON = "passed on to sbatch, because the job's configuration does not set the same flag"
+OVERRIDDEN = "of this shell: not used, because the job's configuration sets the same flag"
+REFUSED = (
+    "of this shell: not used, because this flag would break the run (another cluster: set SLURM_CLUSTERS)"
+)
+PASSED_ON = "of this shell: passed on to sbatch, because the job's configuration does not set the same flag"
 _SET_FLAG = re.compile(r"^#SBATCH\s+--([a-z-]+)", re.MULTILINE)
 
 
@@ -77,7 +79,7 @@ def announcements(environment: Mapping[str, str], *, script: str) -> list[str]:
     names: dict[str, list[str]] = {}
     for name, flag in _requests(environment).items():
         names.setdefault(_use(flag, script=script), []).append(name)
-    return [f"{', '.join(names[use])} of this shell: {use}" for use in sorted(names)]
+    return [f"{', '.join(names[use])} {use}" for use in sorted(names)]
 
 
 def _use(flag: str, *, script: str) -> str:

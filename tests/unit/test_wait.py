@@ -38,9 +38,9 @@ def test_a_job_that_completed_without_a_summary_is_concluded(
     run: PreparedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after `exec` in a setup line, which replaces the shell that would conclude."""
-    monkeypatch.setattr(wait, "job_state", lambda job_id: JobState("COMPLETED", ""))
+    monkeypatch.setattr(wait, "job_state", lambda job: JobState("COMPLETED", ""))
     monkeypatch.setattr(wait, "COMPLETED_SUMMARY_S", 0.0)
-    hand_to_job(run.folder, "34")
+    hand_to_job(run.folder, Job("34"))
     assert wait.wait_for_job(run, Job("34")) == 1
     said = "Slurm says of job 34: completed"
     line = f"the job failed before any rank started: exit code 0, but rank 0 did not complete: {said}"
