@@ -121,7 +121,9 @@ def assemble(
         prepare(part, config=config, mesh=mesh, device=device)
         if not trains and casts_once(config) and slicing_axis(mesh) is None:
             working_weights.cast_for_good(part)
-    replicas = replicate_parts(parts, config=config, batch=batch, mesh=mesh, device=device, trains=trains)
+    replicas = replicate_parts(
+        parts, config=config, batch=batch, mesh=mesh, device=device, trains=trains, chunked=chunked
+    )
     loss_scale = scale_of(parts, config=config, device=device)
     loss = loss_of(model, mesh=mesh, options=config.strategy)
     metrics = metrics_of(model, mesh=mesh, options=config.strategy)
@@ -359,8 +361,12 @@ def replicate_parts(
     mesh: DeviceMesh,
     device: torch.device,
     trains: bool,
+    chunked: bool,
 ) -> Replicas:
-    """Make the ranks that hold the same weights average their gradients."""
+    """Make the ranks that hold the same weights average their gradients.
+
+    `chunked`: whether the loss, outside of the wrappers, multiplies with the head's weight.
+    """
     strategy = config.strategy
     if strategy.execution == DATAPARALLEL:
         runner = dataparallel.apply(parts[0], degree=batch.data, device=device)
@@ -376,6 +382,8 @@ def replicate_parts(
     if splits_backward(strategy, mesh=mesh):
         return Replicas(parts, unaveraged=axis)
     finds = is_own(config)  # our models use all their weights
+    if finds and chunked and parts[-1].head is not None:
+        chunked_loss.show_weight(parts[-1])
     return Replicas(
         [replicate.apply(part, axis=axis, options=strategy, finds_unused=finds) for part in parts]
     )

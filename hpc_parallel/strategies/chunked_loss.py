@@ -71,6 +71,33 @@ def apply(model: LayeredModel) -> str | None:
     return f"head.{model.head.projection}"
 
 
+def show_weight(model: LayeredModel) -> None:
+    """Let the output of a `model` that `apply` changed depend on the projection's weight.
+
+    DistributedDataParallel looks for unused weights from its output on. It would take this one for unused,
+    and end the training at its gradient.
+    """
+    assert isinstance(model.head, LanguageHead)
+    replace_forward(model.head.get_submodule(model.head.projection), depending, technique="Depending")
+
+
+def depending(forward: Forward, projection: nn.Module, x: Tensor) -> Tensor:
+    output: Tensor = Depending.apply(forward(projection, x), projection.weight)
+    return output
+
+
+class Depending(torch.autograd.Function):
+    """Its first argument, which has the second one in its graph. That one gets no gradient from here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
 def return_input(_: Forward, projection: nn.Module, x: Tensor) -> Tensor:
     return x
 

@@ -49,9 +49,14 @@ def test_rows_over_two_devices_equal_whole_logits(workers: Workers) -> None:
     torch.testing.assert_close(torch.cat([rows for *_, rows in ranks]), grad_weight, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("layout", ["strategy=single", *in_full([("strategy=tensor nodes=2",)])])
+OWN = "model._target_=tests.models.Decided model.tied_head=false strategy=data nodes=2"
+
+
+@pytest.mark.parametrize("layout", ["strategy=single", OWN, *in_full([("strategy=tensor nodes=2",)])])
 def test_a_run_with_it_equals_one_without(workers: Workers, layout: str) -> None:
+    """DistributedDataParallel looks for unused weights in a model of one's own."""
     words = (*COMMON, "training.precision=float64", "model.layers=2", "training.microbatch_size=4")
-    plain = workers.train(*words, "strategy=single", "training.chunked_loss=false")
+    model = [word for word in layout.split() if word.startswith("model.")]
+    plain = workers.train(*words, *model, "strategy=single", "training.chunked_loss=false")
     chunked = workers.train(*words, *layout.split())
     assert_follows(chunked, plain, losses=1e-10, weights=1e-10)
