@@ -302,6 +302,8 @@ def prepare(
         values["weights"] = str(path_of(config.weights))
     if config.resume and (problems := list(resume.find_problems(folder, values))):
         raise ConfigError(problems)
+    if config.resume and (jump := resume.rate_jump(folder, config)):
+        notes.append(f"warning     {jump}")
     values["run_dir"] = str(folder.path)
     if config.task.name == TASK:
         values["script"] |= script_places(config.script, folder=folder, snapshot=snapshot)

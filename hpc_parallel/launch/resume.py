@@ -7,7 +7,9 @@ and the layout can.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from hydra.errors import HydraException
 
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import compose_run
+from hpc_parallel.config.learning_rate import SCHEDULES, learning_rate, warmup_of
+from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK
 from hpc_parallel.problems import ConfigError, Problem, Problems, nearest, quoted
 from hpc_parallel.record.checkpoint_index import complete
@@ -25,7 +29,7 @@ from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
-from hpc_parallel.record.values import flatten, integer, table
+from hpc_parallel.record.values import flatten, integer, number
 from hpc_parallel.shell import complain
 
 AUTO, AUTO_STRATEGY = "auto", "strategy=auto"
@@ -43,7 +47,8 @@ FIXED = {  # keys that can't change, with the reason
 }
 
 
-BATCH = "training.global_batch_size"
+BATCH, STEPS, WARMUP = "training.global_batch_size", "training.steps", "optimizer.warmup_steps"
+JUMP = 0.01  # of the learning rate; smaller changes are not named
 
 
 def warn_on_stderr(message: str) -> None:
@@ -74,9 +79,9 @@ def resumed(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stder
     names_dir = any(word.startswith(("--config-dir", "-cd")) for word in words)
     flags = ["--config-dir", str(start.config_dir)] if start.config_dir and not names_dir else []
     others = [word for word in words if word not in resume_words]
-    has_batch = BATCH in {*typed, *map(key_of, before)} or f"task={TASK}" in [*before, *words]
-    batch = [] if has_batch else _recorded_batch(folder)
-    return [*flags, *before, *batch, *others, f"run_dir={run_dir}", f"resume={run_dir}"]
+    is_script = f"task={TASK}" in [*before, *words]
+    chosen = [] if is_script else _recorded_choices(folder, given={*typed, *map(key_of, before)})
+    return [*flags, *before, *chosen, *others, f"run_dir={run_dir}", f"resume={run_dir}"]
 
 
 def _has_same_devices(words: Sequence[str], folder: RunFolder) -> bool:
@@ -89,13 +94,22 @@ def _has_same_devices(words: Sequence[str], folder: RunFolder) -> bool:
     return all(value_of(word) in (AUTO, recorded.get(key_of(word))) for word in typed)
 
 
-def _recorded_batch(folder: RunFolder) -> list[str]:
-    """The global batch size that was chosen for the first layout: another layout must keep it."""
+def _recorded_choices(folder: RunFolder, *, given: Set[str]) -> list[str]:
+    """Overrides for what was chosen for the first start, and must not be chosen anew.
+
+    The global batch size was chosen for its layout, and the warm-up for its number of steps. given: the keys
+    that have overrides.
+    """
     try:
-        size = integer(table(folder.read_config().get("training")).get("global_batch_size"))
+        recorded = flatten(folder.read_config())
     except (OSError, DamagedError):  # `find_problems` reports it
         return []
-    return [] if size is None else [f"{BATCH}={size}"]
+    size, steps = integer(recorded.get(BATCH)), integer(recorded.get(STEPS))
+    choices = [] if size is None or BATCH in given else [f"{BATCH}={size}"]
+    is_chosen = recorded.get(WARMUP) is None and recorded.get("optimizer.schedule") in SCHEDULES
+    if steps is not None and STEPS in given and WARMUP not in given and is_chosen:
+        choices.append(f"{WARMUP}={warmup_of(steps)}")
+    return choices
 
 
 def value_of(override: str) -> Any:
@@ -177,6 +191,32 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
     elif steps[0] >= settings["training.steps"]:
         rule = f"are already done: the newest checkpoint is of step {steps[0]}"
         yield Problem("training.steps", settings["training.steps"], rule, (2 * steps[0],))
+
+
+def rate_jump(folder: RunFolder, config: RunConfig) -> str | None:
+    """A line about the learning rate of the next step, if it does not go on as the run had planned it."""
+    before = flatten(folder.read_config())
+    steps, schedule = integer(before.get(STEPS)), before.get("optimizer.schedule")
+    newest = next(iter(complete(folder.checkpoints)), None)
+    known = schedule in SCHEDULES and config.optimizer.schedule in SCHEDULES
+    if newest is None or steps is None or not known:
+        return None
+    keys = ("learning_rate", "final_share", "decay_share")
+    recorded: dict[str, Any] = {"schedule": schedule, "warmup_steps": integer(before.get(WARMUP))}
+    recorded |= {key: value for key in keys if (value := number(before.get(f"optimizer.{key}"))) is not None}
+    old = partial(learning_rate, steps=steps, config=replace(config.optimizer, **recorded))
+    step = newest.step
+    rate = learning_rate(step + 1, steps=config.training.steps, config=config.optimizer)
+    if abs(rate - old(min(step + 1, steps))) <= JUMP * config.optimizer.learning_rate:
+        return None
+    why = f"{STEPS} was {steps} and is {config.training.steps}"
+    if steps == config.training.steps:
+        why = "keys of optimizer have changed"
+    rates = f"from {old(step):.3g} at step {step} to {rate:.3g} at step {step + 1}"
+    return (
+        f"the learning rate goes {rates}: {why}. "
+        "optimizer.schedule=constant, and wsd before its decay, can be extended without a jump"
+    )
 
 
 def _ended_early(folder: RunFolder, *, callbacks: Any) -> str | None:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hpc_parallel.config.learning_rate import learning_rate
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Batches
 from hpc_parallel.strategies.loss import WithMetrics
 from hpc_parallel.training.garbage import collecting
-from hpc_parallel.training.learning_rate import learning_rate
 from hpc_parallel.training.nonfinite import CHECK_EVERY
 from hpc_parallel.training.observers import Observers
 from hpc_parallel.training.optimizer import ModelOptimizer

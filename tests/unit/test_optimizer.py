@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from hpc_parallel.config.learning_rate import learning_rate
 from hpc_parallel.config.schema import AdamWConfig, OptimizerConfig
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.gradients import GradientNorm, clip
 from hpc_parallel.training import optimizer as optimizer_module
-from hpc_parallel.training.learning_rate import learning_rate
 from hpc_parallel.training.optimizer import ModelOptimizer, build_optimizer
 from tests.composed import prepared
 

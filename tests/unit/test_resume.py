@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import shutil
@@ -14,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hpc_parallel.launch.resume import newest, resumed
 from hpc_parallel.problems import ConfigError
@@ -30,7 +32,7 @@ STARTED = ["strategy=pipeline", "strategy.microbatches=8", "nodes=2", "launcher.
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """A run that left a checkpoint of step 40 of 100 and is over."""
+    """A run that left a checkpoint of step 40 of 500 and is over."""
     monkeypatch.chdir(tmp_path)
     run = prepared(*STARTED, "launcher=local", "launcher.snapshot=false", f"run_dir={tmp_path / 'run'}")
     run.write()
@@ -59,6 +61,45 @@ def test_new_overrides_replace_those_of_the_old_command(started: RunFolder) -> N
     ]  # fmt: skip
     assert resumed(["nodes=4", "resume=null"]) == ["nodes=4", "resume=null"]
     assert resumed(["nodes=4"]) == ["nodes=4"]
+
+
+def cosine(step: int, *, steps: int) -> float:
+    """The default schedule after 25 steps of warm-up, to a tenth of 3e-3."""
+    return 3e-3 * (0.55 + 0.45 * math.cos(math.pi * (step - 25) / (steps - 25)))
+
+
+def test_another_number_of_steps_keeps_the_warm_up_and_names_a_jump(started: RunFolder) -> None:
+    """The warm-up of the first start is a twentieth of 500 steps, not of the new number."""
+    longer = resumed(["resume=run", "training.steps=50"])
+    assert "optimizer.warmup_steps=25" in longer
+    assert not any(word.startswith("optimizer.") for word in resumed(["resume=run"]))
+    own = resumed(["resume=run", "training.steps=50", "optimizer.warmup_steps=9"])
+    assert [word for word in own if word.startswith("optimizer.")] == ["optimizer.warmup_steps=9"]
+    assert (
+        f"warning     the learning rate goes from {cosine(40, steps=500):.3g} at step 40 to "
+        f"{cosine(41, steps=50):.3g} at step 41: training.steps was 500 and is 50. "
+        "optimizer.schedule=constant, and wsd before its decay, can be extended without a jump"
+    ) in prepared(*longer).notes
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "jumps"),
+    [
+        ("cosine", [], False), ("cosine", ["training.steps=505"], False),
+        ("cosine", ["optimizer.learning_rate=0.001"], True),
+        ("constant", ["training.steps=1000"], False), ("wsd", ["training.steps=1000"], False),
+        ("linear", ["training.steps=1000"], True),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_goes_on_is_not_a_jump(
+    started: RunFolder, before: str, words: list[str], jumps: bool
+) -> None:
+    schedule = f"optimizer.schedule={before}"
+    values = started.read_config()
+    values["optimizer"]["schedule"] = before
+    started.config.write_text(yaml.safe_dump(values))
+    notes = prepared(*resumed(["resume=run", schedule, *words])).notes
+    assert any("the learning rate goes" in note for note in notes) == jumps
 
 
 def test_auto_is_the_newest_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

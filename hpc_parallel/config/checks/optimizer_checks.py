@@ -8,10 +8,10 @@ from typing import Any
 
 from hpc_parallel.config.class_paths import target_problems
 from hpc_parallel.config.key_suggestions import suggest
+from hpc_parallel.config.learning_rate import SCHEDULES, warmup_of
 from hpc_parallel.config.schema import OptimizerConfig, RunConfig
 from hpc_parallel.problems import Problem, Problems, nearest
 
-SCHEDULES = ("cosine", "linear", "constant", "wsd")
 CLASSES = {  # files of conf/optimizer -> the class that their options belong to
     "adamw": "torch.optim.AdamW",
     "sgd": "torch.optim.SGD",
@@ -35,7 +35,7 @@ def find_problems(config: RunConfig) -> Problems:
     steps, warmup_steps = max(1, config.training.steps), optimizer.warmup_steps
     if warmup_steps is not None and not 0 <= warmup_steps <= steps:
         rule = f"must lie between 0 and {steps:g}"
-        yield Problem("optimizer.warmup_steps", warmup_steps, rule, (steps // 20,))
+        yield Problem("optimizer.warmup_steps", warmup_steps, rule, (warmup_of(steps),))
 
 
 def _schedule(optimizer: OptimizerConfig) -> Problems:
@@ -43,7 +43,7 @@ def _schedule(optimizer: OptimizerConfig) -> Problems:
     if schedule in SCHEDULES:
         return
     if "." not in schedule:
-        close = nearest(schedule, SCHEDULES) or SCHEDULES[:1]
+        close = nearest(schedule, SCHEDULES) or [*SCHEDULES][:1]
         rule = f"is not one of {', '.join(SCHEDULES)}, nor the path of a function"
         yield Problem("optimizer.schedule", schedule, rule, tuple(close))
         return

@@ -17,13 +17,18 @@ def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:
     returns a factor of `config.learning_rate`. Raises ValueError if this factor is not a finite number of at
     least 0.
     """
-    if config.schedule not in _AFTER_WARMUP:
+    if config.schedule not in SCHEDULES:
         return config.learning_rate * _users_factor(step, steps=steps, path=config.schedule)
-    warmup = steps // 20 if config.warmup_steps is None else config.warmup_steps
+    warmup = warmup_of(steps) if config.warmup_steps is None else config.warmup_steps
     if step <= warmup:
         return config.learning_rate * step / warmup
-    decayed = _AFTER_WARMUP[config.schedule](step, warmup, steps, config.decay_share)
+    decayed = SCHEDULES[config.schedule](step, warmup, steps, config.decay_share)
     return config.learning_rate * (1 - (1 - config.final_share) * decayed)
+
+
+def warmup_of(steps: int) -> int:
+    """The steps of warm-up in a training of `steps`, if no number of them is chosen."""
+    return steps // 20
 
 
 def _cosine(step: int, warmup: int, steps: int, _: float) -> float:
@@ -44,7 +49,7 @@ def _warmup_stable_decay(step: int, warmup: int, steps: int, decay_share: float)
     return max(0.0, _linear(step, start, steps, decay_share))
 
 
-_AFTER_WARMUP: dict[str, Callable[[int, int, int, float], float]] = {
+SCHEDULES: dict[str, Callable[[int, int, int, float], float]] = {
     # (step, warmup, steps, decay_share) -> how much of the decay is done, from 0 to 1
     "cosine": _cosine,
     "linear": _linear,
