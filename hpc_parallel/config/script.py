@@ -119,10 +119,9 @@ def resume_words(script: Mapping[str, Any], *, values: Mapping[str, str], folder
 
 
 def fill(word: str, values: Mapping[str, str]) -> str:
-    """Replace the placeholders; other braces stay."""
-    for placeholder, value in values.items():
-        word = word.replace(placeholder, value)
-    return word
+    """Replace the placeholders. `{{rank}}` gives `{rank}`; other braces stay."""
+    names = "|".join(map(re.escape, values))
+    return re.sub(rf"\{{({names})\}}|{names}", lambda match: match[1] or values[match[0]], word)
 
 
 def _words_of(key: str, value: Any, *, style: str) -> Iterator[str]:

@@ -59,7 +59,9 @@ def last_output(folder: RunFolder) -> str | None:
 
 def _shown(line: str) -> str:
     """What a terminal would show: a progress bar overwrites its line."""
-    return line.rstrip("\r").rpartition("\r")[2][:_MOST_CHARACTERS]
+    text = line.rstrip("\r").rpartition("\r")[2]
+    end = f" ... ({len(text):,} characters)" if len(text) > _MOST_CHARACTERS else ""
+    return text[:_MOST_CHARACTERS] + end
 
 
 def _written_ns(log: Path) -> int:

@@ -129,7 +129,10 @@ def _train(scratch: str, rank: int, walks: Any) -> None:
         with _watched_step() as walk:
             train_here(f"{scratch}/run", {})
         walks.put(walk.files)
+        walks.close()
+        walks.join_thread()
     dist.destroy_process_group()
+    os._exit(0)  # threads of torch can abort an ordinary exit (docs/own-script.md)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from hpc_parallel.record.collectives_file import CollectiveRow
 from hpc_parallel.record.collectives_table import row_cells
 from hpc_parallel.record.metrics_file import SEPARATOR, MetricsLine, MetricsReader, described, figure, fitting
 from hpc_parallel.record.phase import note_phase
+from hpc_parallel.record.rank_output import OutputTail
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 
@@ -165,6 +166,14 @@ def test_a_crash_shows_the_output_of_the_rank(folder: RunFolder, signal: str, sh
     following, shown = follower(folder)
     assert following.finish() == 1
     assert shown.getvalue().count("Segmentation fault") == shown_lines
+
+
+def test_a_long_line_of_a_rank_is_cut_with_a_mark(folder: RunFolder) -> None:
+    log = folder.log(0, "out")
+    log.touch()
+    tail = OutputTail(log)
+    log.write_text(f"{'x' * 500}\n{'y' * 1200}\n")
+    assert tail.read() == ["x" * 500, f"{'y' * 500} ... (1,200 characters)"]
 
 
 def test_a_failure_before_any_rank_shows_its_log(folder: RunFolder) -> None:

@@ -22,7 +22,7 @@ from hpc_parallel.config.checks.script_checks import script_warnings
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import compose_run
 from hpc_parallel.config.resolve import resolve
-from hpc_parallel.config.script import arguments_of, resume_words
+from hpc_parallel.config.script import arguments_of, fill, resume_words
 from hpc_parallel.launch.batch_script import render, sbatch_flags
 from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.machine.world import World
@@ -103,8 +103,10 @@ def test_arguments_are_written_in_the_style_of_the_script(style: str, expected: 
 
 
 def test_placeholders_are_filled_and_other_braces_stay() -> None:
-    script = vars(composed(LOCAL, "script.arguments.out={run}/{rank}", "--", "t.py", "{seed}", "{x}").script)
-    assert arguments_of(script, values=VALUES) == ["7", "{x}", "--out", "/runs/1/3"]
+    words = ("--", "t.py", "{seed}", "{x}", "{{rank}}", "{{x}}")
+    script = vars(composed(LOCAL, "script.arguments.out={run}/{rank}", *words).script)
+    assert arguments_of(script, values=VALUES) == ["7", "{x}", "{rank}", "{{x}}", "--out", "/runs/1/3"]
+    assert fill("{run}", {**VALUES, "{run}": "/runs/{seed}"}) == "/runs/{seed}"
 
 
 @pytest.mark.parametrize(
