@@ -12,6 +12,8 @@ TESTS := $(RUN) -m pytest
 unexport PYTHONDONTWRITEBYTECODE
 # Failures of tests that start processes are tried once more at the end, alone, before a target is red.
 AGAIN := --last-failed --last-failed-no-failures=none --again
+# DURATIONS=0 lists what each test takes.
+DURATIONS ?= 30
 define STYLE
 $(RUN) -m ruff check .
 $(RUN) -m ruff format --check .
@@ -37,7 +39,7 @@ test: $(STAMP)  ## every feature once, with a real Slurm where this machine can 
 	@$(RUN) tests/slurm/cluster.py install || echo "make test leaves out the tests that need a real Slurm."
 	@$(RUN) tests/report/browser.py install || echo "make test leaves out the tests that open a report."
 	$(STYLE)
-	-$(TESTS) --cache-clear --durations=30 -m "not full and not chaos_slow and not timing" $(BESIDE)
+	-$(TESTS) --cache-clear --durations=$(DURATIONS) -m "not full and not chaos_slow and not timing" $(BESIDE)
 	-$(TESTS) -m "timing and not full" $(TIMED)
 	@echo "Left out: make test-full (more axes, float32, longer trainings), make chaos, make fuzz."
 	$(TESTS) $(AGAIN)=2 --target=test -m "not full and not chaos_slow"
