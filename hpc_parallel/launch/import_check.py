@@ -44,7 +44,7 @@ class ImportCheck:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _TriedSource:
     """What the job will import from. Two are equal if they are copies of the same files, as in a sweep."""
 
     snapshot: Snapshot = field(compare=False)
@@ -77,7 +77,7 @@ def check_imports(
     if values is not None and (tries_data or not _is_built_in(config.model)):
         question |= {"values": [values], "tries_data": tries_data}
         module = MODEL
-    source = None if snapshot is None else _Source(snapshot, id(snapshot.files))
+    source = None if snapshot is None else _TriedSource(snapshot, id(snapshot.files))
     return _tried(_python(config), os.getcwd(), module, json.dumps(question), paths, source)
 
 
@@ -173,7 +173,7 @@ def _environment_key(config: RunConfig) -> str | None:
 
 @cache  # all runs of a sweep have the same classes
 def _tried(
-    python: str, folder: str, module: str, content: str, paths: str, source: _Source | None = None
+    python: str, folder: str, module: str, content: str, paths: str, source: _TriedSource | None = None
 ) -> ImportCheck:
     command = (python, "-m", module)
     if source is None:

@@ -15,7 +15,7 @@ from os.path import dirname, isdir, isfile, islink, join
 from pathlib import Path
 
 from hpc_parallel.record.credentials import is_credential_file
-from hpc_parallel.record.loose_source import EDITS, MOST_FILES, Source, is_core_file, is_no_source, walk
+from hpc_parallel.record.loose_source import EDITS, MOST_FILES, FolderSource, is_core_file, is_no_source, walk
 
 IN_PLACE = "launcher.snapshot=false runs in place"
 _DOCUMENTATION = ("docs", "doc")
@@ -29,7 +29,7 @@ def checkout_of(path: Path) -> Path | None:
     return Path(root.rstrip("\n")) if root else None
 
 
-def git_source(root: Path, *, leave_out: Callable[[Path], bool]) -> Source:
+def git_source(root: Path, *, leave_out: Callable[[Path], bool]) -> FolderSource:
     """Look for the files of a checkout and of its submodules.
 
     leave_out: whether a folder and everything below it is left out, such as the folder of a run: each run
@@ -53,7 +53,7 @@ def git_source(root: Path, *, leave_out: Callable[[Path], bool]) -> Source:
         links = [name for name in links if isdir(root / name)]
         unkept[root] = f"(git ignores more than {MOST_FILES:,} files): {IN_PLACE}"
     targets = {name: str(root / name) for name in (*repositories, *links)}
-    return Source(tuple(names), targets, unkept, modules=tuple(modules))
+    return FolderSource(tuple(names), targets, unkept, modules=tuple(modules))
 
 
 def is_source(path: str) -> bool:

@@ -17,7 +17,7 @@ _NO_SOURCE = ("__pycache__", "node_modules")
 
 
 @dataclass(frozen=True)
-class Source:
+class FolderSource:
     """What a folder holds, as paths in it.
 
     names: files that are copied; links: path -> target of each link that the copy has in place of a file or
@@ -32,7 +32,7 @@ class Source:
     modules: tuple[str, ...] = ()
 
 
-def loose_source(folder: Path, *, most_bytes: int, leave_out: Callable[[Path], bool]) -> Source:
+def loose_source(folder: Path, *, most_bytes: int, leave_out: Callable[[Path], bool]) -> FolderSource:
     """Look for the files of `folder`, without hidden ones and virtual environments.
 
     most_bytes: the limit for all copied files together; leave_out: whether a folder and everything below it
@@ -42,15 +42,19 @@ def loose_source(folder: Path, *, most_bytes: int, leave_out: Callable[[Path], b
     for name in walk(folder, leave_out):
         names.append(name)
         if len(names) > MOST_FILES:
-            return Source(unkept={folder: f"(no git checkout, and more than {MOST_FILES:,} files): {EDITS}"})
+            return FolderSource(
+                unkept={folder: f"(no git checkout, and more than {MOST_FILES:,} files): {EDITS}"}
+            )
     if not any(name.endswith(".py") for name in names):
-        return Source()
+        return FolderSource()
     sizes = {name: os.stat(folder / name).st_size for name in names}
     small = tuple(name for name, size in sizes.items() if size <= MOST_BYTES)
     if (total := sum(sizes[name] for name in small)) > most_bytes:
-        return Source(unkept={folder: f"(no git checkout, and {total / 2**20:.0f} MiB of files): {EDITS}"})
+        return FolderSource(
+            unkept={folder: f"(no git checkout, and {total / 2**20:.0f} MiB of files): {EDITS}"}
+        )
     links = {name: str(folder / name) for name, size in sizes.items() if size > MOST_BYTES}
-    return Source(small, links)
+    return FolderSource(small, links)
 
 
 def is_core_file(path: str | Path) -> bool:

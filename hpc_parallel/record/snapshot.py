@@ -16,7 +16,7 @@ from hpc_parallel.problems import ConfigError, Problem, printable
 from hpc_parallel.record.credentials import is_credential_file
 from hpc_parallel.record.git_source import checkout_of, git_source, is_source
 from hpc_parallel.record.import_path import PACKAGE, folders_of_imports, outside_python
-from hpc_parallel.record.loose_source import EDITS, Source, loose_source
+from hpc_parallel.record.loose_source import EDITS, FolderSource, loose_source
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.sweep_folder import read_sweep
@@ -193,14 +193,14 @@ def _outside(links: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 def _sources(
     folders: Sequence[Path], destination: Path, *, most_bytes: int
-) -> tuple[dict[Path, Path], dict[Path, Source]]:
+) -> tuple[dict[Path, Path], dict[Path, FolderSource]]:
     """Folder -> the root of its copy, and root -> its source. A folder that others can change has none."""
 
     def leave_out(folder: Path) -> bool:
         return folder == destination or is_run_folder(folder) or _is_sweep(folder)
 
     roots = {folder: checkout_of(folder) for folder in folders}
-    sources: dict[Path, Source] = {}
+    sources: dict[Path, FolderSource] = {}
     for folder, root in roots.items():
         if root is not None and root not in sources:
             sources[root] = git_source(root, leave_out=leave_out)
@@ -210,7 +210,7 @@ def _sources(
     return {folder: root for folder, root in kept.items() if root in sources and sources[root].names}, sources
 
 
-def _kept_sources(folders: Sequence[Path], code: Path) -> tuple[dict[Path, Path], dict[Path, Source]]:
+def _kept_sources(folders: Sequence[Path], code: Path) -> tuple[dict[Path, Path], dict[Path, FolderSource]]:
     """The same for the folder `code` of another run, which is copied as it is."""
     sources = {root: _kept_source(root, code=code) for root in sorted(code.iterdir()) if root.is_dir()}
     inside = [folder for folder in folders if folder.is_relative_to(code)]
@@ -218,8 +218,8 @@ def _kept_sources(folders: Sequence[Path], code: Path) -> tuple[dict[Path, Path]
 
 
 def _filtered(
-    sources: Mapping[Path, Source], *, exclude: Sequence[str], credentials: bool
-) -> tuple[dict[Path, Source], tuple[str, ...]]:
+    sources: Mapping[Path, FolderSource], *, exclude: Sequence[str], credentials: bool
+) -> tuple[dict[Path, FolderSource], tuple[str, ...]]:
     """The sources without what `exclude` names and without credentials, and the names of these."""
     filtered = {root: _excluding(source, root, exclude) for root, source in sources.items()}
     names = chain.from_iterable(map(_paths, filtered.values()))
@@ -252,7 +252,7 @@ def _is_sweep(folder: Path) -> bool:
     return True
 
 
-def _kept_source(root: Path, *, code: Path) -> Source:
+def _kept_source(root: Path, *, code: Path) -> FolderSource:
     """The files in a copy that another run keeps. A link out of that run's source is not followed."""
     names: list[str] = []
     links: dict[str, str] = {}
@@ -262,10 +262,10 @@ def _kept_source(root: Path, *, code: Path) -> Source:
             links[name] = os.readlink(path)
         elif is_source(str(path)):
             names.append(name)
-    return Source(tuple(names), links)
+    return FolderSource(tuple(names), links)
 
 
-def _excluding(source: Source, root: Path, exclude: Sequence[str]) -> Source:
+def _excluding(source: FolderSource, root: Path, exclude: Sequence[str]) -> FolderSource:
     """The source with links in place of the files and folders that a pattern in `exclude` matches."""
 
     def match(name: str) -> str | None:
@@ -283,7 +283,7 @@ def _excluding(source: Source, root: Path, exclude: Sequence[str]) -> Source:
     return replace(left, links={**left.links, **links})
 
 
-def _without(source: Source, paths: Container[str]) -> Source:
+def _without(source: FolderSource, paths: Container[str]) -> FolderSource:
     return replace(
         source,
         names=tuple(name for name in source.names if name not in paths),
@@ -292,11 +292,11 @@ def _without(source: Source, paths: Container[str]) -> Source:
     )
 
 
-def _paths(source: Source) -> Iterable[str]:
+def _paths(source: FolderSource) -> Iterable[str]:
     return (*source.names, *source.links, *source.modules)
 
 
-def _with_modules(sources: Mapping[Path, Source], *, most_bytes: int) -> dict[Path, Source]:
+def _with_modules(sources: Mapping[Path, FolderSource], *, most_bytes: int) -> dict[Path, FolderSource]:
     """Add the modules that git ignores: the smallest as files, up to a limit for all files, else as links."""
 
     def size(root: Path, name: str) -> int:
@@ -319,7 +319,7 @@ def _with_modules(sources: Mapping[Path, Source], *, most_bytes: int) -> dict[Pa
     return complete
 
 
-def _require_source(sources: Mapping[Path, Source], *, most_mb: int, exclude: Sequence[str]) -> None:
+def _require_source(sources: Mapping[Path, FolderSource], *, most_mb: int, exclude: Sequence[str]) -> None:
     """Raise ConfigError if no file is left to copy, or the files are larger than source can be."""
     if exclude and (empty := [root for root, source in sources.items() if not source.names]):
         rule = f"leaves nothing of {empty[0]}, which the run imports from"

@@ -233,15 +233,16 @@ def test_a_task_finds_its_run_by_its_number(slurm: Path, here: Path) -> None:
     assert main(["-m", "seed=1,2,3", "name='it is'", "launcher=slurm", *CHEAP]) == 0
     _, sweep = only_sweep(here)
     (script,) = scripts(slurm).values()
-    shown = script.replace("\nsrun ", "\nprintf '%s\\n' ")
+    srun = '() { printf \'%s\\n\' "$@"; touch "${@: -1}/summary.json"; }'
+    job = {**os.environ, "BASH_FUNC_srun%%": srun, "SLURM_ARRAY_JOB_ID": "9"}
     for index, run in enumerate(sweep.runs):
-        environment = {**os.environ, "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": str(index)}
-        done = subprocess.run(["bash", "-c", shown], env=environment, capture_output=True, text=True)
+        environment = {**job, "SLURM_ARRAY_TASK_ID": str(index)}
+        done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == str(run.run_dir)
         assert f"of job 9_{index} on" in done.stderr
-    lost = {**os.environ, "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "7"}
-    assert subprocess.run(["bash", "-c", shown], env=lost, capture_output=True).returncode != 0
+    lost = {**job, "SLURM_ARRAY_TASK_ID": "7"}
+    assert subprocess.run(["bash", "-c", script], env=lost, capture_output=True).returncode != 0
 
 
 def test_arrays_that_the_site_would_not_take_are_split(

@@ -40,7 +40,7 @@ def test_one_process_drives_all_devices(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     logs = sorted(file.name for file in (tmp_path / "run/logs").glob("rank-*"))
-    assert logs == ["rank-0.err", "rank-0.out"]
+    assert logs == ["rank-0.ended.json", "rank-0.err", "rank-0.out"]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["outcome"], summary["world_size"], summary["gpus_per_node"]) == ("completed", 1, 4)
 

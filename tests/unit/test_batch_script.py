@@ -276,7 +276,7 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PreparedRun:
     monkeypatch.setenv("PATH", f"{stub.parent}:{os.environ['PATH']}")
     run = prepared("nodes=2", "launcher.modules=[cuda]", "launcher.snapshot=false")
     run.folder.create()
-    assert submit(run) == "7"
+    assert submit(run).id == "7"
     return run
 
 

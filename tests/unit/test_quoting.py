@@ -46,16 +46,18 @@ class Machine:
     run: PreparedRun
     venv: Path
 
-    def submit(self, script: str) -> tuple[list[str], list[list[str]]]:
-        """Run it; the arguments of srun, and those of each call of module."""
+    def submit(self, script: str, *, run_folder: Path) -> tuple[list[str], list[list[str]]]:
+        """Run it; srun leaves a summary. Returns the arguments of srun, and those of each call of module."""
         for name in ("srun.args", "module.args"):
             (self.home / name).unlink(missing_ok=True)
         path = f"{self.home}/bin:{os.environ['PATH']}"
         done = subprocess.run(
             ["bash", "-c", script], cwd=self.home, capture_output=True, timeout=240,
-            env={"PATH": path, "HOME": str(self.home), "SLURM_JOB_ID": "7", "NOTES": str(self.home)},
+            env={"PATH": path, "HOME": str(self.home), "SLURM_JOB_ID": "7", "NOTES": str(self.home),
+                 "SUMMARY": str(run_folder / "summary.json")},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
+        (run_folder / "summary.json").unlink()
         assert not list(self.home.rglob("pwned*"))
         (srun,) = self.noted("srun")
         return srun, self.noted("module")
@@ -74,7 +76,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
         file.parent.mkdir(exist_ok=True)
         file.write_text(
             f'#!/bin/bash\n{{ printf "%s" "$1"; shift; printf "\\0%s" "$@"; printf "\\0\\0"; }}'
-            f' >> "$NOTES/{program}.args"\n'
+            f' >> "$NOTES/{program}.args"\n' + 'touch "$SUMMARY"\n' * (program == "srun")
         )
         file.chmod(0o755)
     venv = home / "it's a $(touch pwned) venv"
@@ -163,7 +165,7 @@ def test_no_text_is_run(
         assert {key: options.get(key) for key in wanted} == wanted
         assert options["output"].startswith(f"{path.slurm}/%j")
         assert "wrap" not in options
-        srun, loaded = machine.submit(script)
+        srun, loaded = machine.submit(script, run_folder=path.path)
         assert str(machine.venv / "bin" / "python") in srun
         assert loaded == [["load", module] for module in good.launcher.modules]
     assert srun[-1] == str(path.slurm) or str(path.path) in srun[-1]

@@ -204,6 +204,8 @@ def test_a_script_file_imports_what_python_imports_and_not_the_working_directory
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python puts the script's own folder first by itself, and the copies of PYTHONPATH follow."""
+    entries = [entry for entry in sys.path if "tests" not in Path(entry).parts]  # other tests add theirs
+    monkeypatch.setattr(sys, "path", entries)
     kept = plan_snapshot(
         tmp_path / "code", working_directory=checkout, also=[checkout / "sub"], imports_here=False
     )
