@@ -83,7 +83,7 @@ def encode_text(tokenizer: Any, text: TextIO) -> Iterator[NDArray[np.int64]]:
         place = None if right is None else _joint(tokenizer, left.tail, right.head)
         if right is not None and place is None:
             left = _united(tokenizer, left, right, windows)
-            if head is not None and left.head.tokens != head.tokens:
+            if head is not None and left.head != head:
                 raise ValueError(
                     f"its tokens depend on text that is {WINDOW:,} characters away: split the file"
                 )

@@ -47,7 +47,8 @@ FIXED = {  # keys that can't change, with the reason
 }
 
 
-BATCH, STEPS, WARMUP = "training.global_batch_size", "training.steps", "optimizer.warmup_steps"
+BATCH, STEPS = "training.global_batch_size", "training.steps"
+SCHEDULE, WARMUP = "optimizer.schedule", "optimizer.warmup_steps"
 JUMP = 0.01  # of the learning rate; smaller changes are not named
 
 
@@ -80,7 +81,7 @@ def resumed(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stder
     flags = ["--config-dir", str(start.config_dir)] if start.config_dir and not names_dir else []
     others = [word for word in words if word not in resume_words]
     is_script = f"task={TASK}" in [*before, *words]
-    chosen = [] if is_script else _recorded_choices(folder, given={*typed, *map(key_of, before)})
+    chosen = [] if is_script else _recorded_choices(folder, words, given={*typed, *map(key_of, before)})
     return [*flags, *before, *chosen, *others, f"run_dir={run_dir}", f"resume={run_dir}"]
 
 
@@ -94,21 +95,24 @@ def _has_same_devices(words: Sequence[str], folder: RunFolder) -> bool:
     return all(value_of(word) in (AUTO, recorded.get(key_of(word))) for word in typed)
 
 
-def _recorded_choices(folder: RunFolder, *, given: Set[str]) -> list[str]:
+def _recorded_choices(folder: RunFolder, words: Sequence[str], *, given: Set[str]) -> list[str]:
     """Overrides for what was chosen for the first start, and must not be chosen anew.
 
-    The global batch size was chosen for its layout, and the warm-up for its number of steps. given: the keys
-    that have overrides.
+    The global batch size was chosen for its layout, and the warm-up for its number of steps. words: the new
+    overrides. given: the keys that have new or recorded overrides.
     """
     try:
         recorded = flatten(folder.read_config())
     except (OSError, DamagedError):  # `find_problems` reports it
         return []
+    asked = {key_of(word): value_of(word) for word in words if key_of(word) in (STEPS, SCHEDULE)}
     size, steps = integer(recorded.get(BATCH)), integer(recorded.get(STEPS))
+    new_steps = integer(asked.get(STEPS))
     choices = [] if size is None or BATCH in given else [f"{BATCH}={size}"]
-    is_chosen = recorded.get(WARMUP) is None and recorded.get("optimizer.schedule") in SCHEDULES
-    if steps is not None and STEPS in given and WARMUP not in given and is_chosen:
-        choices.append(f"{WARMUP}={warmup_of(steps)}")
+    schedules = {str(recorded.get(SCHEDULE)), str(asked.get(SCHEDULE, recorded.get(SCHEDULE)))}
+    is_chosen = recorded.get(WARMUP) is None and WARMUP not in given and schedules <= SCHEDULES.keys()
+    if is_chosen and steps is not None and new_steps is not None and new_steps != steps:
+        choices.append(f"{WARMUP}={min(warmup_of(steps), new_steps)}")
     return choices
 
 
@@ -196,7 +200,7 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
 def rate_jump(folder: RunFolder, config: RunConfig) -> str | None:
     """A line about the learning rate of the next step, if it does not go on as the run had planned it."""
     before = flatten(folder.read_config())
-    steps, schedule = integer(before.get(STEPS)), before.get("optimizer.schedule")
+    steps, schedule = integer(before.get(STEPS)), before.get(SCHEDULE)
     newest = next(iter(complete(folder.checkpoints)), None)
     known = schedule in SCHEDULES and config.optimizer.schedule in SCHEDULES
     if newest is None or steps is None or not known:

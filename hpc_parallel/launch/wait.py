@@ -14,7 +14,7 @@ from hpc_parallel.record.names import command_on
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_tail
 from hpc_parallel.record.summary_file import Summary, has_final_summary
-from hpc_parallel.slurm.jobs import Job, JobState, job_state
+from hpc_parallel.slurm.jobs import SILENT, UNKNOWN, Job, JobState, job_state
 from hpc_parallel.supervise.conclude_run import conclude
 
 PERIOD_S = 0.3  # between two reads of the run folder
@@ -69,8 +69,14 @@ def _follow(follower: RunFollower, folder: RunFolder, job: Job) -> JobState:
 
 
 def has_ended(folder: RunFolder, state: JobState) -> bool:
-    """Whether the job of a run has ended. If Slurm does not say so, the summary does."""
-    return state.ended or (not state.is_known and has_final_summary(folder))
+    """Whether the job of a run has ended. If Slurm does not say so, the summary does.
+
+    While Slurm is silent, only a completed run has: a failed one may be in the queue again.
+    """
+    if state.state == SILENT:
+        summary = Summary.read(folder)
+        return summary is not None and summary.completed
+    return state.ended or (state.state == UNKNOWN and has_final_summary(folder))
 
 
 def _awaits_summary(run: PreparedRun, job_id: str) -> bool:

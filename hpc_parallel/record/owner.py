@@ -163,6 +163,8 @@ def elsewhere(owner: Owner | None) -> str | None:
     here = os.environ.get(CLUSTERS) or None
     if owner is None or owner.job_id is None or (clusters := owner.clusters) == here:
         return None
+    if here is not None and clusters in here.split(","):
+        return None
     if clusters is None:
         return f"its job is on the usual cluster, and this shell has {CLUSTERS}={here}. Try unset {CLUSTERS}"
     return f"its job is on another cluster. Try export {CLUSTERS}={shlex.quote(clusters)}"

@@ -23,6 +23,7 @@ UNKNOWN = "UNKNOWN"  # the answers do not say whether the job runs; the reason s
 FORGOTTEN = "FORGOTTEN"  # Slurm no longer has a record of the job
 ELSEWHERE = "it runs on another cluster of the federation, see squeue --federation --me"
 NOT_YET = "Slurm does not list it yet"
+NO_ACCOUNTING = "the queue does not list it, and accounting does not answer"
 DENIED = "accounting has it as {}, and the controller does not know it"
 
 _COLUMNS = "JobID,JobIDRaw,State,Elapsed,Timelimit,End"
@@ -138,10 +139,13 @@ def job_states(jobs: Iterable[Job], *, slurm: Inquiry | None = None) -> dict[Job
             record = records.get(job.id)
             if record is not None and not _is_older(record, job):
                 states[job] = _recorded(record, queue_answers=queue_answers)
-            elif queue_answers and accounting_answers:
-                states[job] = JobState(UNKNOWN, NOT_YET) if job.is_new else JobState(FORGOTTEN)
-            else:
+            elif not queue_answers:
                 states[job] = JobState(SILENT)
+            elif job.is_new:
+                states[job] = JobState(UNKNOWN, NOT_YET)
+            else:
+                forgotten = JobState(FORGOTTEN)
+                states[job] = forgotten if accounting_answers else JobState(UNKNOWN, NO_ACCOUNTING)
         states |= {job: queued[job.id] for job in of_cluster if job.id in queued}
     return states
 

@@ -103,7 +103,7 @@ def count_positions(past: Past, forward: Forward, model: LayeredModel, x: Tensor
 def last_position(past: Past, forward: Forward, head: Module, x: Tensor) -> Tensor:
     if past.compared is not None:
         cached = forward(head, past.compared).transpose(0, 1)
-        return torch.cat([forward(head, x)[:, -cached.shape[1] :], cached])
+        return torch.cat([forward(head, x[:, -cached.shape[1] :]), cached])
     last = x[:, -1:]
     if past.keeps:
         past.kept.append(last.clone())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ class WithMetrics:
             self._require_sums(values, output, target)
             self.names = tuple(values)
         sums = (self._loss(output, target), self._terms(target), *values.values())
-        return torch.stack([torch.as_tensor(s, dtype=torch.float64, device=target.device) for s in sums])
+        return torch.stack([_double(value, device=target.device) for value in sums])
 
     def _require(self, name: object, value: object) -> None:
         """Raises UserCodeError if `name` or `value` is not legal for a metric."""
@@ -126,7 +127,8 @@ class WithMetrics:
 
     def _require_sums(self, values: Mapping[str, Tensor], output: Any, target: Tensor) -> None:
         """Raises UserCodeError if the values for the two halves of the samples don't add up to `values`."""
-        if len(target) < 2 or not _has_rows(output, of=len(target)):
+        parts = output if isinstance(output, tuple) else (output,)
+        if len(target) < 2 or any(len(part) != len(target) for part in parts):
             return
         halves = [self._metrics(*half) for half in _divide(output, target, first=len(target) // 2)]
         for name, value in values.items():
@@ -141,14 +143,22 @@ class WithMetrics:
         if self._cut:
             return
         if _has_rows(output, of=len(target)):
-            losses = [self._loss(*part) for part in _divide(output, target, first=count)]
-            self._cut = _adds_up(losses, self._loss(output, target))
+            with suppress(RuntimeError, ValueError):  # shapes that don't fit
+                losses = [self._loss(*part) for part in _divide(output, target, first=count)]
+                self._cut = _adds_up(losses, self._loss(output, target))
         if not self._cut:
             raise UserCodeError([
                 f"{self._model}.loss of {len(target)} samples is not the sum for {count} and for the rest. "
                 "A validation needs this sum, unless training.global_batch_size divides the number of its "
                 "samples: let the output's first dim be the samples."
             ])  # fmt: skip
+
+
+def _double(value: float | Tensor, *, device: torch.device) -> Tensor:
+    """A scalar in float64. A number is filled in on the device: a copy would wait for it."""
+    if isinstance(value, Tensor):
+        return value.double()
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def _has_rows(output: Any, *, of: int) -> bool:

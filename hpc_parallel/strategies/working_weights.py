@@ -32,13 +32,13 @@ def cast_for_good(model: LayeredModel) -> None:
 
     `Parameter.data` of a DTensor can't be set: its local tensor would stay float32.
     """
+    originals = {id(weights[name]): weights[name] for weights, name in _places(model)}
     casts: dict[int, Parameter] = {}
-    for weights, name in _places(model):
-        weight = weights[name]
+    for key, weight in originals.items():
         assert isinstance(weight, Parameter)
-        if id(weight) not in casts:
-            casts[id(weight)] = Parameter(weight.detach().to(HALF["bfloat16"]), weight.requires_grad)
-        weights[name] = casts[id(weight)]
+        casts[key] = Parameter(weight.detach().to(HALF["bfloat16"]), weight.requires_grad)
+    for table in map(parameters_of, model.modules()):  # a module of another kind may share the weight
+        table.update({name: casts[id(weight)] for name, weight in table.items() if id(weight) in casts})
 
 
 class CastOnce:

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -47,6 +48,7 @@ from hpc_parallel.supervise.summary import summarise
 from hpc_parallel.user_code import hint
 
 _LOG_LINES = 40
+_NFS_S = 90.0
 _UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a preempted run that could not save
 _TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT|^Slurm says of job [\d_]+: timeout", re.MULTILINE)
 
@@ -101,6 +103,17 @@ def conclude(
         attempts.end(folder, how=how, host=ended.host, exclude=texts(ended.details.get("exclude")))
         write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     return line
+
+
+def _await_end(folder: RunFolder) -> None:
+    """Wait for the recorded end of rank 0: an NFS client may cache for a minute that a file is missing."""
+    deadline = time.monotonic() + _NFS_S
+    while time.monotonic() < deadline and any(folder.logs.glob("rank-*.out")):
+        names = {*os.listdir(folder.path), *os.listdir(folder.logs)}
+        ends = {folder.summary.name, folder.stopped.name, "rank-0.ended.json"}
+        if names & ends or any(name.endswith(".failure.json") for name in names):
+            return
+        time.sleep(1.0)
 
 
 def _has_completed_script(folder: RunFolder) -> bool:
@@ -322,6 +335,8 @@ def main(arguments: Sequence[str]) -> None:
     if options.log:
         with suppress(FileNotFoundError, DamagedError):
             text = read_tail(options.log).decode(errors="replace")
+    if options.returncode == 0:
+        _await_end(folder)
     line = conclude(
         folder, returncode=options.returncode, text=text, cancelled=options.cancelled, asked_by=options.by,
         environment=environment,

@@ -8,7 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_parallel.exit_codes import DONE, FAILED
-from hpc_parallel.launch.wait import ASK_EVERY_S, PERIOD_S, SUMMARY_S, conclude_job, has_ended, has_summary
+from hpc_parallel.launch.wait import (
+    ASK_EVERY_S,
+    PERIOD_S,
+    conclude_job,
+    has_ended,
+    has_summary,
+    summary_timeout_s,
+)
 from hpc_parallel.slurm.jobs import Job, job_states
 from hpc_parallel.sweep.next_steps import after_the_end
 from hpc_parallel.sweep.sweep_plan import PlannedRun, SweepPlan
@@ -36,7 +43,7 @@ def follow_jobs(plan: SweepPlan, jobs: Mapping[Path, Job]) -> int:
                         view.note(planned, f"job {job.id} {state}")
                         continue
                     since_s = time.monotonic() - ended_s.setdefault(planned, time.monotonic())
-                    if not has_summary(planned.run) and since_s < SUMMARY_S:
+                    if not has_summary(planned.run) and since_s < summary_timeout_s(state.state):
                         continue
                     if not has_summary(planned.run):
                         conclude_job(planned.run.folder, job.id, state)

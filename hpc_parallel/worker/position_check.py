@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpc_parallel.models.attention import Attention
-from hpc_parallel.models.layered import LayeredModel, materialise
+from hpc_parallel.models.layered import LayeredModel, as_tuple, materialise
 from hpc_parallel.strategies.replace_forward import replace_modules
 from hpc_parallel.worker.small_model import SmallRun
 
@@ -20,17 +20,22 @@ def mixes_positions(run: SmallRun, model: LayeredModel) -> bool:
     """Compute `run.sequence` with `model` (on meta) twice: the second time, half of the tokens are others.
 
     Attention gives each position its own value, so the output changes at these positions only. This takes
-    time in proportion to the length, which a comparison with attention would not.
+    time in proportion to the length, which a comparison with attention would not. The head is left out: the
+    logits of a long sample may not fit.
     """
-    if run.sequence is None:
+    if run.sequence is None or run.sequence.dim() != 2:
         return False
+    model.head = None
     replace_modules(model, Attention, lambda _: OwnValue())
     materialise(model, seed=run.config.seed, device=run.device, dtype=torch.float32)
     model.eval()
     sequence = run.sequence.to(run.device)
+    sequence = sequence.float() if sequence.is_floating_point() else sequence
     generator = torch.Generator().manual_seed(run.config.seed)
     changed = (torch.rand(sequence.shape, generator=generator) < 0.5).to(run.device)
-    outputs = [model(tokens) for tokens in (sequence, torch.where(changed, sequence.roll(1, 1), sequence))]
+    changed[:, 0] = False
+    others = torch.where(changed, sequence.roll(1, 1), sequence)
+    outputs = [as_tuple(model(tokens))[0] for tokens in (sequence, others)]
     if outputs[0].shape[:2] != sequence.shape:
         return False  # no output for each position
     difference = (outputs[0] - outputs[1])[~changed].abs().amax()

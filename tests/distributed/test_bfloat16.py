@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 
+from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.transformer import Transformer
-from hpc_parallel.strategies.working_weights import cast, cast_weights
+from hpc_parallel.strategies.working_weights import cast, cast_for_good, cast_weights
 from tests.parity import COMMON, Alone, in_full, largest_difference
 from tests.workers import Workers
 
@@ -75,6 +76,25 @@ def test_the_curve_is_that_of_one_device_in_bfloat16(workers: Workers, alone: Al
     split = workers.train(*COMMON, HALF, *layout.split())
     assert largest_difference(split.losses, reference.losses) < 2**-9
     assert all(weight.dtype == torch.float32 for weight in split.weights.values())
+
+
+class TiedHead(torch.nn.Module):
+    """A head of one's own with the weight of the stem."""
+
+    def __init__(self, stem: torch.nn.Embedding) -> None:
+        super().__init__()
+        self.weight = stem.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight)
+
+
+def test_a_weight_that_another_kind_of_module_shares_stays_shared() -> None:
+    stem = torch.nn.Embedding(8, 4)
+    model = LayeredModel(stem=stem, blocks=[torch.nn.Linear(4, 4)], head=TiedHead(stem))
+    cast_for_good(model)
+    assert stem.weight.dtype == torch.bfloat16
+    assert model.get_parameter("head.weight") is stem.weight
 
 
 def test_activations_between_stages_have_two_bytes_a_number(workers: Workers) -> None:

@@ -73,8 +73,10 @@ def test_another_number_of_steps_keeps_the_warm_up_and_names_a_jump(started: Run
     longer = resumed(["resume=run", "training.steps=50"])
     assert "optimizer.warmup_steps=25" in longer
     assert not any(word.startswith("optimizer.") for word in resumed(["resume=run"]))
-    own = resumed(["resume=run", "training.steps=50", "optimizer.warmup_steps=9"])
-    assert [word for word in own if word.startswith("optimizer.")] == ["optimizer.warmup_steps=9"]
+    for typed in ("optimizer.warmup_steps=9", "optimizer.schedule=package.function"):
+        own = resumed(["resume=run", "training.steps=50", typed])
+        assert [word for word in own if word.startswith("optimizer.")] == [typed]
+    assert "optimizer.warmup_steps=20" in resumed(["resume=run", "training.steps=20"])  # no more than steps
     assert (
         f"warning     the learning rate goes from {cosine(40, steps=500):.3g} at step 40 to "
         f"{cosine(41, steps=50):.3g} at step 41: training.steps was 500 and is 50. "

@@ -12,7 +12,7 @@ import pytest
 
 from hpc_parallel.__main__ import main
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.slurm.jobs import FORGOTTEN, SILENT, Job, job_state
+from hpc_parallel.slurm.jobs import FORGOTTEN, NO_ACCOUNTING, UNKNOWN, Job, JobState, job_state
 from tests.recorded_runs import finished, prepared, started
 
 STUB = """#!/bin/sh
@@ -130,7 +130,7 @@ def test_a_late_answer_of_accounting_gives_no_state(monkeypatch: pytest.MonkeyPa
     assert job_state(Job("7")).state == FORGOTTEN
     monkeypatch.setattr("hpc_parallel.slurm.client._PATIENCE_S", 0.2)
     monkeypatch.setenv("WAIT_SACCT", "60")
-    assert job_state(Job("7")).state == SILENT
+    assert job_state(Job("7")) == JobState(UNKNOWN, NO_ACCOUNTING)
 
 
 def test_a_job_submitted_by_hand_is_identified_by_its_script(

@@ -67,6 +67,7 @@ NOT_YET = "unknown (Slurm does not list it yet)"
 SIBLING = "unknown (it runs on another cluster of the federation, see squeue --federation --me)"
 DENIED = "unknown (accounting has it as running, and the controller does not know it)"
 SILENT, GONE = "no answer", "forgotten"
+UNANSWERED = "unknown (the queue does not list it, and accounting does not answer)"
 
 # squeue, sacct, age -> the state of job 12
 STATES: list[tuple[str, Text, Text, float, str]] = [
@@ -95,10 +96,10 @@ STATES: list[tuple[str, Text, Text, float, str]] = [
     ("empty accounting", INVALID, NOTHING, OLD, GONE),
     ("no accounting, new", INVALID, NO_ACCOUNTING, NEW, NOT_YET),
     ("no accounting", INVALID, NO_ACCOUNTING, OLD, GONE),
-    ("database down", INVALID, NO_DATABASE, OLD, SILENT),
+    ("database down", INVALID, NO_DATABASE, OLD, UNANSWERED),
     ("database down, listed", RUNNING, NO_DATABASE, OLD, "running"),
-    ("accounting hangs", INVALID, HANGS, OLD, SILENT),
-    ("sacct can't start", INVALID, TOO_LONG, OLD, SILENT),
+    ("accounting hangs", INVALID, HANGS, OLD, UNANSWERED),
+    ("sacct can't start", INVALID, TOO_LONG, OLD, UNANSWERED),
     ("controller down", DOWN, NOTHING, OLD, SILENT),
     ("controller down, new", DOWN, NOTHING, NEW, SILENT),
     ("controller down, completed", DOWN, COMPLETED, OLD, "completed"),
@@ -183,7 +184,7 @@ def test_only_a_job_that_has_ended_leaves_its_folder_to_another(
         return
     with pytest.raises(owner.OwnedError) as refused:
         owner.claim(folder)
-    advice = f". If it has ended: rm {folder.owner}" * (state in (SIBLING, DENIED))
+    advice = f". If it has ended: rm {folder.owner}" * (state in (SIBLING, DENIED, UNANSWERED))
     assert str(refused.value) == f"is going on already, as job 12 ({state}){advice}"
 
 

@@ -12,6 +12,7 @@ from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.owner import hand_to_job
 from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.slurm.jobs import Job, JobState
 from tests.composed import prepared
 
@@ -79,3 +80,19 @@ def test_ending_the_follower_leaves_the_job_running(
         wait.wait_for_job(run, Job("34"))
     assert f"job 34 continues ({command_on(run.folder.path, 'cancel')} ends it)" in capsys.readouterr().err
     assert read_json(run.folder.summary) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "outcome", "ended"),
+    [
+        ("NO ANSWER", "completed", True),
+        ("NO ANSWER", "failed", False),  # it may be in the queue again
+        ("UNKNOWN", "failed", True),
+        ("UNKNOWN", "preempted", False),
+        ("RUNNING", "completed", False),
+        ("FAILED", "preempted", True),
+    ],
+)
+def test_what_ends_a_followed_job(run: PreparedRun, state: str, outcome: str, ended: bool) -> None:
+    write_json(run.folder.summary, {"outcome": outcome})
+    assert wait.has_ended(run.folder, JobState(state)) is ended
