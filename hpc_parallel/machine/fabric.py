@@ -204,9 +204,9 @@ def own_address(environment: Mapping[str, str]) -> str:
 def choose_device(setting: str, *, world: World, visible: int, available: bool, devices: int = 1) -> str:
     """Choose the first device of this process: `cpu` or `cuda:<index>`.
 
-    If a task sees a single GPU, Slurm assigned it, with index 0. NCCL requires one GPU per rank. If a
-    simulated cluster has more ranks than GPUs, auto runs all ranks on the CPU, and cuda lets them share
-    (`shares_device`). CUDA_VISIBLE_DEVICES belongs to Slurm and is not changed.
+    If a task sees a single GPU, Slurm assigned it, with index 0. If a simulated cluster has more ranks than
+    GPUs, auto runs all ranks on the CPU, and cuda lets them share (`shares_device`, `share_gpu`).
+    CUDA_VISIBLE_DEVICES belongs to Slurm and is not changed.
 
     setting: `device` of the configuration (auto, cpu, cuda); visible: torch.cuda.device_count();
     available: torch.cuda.is_available(); devices: how many this process drives.
@@ -247,12 +247,20 @@ def shares_device(device: str, *, world: World, visible: int) -> bool:
     return device.startswith("cuda") and may_simulate(world) and visible < world.local_world_size
 
 
-def backend(device: str, *, shared: bool) -> str:
-    """The backend for init_process_group: NCCL for tensors on GPUs, gloo for all others.
+def share_gpu(environment: MutableMapping[str, str], *, rank: int) -> dict[str, str]:
+    """Let ranks that share a GPU talk over NCCL; returns the reason for each variable that was set.
 
-    NCCL refuses two ranks on one GPU; gloo copies their tensors through host memory.
+    NCCL refuses two ranks on one GPU of a host, so each rank counts as a host of its own (NCCL_HOSTID). Their
+    data goes through NCCL's sockets. Call this before the first communicator.
     """
-    return "cpu:gloo,cuda:nccl" if device.startswith("cuda") and not shared else "gloo"
+    reason = "ranks share a GPU"
+    environment["NCCL_HOSTID"] = f"rank-{rank}"  # a value that all ranks have in common can't be kept
+    return {"NCCL_HOSTID": reason} | set_unset(environment, {"NCCL_NET": "Socket"}, reason=reason)
+
+
+def backend(device: str) -> str:
+    """The backend for init_process_group: NCCL for tensors on GPUs, gloo for all others."""
+    return "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
 
 
 def cpu_threads(world: World, environment: Mapping[str, str]) -> int:

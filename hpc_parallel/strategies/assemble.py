@@ -372,9 +372,7 @@ def replicate_parts(
         runner = dataparallel.apply(parts[0], degree=batch.data, device=device)
         return Replicas([runner], traffic=runner.transfers.devices)
     if strategy.execution == PARAMETER_SERVER:
-        server = ParameterServer(
-            parts[0].parameters(), options=strategy, device=device, finds_unused=is_own(config)
-        )
+        server = ParameterServer(parts[0].parameters(), options=strategy, finds_unused=is_own(config))
         return Replicas(parts, server=server)
     axis = joint(mesh, *AVERAGED_AXES) if trains and slicing_axis(mesh) is None else None
     if axis is None:

@@ -17,7 +17,6 @@ from torch.nn import Parameter
 
 from hpc_parallel import torch_internals
 from hpc_parallel.config.schema import StrategyConfig
-from hpc_parallel.strategies.groups import backend_of
 from hpc_parallel.strategies.ranges import marked
 
 SERVER = 0
@@ -31,7 +30,6 @@ class ParameterServer:
         parameters: Iterable[Parameter],
         *,
         options: StrategyConfig,
-        device: torch.device,
         finds_unused: bool = False,
     ) -> None:
         """`finds_unused`: a weight that no worker's loss depends on gets no gradient, as on one device.
@@ -43,8 +41,6 @@ class ParameterServer:
         self._workers = [rank for rank in range(dist.get_world_size()) if rank != SERVER]
         self._finds_unused = finds_unused
         self._buckets = buckets(parameters, max_bytes=int(options.bucket_mb * 2**20))
-        # gloo sends from host memory only, even as the backend of GPUs
-        self._message_device = torch.device("cpu") if backend_of(device.type) == "gloo" else device
 
     def collect(self) -> None:
         """Put the mean of the gradients into the server's `.grad`, and free the workers' gradients."""
@@ -104,17 +100,16 @@ class ParameterServer:
         return flat(gradients)
 
     def _send(self, message: Tensor, *, target: int) -> None:
-        message = message.to(self._message_device)
         with marked("send parameter server"):
             dist.send(message, dst=target)
 
     def _receive(self, like: Sequence[Tensor], *, source: int, more: int = 0) -> Tensor:
         """`more`: how many numbers follow those of `like`."""
         count = sum(parameter.numel() for parameter in like) + more
-        message = torch.empty(count, dtype=like[0].dtype, device=self._message_device)
+        message = torch.empty(count, dtype=like[0].dtype, device=like[0].device)
         with marked("recv parameter server"):
             dist.recv(message, src=source)
-        return message.to(like[0].device)
+        return message
 
 
 class Idle:

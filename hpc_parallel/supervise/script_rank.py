@@ -92,7 +92,10 @@ def set_variables(
     environment.pop("PYTHONSAFEPATH", None)  # only for our modules: a script imports what lies beside it
     if world.one_machine and config["nodes"] > 1:  # simulated nodes: each has its own GPUs
         visible = visible_devices(environment, node=world.node, per_node=per_node)
-        environment.update({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+        if visible is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = visible
+        elif nccl:
+            fabric.share_gpu(environment, rank=world.rank)
     environment.update(torchrun_variables(folder, config, world=world, environment=environment))
 
 

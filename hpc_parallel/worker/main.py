@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.config.layout import layout_of, processes_per_node
+from hpc_parallel.config.layout import processes_per_node
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.machine import fabric, fabric_kind, nccl_log, torch_variables
 from hpc_parallel.machine.fabric_kind import FabricDevices
@@ -84,6 +84,7 @@ def main(run_folder: str) -> int:
         if config.training.deterministic:
             reasons |= torch_variables.use_fixed_workspaces(os.environ)
         device = prepare_device(config, world)
+        reasons |= share_gpu(device, world=world)
         if world.rank == 0 and (problem := unused_gpus(config, device, host=world.host)) is not None:
             print(f"WARNING: {problem}", file=sys.stderr, flush=True)
         fabric.require_interfaces(os.environ, host=world.host, nccl=device.type == "cuda")
@@ -150,12 +151,6 @@ def prepare_device(config: RunConfig, world: World) -> torch.device:
         devices=config.gpus_per_node // per_node,
     )
     device = torch.device(name)
-    shared = fabric.shares_device(name, world=world, visible=torch.cuda.device_count())
-    if shared and (clause := beyond_shared_gpu(config)):
-        raise fabric.DeviceError(
-            f"strategy={config.strategy.name} {clause}, which gloo can't do for ranks that share a GPU. "
-            "Try device=cpu, or as many GPUs as ranks."
-        )
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.allow_tf32 = False  # by default torch's convolutions use TF32: 11 of 24 bits
@@ -183,19 +178,15 @@ def use_deterministic_kernels() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def beyond_shared_gpu(config: RunConfig) -> str | None:
-    """Returns what the strategy does that gloo can't do with tensors on a GPU; None if there is nothing.
-
-    gloo can sum and broadcast such tensors. It refuses to send them. If it should gather or scatter them, it
-    ends the process (SIGSEGV, torch 2.11).
-    """
-    strategy = config.strategy
-    layout = layout_of(strategy, devices=config.devices)
-    ring = layout.context > 1 and strategy.context_attention == "ring"
-    if layout.pipeline > 1 or ring:  # a parameter server sends through the host
-        return "sends from rank to rank"
-    gathers = layout.by_fully_shard or layout.tensor > 1 or layout.expert > 1
-    return "gathers and scatters tensors" if gathers else None
+def share_gpu(device: torch.device, *, world: World) -> dict[str, str]:
+    """Prepare NCCL if ranks of this machine share a GPU, and say so once; returns the reasons."""
+    visible = torch.cuda.device_count()
+    if not fabric.shares_device(str(device), world=world, visible=visible):
+        return {}
+    if world.rank == 0:
+        gpus = f"{visible} GPU{'s' * (visible > 1)}"
+        print(f"{world.world_size} ranks share {gpus}: results are right, speeds mean nothing", flush=True)
+    return fabric.share_gpu(os.environ, rank=world.rank)
 
 
 def join(
@@ -209,8 +200,7 @@ def join(
     """
     store = meet(folder, world=world, cluster=config.cluster, device=str(device))
     require_signatures(store.derived_secret("objects"))
-    shared = fabric.shares_device(str(device), world=world, visible=torch.cuda.device_count())
-    backend = fabric.backend(str(device), shared=shared)
+    backend = fabric.backend(str(device))
     devices = fabric_kind.fabric_devices()
     reasons = reasons | prepare_network(
         folder, config=config, world=world, hosts=hosts(store), devices=devices, nccl="nccl" in backend
@@ -223,7 +213,7 @@ def join(
         rank=world.rank,
         world_size=world.world_size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" and not shared else None,
+        device_id=device if device.type == "cuda" else None,
     )
     dist.barrier()  # opens all connections now: rank 0 and its store may end first at the last barrier
     rank_info = {"host": world.host, "address": fabric.own_address(os.environ), "device": str(device)}

@@ -165,9 +165,8 @@ def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_backend() -> None:
-    assert fabric.backend("cuda:3", shared=False) == "cpu:gloo,cuda:nccl"
-    assert fabric.backend("cuda:0", shared=True) == "gloo"
-    assert fabric.backend("cpu", shared=False) == "gloo"
+    assert fabric.backend("cuda:3") == "cpu:gloo,cuda:nccl"
+    assert fabric.backend("cpu") == "gloo"
 
 
 @pytest.mark.parametrize(
