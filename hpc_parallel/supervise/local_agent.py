@@ -30,6 +30,7 @@ from hpc_parallel.config.script import TORCHRUN
 from hpc_parallel.machine.fabric import site_variables
 from hpc_parallel.machine.world import World
 from hpc_parallel.record import owner
+from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_tail
@@ -87,7 +88,8 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
         asks_to_restart = summary is not None and summary.outcome == "preempted"  # by a script's exit code
         if code == 0 or not (asks_to_restart or may_restart(folder)):
             return code
-        print("restarting", flush=True)
+        reason = None if asks_to_restart else Failure.read(folder)  # the next start removes the file
+        print(f"{reason.line}; restarting" if reason else "restarting", flush=True)
 
 
 def _attempt(

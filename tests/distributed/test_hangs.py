@@ -65,14 +65,14 @@ def stood(folder: RunFolder, rank: int) -> dict[str, object]:
 
 
 def test_a_rank_stuck_in_the_data_loader(agents: AgentServer, tmp_path: Path) -> None:
-    data = ("data._target_=tests.hanging_data.HangingData", f"+data.rank={VICTIM}", f"+data.step={STEP}")
+    data = ("data._target_=tests.harmed_data.HarmedData", f"+data.rank={VICTIM}", f"+data.step={STEP}")
     folder = hang(agents, tmp_path, *data)
     failure = read_json(folder.failure)
     assert failure is not None
     assert (failure["rank"], failure["host"], failure["kind"]) == (VICTIM, HOST, "hang")
     assert re.fullmatch(
         rf"rank {VICTIM} on {HOST} failed first: hangs in loading the data of step {STEP} at "
-        rf"tests/hanging_data\.py:\d+ in never_ends for 10 s; others wait in step {STEP} at \S+ in \w+ "
+        rf"tests/harmed_data\.py:\d+ in harm for 10 s; others wait in step {STEP} at \S+ in \w+ "
         r"\(all_reduce \d+ of \w+\); 3 followers",
         failure["line"],
     )
@@ -101,14 +101,14 @@ def test_a_stopped_rank(agents: AgentServer, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_rank_whose_python_cannot_run(agents: AgentServer, tmp_path: Path) -> None:
-    data = ("data._target_=tests.hanging_data.HangingData", f"+data.rank={VICTIM}", f"+data.step={STEP}")
+    data = ("data._target_=tests.harmed_data.HarmedData", f"+data.rank={VICTIM}", f"+data.step={STEP}")
     folder = hang(agents, tmp_path, *data, "+data.how=hold")
     failure = read_json(folder.failure)
     assert failure is not None
     assert (failure["rank"], failure["kind"]) == (VICTIM, "hang")
     assert re.match(
         rf"rank {VICTIM} on {HOST} failed first: hangs at \S+ in \S+ or in reading the next batch at "
-        r"tests/hanging_data\.py:\d+ in never_ends, "
+        r"tests/harmed_data\.py:\d+ in harm, "
         rf"where its Python can't run; others wait in step ({STEP - 1}|{STEP}) at ",
         failure["line"],
     )

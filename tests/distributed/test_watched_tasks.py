@@ -58,7 +58,7 @@ def test_every_pass_is_a_step(workers: Workers, task: str, steps: int) -> None:
 @pytest.mark.full
 def test_a_rank_that_hangs_in_an_inference(agents: AgentServer, tmp_path: Path) -> None:
     data = (
-        "data._target_=tests.hanging_data.HangingData",
+        "data._target_=tests.harmed_data.HarmedData",
         "+data.split=validation",
         f"+data.rank={VICTIM}",
         "+data.step=4",

@@ -53,8 +53,7 @@ def test_each_part_works_on_the_cpu(letters: str, tmp_path: Path) -> None:
         for figures in found["g"].values():
             assert figures["losses"]["tensor"] == pytest.approx(figures["losses"]["plain"], rel=1e-2)
     if "j" in found:
-        assert found["j"]["verdict"]["kind"] == "hang"
-        assert found["j"]["device_free_after"] is True
+        assert not any(row["problems"] for key, row in found["j"].items() if "," in key)
 
 
 def test_a_part_that_stops_does_not_stop_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
