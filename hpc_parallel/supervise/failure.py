@@ -45,6 +45,7 @@ HANG = "hang"  # no progress for cluster.hang_timeout_s (supervise/hang_cause.py
 PREFLIGHT = "preflight"  # a host that is not healthy or differs from the others, found at the start
 FABRIC = "fabric"  # data between nodes takes a path that fabric.require=true does not allow
 ERROR = "error"  # in the user's code or ours
+NOBODY = -1  # the rank of a cause for which no rank is to blame
 
 # Messages of gloo, NCCL and torch's store when the other side of a connection is gone or silent.
 _LOST_PEER = re.compile(

@@ -2,18 +2,19 @@
 
 The recorder keeps the last collectives of every process group in memory, for gloo and NCCL. We add
 nothing to the training loop. After a time-out NCCL's watchdog writes the dump beside the logs and ends
-the process. This module imports torch only when needed. gloo's sends and receives of a pipeline are not
-recorded.
+the process. NCCL also writes it when its pipe is written to, and the process goes on (`Request`). This module
+imports torch only when needed. gloo's sends and receives of a pipeline are not recorded.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,18 @@ _VARIABLES = {
     # Without it NCCL's collectives have no event at their start, so no record says which devices have begun.
     "TORCH_NCCL_ENABLE_TIMING": "TORCH_NCCL_ENABLE_TIMING",
 }
+_PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # torch adds the rank and `.pipe`
+# What a damaged dump, or one that is not complete yet, can raise.
+_DAMAGED = (
+    OSError,
+    pickle.UnpicklingError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    EOFError,
+    IndexError,
+)
 
 
 @dataclass(frozen=True)
@@ -37,12 +50,15 @@ class Collective:
     """The last collective that a rank began, from torch's flight recorder."""
 
     name: str
-    group: str
+    group: str  # torch's name and description of the group, which all its ranks share
     sequence: int  # number in its group
     complete: bool = False
+    is_p2p: bool = False  # a send or receive, which each rank counts for itself
 
     def __str__(self) -> str:
-        return f"{self.name} {self.sequence} of {self.group}"
+        name, _, description = self.group.partition(" ")
+        group = f"group {name}" if description == "undefined" else description or name
+        return f"{self.name} {self.sequence} of {group}"
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,7 @@ class DeviceProgress:
     waits_in: Collective | None  # the first that it has begun and not completed: it waits for other GPUs
     next: Collective | None  # the first that it has not begun
     completed: dict[str, int]  # group -> number of the last completed collective
+    queued: dict[str, int] = field(default_factory=dict)  # group -> number of the last one of the host
 
 
 def set_variables(folder: RunFolder, environment: MutableMapping[str, str]) -> dict[str, str]:
@@ -93,10 +110,66 @@ def recorded() -> list[dict[str, Any]]:
     return sorted(flight_recorder_entries(), key=lambda entry: int(entry["time_created_ns"]))
 
 
-def device_progress(entries: Sequence[Mapping[str, Any]]) -> DeviceProgress | None:
+@dataclass(frozen=True)
+class Request:
+    """Asks NCCL in another process of this host for a dump. The thread that answers looks once a second.
+
+    Before it looks at the pipe, it asks rank 0's store. So no rank may be stopped before all have answered.
+    """
+
+    pipe: Path
+    dump: Path
+
+    @classmethod
+    def of(cls, folder: RunFolder, *, rank: int, environment: Mapping[str, str]) -> Request | None:
+        """environment: that of the process; None if its dumps do not come to the run folder."""
+        dump = dump_of(folder, rank=rank)
+        prefixes = {
+            environment.get(name)
+            for name in ("TORCH_FR_DUMP_TEMP_FILE", _VARIABLES["TORCH_FR_DUMP_TEMP_FILE"])
+        }
+        if _PIPE not in environment or str(dump).removesuffix(str(rank)) not in prefixes:
+            return None
+        return cls(Path(f"{environment[_PIPE]}{rank}.pipe"), dump)
+
+    def send(self) -> bool:
+        """Ask for a new dump; False if no NCCL listens in the process."""
+        try:
+            pipe = os.open(self.pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # ENXIO: nobody has opened the pipe to read
+            return False
+        with open(pipe, "wb", buffering=0) as file:
+            self.dump.unlink(missing_ok=True)
+            file.write(b"dump")
+        return True
+
+    def ranks_without_answer(self, world_size: int) -> set[int]:
+        """The ranks whose dump is not in the run folder."""
+        prefix = self.dump.name.rstrip("0123456789")
+        names = set(os.listdir(self.dump.parent))  # NFS caches for long that a single file does not exist
+        return {rank for rank in range(world_size) if f"{prefix}{rank}" not in names}
+
+    def answer(self) -> DeviceProgress | None:
+        """What the dump says; None while it is not complete, and without a collective of NCCL."""
+        try:
+            dump = _load(self.dump)
+            groups = [f"{group['name']} {group['desc']}" for group in dump["pg_config"].values()]
+            return device_progress(dump["entries"], groups=groups)
+        except _DAMAGED:
+            return None
+
+
+def add_pipe(environment: MutableMapping[str, str], *, folder: str) -> None:
+    """Let NCCL in a process with this environment answer a `Request`. folder: on a disk of the host."""
+    set_unset(environment, {_PIPE: os.path.join(folder, "rank-")}, reason="")
+
+
+def device_progress(
+    entries: Sequence[Mapping[str, Any]], *, groups: Iterable[str] = ()
+) -> DeviceProgress | None:
     """How far this rank's GPU is in NCCL's collectives, in the order in which the host queued them.
 
-    None without NCCL. gloo's collectives run on the host.
+    groups: those of this rank, also without an entry. None without NCCL. gloo's collectives run on the host.
     """
     queued = [entry for entry in entries if str(entry["profiling_name"]).startswith("nccl:")]
     if not queued:
@@ -112,6 +185,10 @@ def device_progress(entries: Sequence[Mapping[str, Any]]) -> DeviceProgress | No
             " ".join(entry["process_group"]): entry["collective_seq_id"]
             for entry in by_state["completed"] if not entry["is_p2p"]
         },
+        queued=dict.fromkeys(groups, 0) | {
+            " ".join(entry["process_group"]): entry["collective_seq_id"]
+            for entry in queued if not entry["is_p2p"]
+        },
     )  # fmt: skip
 
 
@@ -119,34 +196,31 @@ def collective_of(entry: Mapping[str, Any]) -> Collective:
     """The name, group and number of an entry of the recorder."""
     return Collective(
         name=entry["profiling_name"].rpartition(":")[2],
-        group=entry["process_group"][1],
+        group=" ".join(entry["process_group"]),
         sequence=entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
         complete=entry["retired"],
+        is_p2p=entry["is_p2p"],
     )
 
 
 def read_dump(path: Path) -> list[dict[str, Any]]:
     """The collectives in a dump that torch has written; empty if there is no valid dump."""
     try:
-        if path.stat().st_size > _DUMP_BYTES:
-            return []
-        dump = _Plain(io.BytesIO(path.read_bytes())).load()
+        dump = _load(path)
         config = dump.get("pg_config", {})
         members = {
             str(group["name"]): json.loads(group["ranks"]) for group in config.values() if group.get("name")
         }
         return by_group(dump.get("entries", []), members=members)
-    except (
-        OSError,
-        pickle.UnpicklingError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        EOFError,
-        IndexError,
-    ):
+    except _DAMAGED:
         return []
+
+
+def _load(path: Path) -> Any:
+    """The content of a dump. Raises one of _DAMAGED."""
+    if path.stat().st_size > _DUMP_BYTES:
+        raise ValueError("a dump of ours is smaller")
+    return _Plain(io.BytesIO(path.read_bytes())).load()
 
 
 def by_group(

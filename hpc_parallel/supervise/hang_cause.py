@@ -1,20 +1,30 @@
 """Finds the rank that is behind in a run that makes no progress, from the hang reports of all ranks.
 
 A rank that is behind makes the others wait. With GPUs, the host code of all ranks may wait in the same call.
-Then NCCL's flight recorder shows which GPU has not begun the collective in which the others wait.
+So NCCL's flight recorder comes first: it shows which host has not queued the collective in which the others
+wait, and which GPU has not begun it. If the evidence contradicts itself, no rank is blamed.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import failure, normal_end
 from hpc_parallel.supervise.desync import name_ranks
 from hpc_parallel.supervise.failure import Record
+from hpc_parallel.supervise.flight_recorder import Collective
 from hpc_parallel.supervise.hang_report import HangReport, read_reports
+from hpc_parallel.supervise.supervisor import NATIVE
+
+# C code that waits for other ranks, or for the GPU of its own rank.
+_FOR_RANKS = re.compile(r"c10d::|gloo::|/libnccl")
+_FOR_GPU = re.compile(r"/lib(cuda|cudart|amdhip64|hsa-runtime64)[.-]|\b(cuda|cu|hip)\w+Synchronize\b")
+Verdict = tuple[HangReport | None, str]  # the report of the rank to blame, None for nobody, and the reason
 
 
 def cause_of(folder: RunFolder, records: Sequence[Record]) -> Record | None:
@@ -36,6 +46,8 @@ def cause_of(folder: RunFolder, records: Sequence[Record]) -> Record | None:
     unresponsive = [rank for rank in range(reports[0].world_size) if rank not in responsive]
     blamed, message = _blame(reports, unresponsive=unresponsive, records=records)
     first = min(records, key=lambda record: record.time_ns)
+    if blamed is None:
+        return replace(first, rank=failure.NOBODY, kind=failure.HANG, message=message, signal=None)
     record = next((record for record in records if record.rank == blamed.rank), first)
     return replace(
         record, rank=blamed.rank, host=blamed.host, kind=failure.HANG, message=message, signal=None,
@@ -45,7 +57,7 @@ def cause_of(folder: RunFolder, records: Sequence[Record]) -> Record | None:
 
 def _blame(
     reports: Sequence[HangReport], *, unresponsive: Sequence[int], records: Sequence[Record]
-) -> tuple[HangReport, str]:
+) -> Verdict:
     """The report of the rank to blame and the reason; certain evidence is checked first."""
     ahead = max(reports, key=lambda report: (report.position, not report.stopped))
     for report in reports:
@@ -62,60 +74,128 @@ def _blame(
         hosts = {record.rank: record.host for record in records}
         lost = replace(ahead, rank=rank, host=hosts.get(rank, "a host that is silent"), stack=[])
         return lost, f"gave no sign for {ahead.idle_s:.0f} s: its host may be cut off; {_others(ahead)}"
+    if verdict := _nccl_behind(reports):
+        return verdict
     if any(report.is_script for report in reports):
         return _script_behind(reports)
-    if device := _device_behind(reports):
-        return device
     behind = min(reports, key=_order(reports))
     if _order(reports)(behind) == _order(reports)(ahead):
         if device := _device_with_fewer(reports):
             return device
         summary = f"no rank is behind and rank 0 answers, but all stand {ahead.place}"
         return behind, f"{summary} for {behind.idle_s:.0f} s{_last(ahead)}"
-    return behind, f"hangs {behind.place} for {behind.idle_s:.0f} s; {_others(ahead)}"
+    return behind, _lasting(f"hangs {behind.place}", behind, _others(ahead))
 
 
-def _script_behind(reports: Sequence[HangReport]) -> tuple[HangReport, str]:
+def _nccl_behind(reports: Sequence[HangReport]) -> Verdict | None:
+    """The rank that the GPUs of others wait for, while its own GPU waits in no collective.
+
+    Hosts only queue collectives, so where a host stands says less: it may need a result first, or the queue
+    of its GPU may be full. Returns None if NCCL does not know.
+    """
+    known = [(report, report.device) for report in reports if report.device is not None]
+    waiting = {report.rank: device.waits_in for report, device in known if device.waits_in}
+    behind = []
+    for report, device in known:
+        missed = [
+            collective
+            for collective in waiting.values()
+            if not collective.is_p2p
+            and device.queued.get(collective.group, collective.sequence) < collective.sequence
+        ]
+        if waiting and device.waits_in is None and (device.next or missed):
+            behind.append((report, device.next, missed))
+    if not behind:
+        return _all_wait(reports, waiting=waiting) if len(waiting) == len(reports) else None
+    report, unbegun, missed = min(behind, key=lambda item: _waits(item[0]))  # one may wait for another
+    awaited = missed[0] if missed else next(iter(waiting.values()))
+    ranks = [rank for rank, collective in waiting.items() if collective == awaited]
+    others = f"the GPU of {name_ranks(ranks)} waits in {awaited}"
+    if unbegun:
+        message = _lasting(
+            f"its GPU hangs before {unbegun}", report, f"{others}; the host stands {report.place}"
+        )
+    else:
+        message = _lasting(f"hangs {report.place}", report, f"{others}, which it has not queued")
+    return _unless_contradicted(report, message, reports=reports, behind=[item[0] for item in behind])
+
+
+def _unless_contradicted(
+    report: HangReport, message: str, *, reports: Sequence[HangReport], behind: Sequence[HangReport]
+) -> Verdict:
+    """NCCL's verdict, or both if C code shows that this rank waits for others and another for nothing."""
+    free = [other for other in reports if other not in behind and _native(other) and not _waits(other)]
+    if not (free and _FOR_RANKS.search(_native(report))):
+        return report, message
+    stacks = f"rank {report.rank} waits for others in C code, and rank {free[0].rank} stands {free[0].place}"
+    return None, f"NCCL and the stacks contradict each other: rank {report.rank} {message}; but {stacks}"
+
+
+def _all_wait(reports: Sequence[HangReport], *, waiting: Mapping[int, Collective]) -> Verdict | None:
+    """The GPUs of all ranks of a script wait. The ranks of ours also have their position."""
+    if not reports[0].is_script:
+        return None
+    ranks_in: dict[Collective, list[int]] = defaultdict(list)
+    for rank, collective in waiting.items():
+        ranks_in[collective].append(rank)
+    places = ", ".join(f"of {name_ranks(ranks)} in {collective}" for collective, ranks in ranks_in.items())
+    how = "not in the same collective" if len(ranks_in) > 1 else "and none is behind"
+    return None, _lasting(f"the GPUs of all ranks wait, {how}", reports[0], places)
+
+
+def _script_behind(reports: Sequence[HangReport]) -> Verdict:
     """The rank of a script that is outside torch while other ranks wait for each other inside torch.
 
-    If several ranks are outside torch, or none, the rank at the rarest place is blamed.
+    If several ranks are outside torch, or none, the rank at the rarest place is blamed, if there is one.
     """
     ranks_at = Counter(report.where for report in reports)
-    behind = min(reports, key=lambda report: (_waits_in_torch(report), ranks_at[report.where], report.rank))
+
+    def evidence(report: HangReport) -> tuple[bool, int]:
+        return _waits(report), ranks_at[report.where]
+
+    behind = min(reports, key=evidence)
     others = [report for report in reports if report.where != behind.where]
-    idle = f"no rank has written anything for {behind.idle_s:.0f} s"
     if not others:
-        return behind, f"no rank is behind, but all stand {behind.place}: {idle}"
+        return None, _lasting("no rank is behind", behind, f"all stand {behind.place}")
+    if any(evidence(report) == evidence(behind) for report in others):
+        places = {report.place: report.rank for report in reversed(reports)}
+        stand = ", ".join(f"rank {rank} {place}" for place, rank in reversed(places.items()))
+        return None, _lasting("nothing tells which rank is behind", behind, stand)
     place = Counter(report.place for report in others).most_common(1)[0][0]
-    return behind, f"hangs {behind.place}; others wait {place}; {idle}"
+    return behind, _lasting(f"hangs {behind.place}", behind, f"others wait {place}")
 
 
-def _waits_in_torch(report: HangReport) -> bool:
-    """Whether the innermost frame is in torch, but not in a data loader that waits for data."""
-    innermost = report.stack[-1] if report.stack else ""
+def _waits(report: HangReport) -> bool:
+    """Whether the main thread waits for other ranks or for its GPU, or stands in torch.
+
+    A data loader that waits for data stands in torch too, but it does not count.
+    """
+    native = _native(report)
+    if _FOR_RANKS.search(native) or _FOR_GPU.search(native):
+        return True
+    python = [line for line in report.stack if not line.startswith(NATIVE)]
+    innermost = python[-1] if python else ""
     return "/torch/" in innermost and "/torch/utils/data/" not in innermost
 
 
-def _device_behind(reports: Sequence[HangReport]) -> tuple[HangReport, str] | None:
-    """The rank whose GPU has not begun its next collective although it waits for no other GPU.
+def _native(report: HangReport) -> str:
+    """The frames of C code that the innermost Python code has called; empty if they are not known."""
+    frames = list(takewhile(lambda line: line.startswith(NATIVE), reversed(report.stack)))
+    return "\n".join(frames)
 
-    Hosts only queue collectives, so they say less: a host stands wherever it first needs a result, or where
-    the queue of its GPU is full.
-    """
-    devices = [(report, report.device) for report in reports if report.device is not None]
-    waiting = {report.rank: device.waits_in for report, device in devices if device.waits_in is not None}
-    for report, device in devices:
-        if waiting and device.next is not None and device.waits_in is None:
-            others = f"the GPU of {name_ranks(list(waiting))} waits in {next(iter(waiting.values()))}"
-            message = f"its GPU hangs before {device.next} for {report.idle_s:.0f} s; {others}"
-            return report, f"{message}; the host stands {report.place}"
-    return None
+
+def _lasting(what: str, report: HangReport, rest: str) -> str:
+    """A message with the time. A script does not report its progress, so its time is that of all ranks."""
+    seconds = f"for {report.idle_s:.0f} s"
+    if report.is_script:
+        return f"{what}; {rest}; no rank has written anything {seconds}"
+    return f"{what} {seconds}; {rest}"
 
 
 def _device_with_fewer(reports: Sequence[HangReport]) -> tuple[HangReport, str] | None:
     """The rank whose GPU has completed fewer collectives of a group than another GPU.
 
-    This is weaker evidence than `_device_behind`, but it needs no events at the start of collectives.
+    This is weaker evidence than `_nccl_behind`, but it needs no events at the start of collectives.
     """
     most: dict[str, int] = {}
     for report in reports:

@@ -13,19 +13,20 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-_DUMP_S = 5.0  # py-spy reads the symbols of all libraries
+_DUMP_S = 8.0  # py-spy reads the symbols of all libraries
 
 
-def spied_stacks(process: int) -> str | None:
-    """The stacks of a stopped process as faulthandler writes them: innermost frame first, main thread last.
+def spied_stacks(process: int, *, native: bool) -> str | None:
+    """The stacks of a process as faulthandler writes them: innermost frame first, main thread last.
 
-    Returns None without py-spy, for a process that is not Python, and if the system forbids the access
-    (ptrace_scope).
+    native: with the frames of C code, for which py-spy pauses the process; else the process is stopped, and
+    py-spy can't stop it once more. Returns None without py-spy, for a process that is not Python, and if the
+    system forbids the access (ptrace_scope).
     """
     if (program := find_py_spy()) is None:
         return None
-    # --nonblocking: py-spy can't stop a process that is already stopped, and need not.
-    command = [program, "dump", "--pid", str(process), "--nonblocking", "--json"]
+    mode = "--native" if native else "--nonblocking"
+    command = [program, "dump", "--pid", str(process), mode, "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DUMP_S)
         threads = json.loads(done.stdout)
@@ -43,9 +44,10 @@ def find_py_spy() -> str | None:
 
 def _stack(thread: Mapping[str, Any]) -> str:
     frames = [
-        f'  File "{frame["filename"]}", line {frame["line"]} in {frame["name"]}\n'
+        f'  Binary file "{frame["module"]}", at {frame["name"]}\n'  # as Python 3.14 writes frames of C code
+        if frame.get("module") else f'  File "{frame["filename"]}", line {frame["line"]} in {frame["name"]}\n'
         for frame in thread["frames"]
-    ]
+    ]  # fmt: skip
     return f"Thread {thread['thread_name']} (most recent call first):\n{''.join(frames)}"
 
 

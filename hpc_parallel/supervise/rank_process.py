@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,15 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import size_of
-from hpc_parallel.supervise import failure, hang_report, normal_end, oom, script_failure, script_rank
+from hpc_parallel.supervise import (
+    failure,
+    flight_recorder,
+    hang_report,
+    normal_end,
+    oom,
+    script_failure,
+    script_rank,
+)
 from hpc_parallel.supervise.nvidia_profiler import ProfilerError, profiler_words
 from hpc_parallel.supervise.process_tree import adopt_orphans, end_descendants
 from hpc_parallel.supervise.script_devices import DeviceWatch
@@ -100,8 +109,12 @@ def _run_script(
         checks.append(MetricsWriter(folder, pattern=script["metrics"]))
     hang_report.forget(folder, world=world)
     variables = dict(os.environ)
+    timeout_s = config["cluster"]["hang_timeout_s"]
+    scratch = tempfile.TemporaryDirectory(prefix="hpc_parallel-")  # the run folder's disk may have no pipes
     try:
         script_rank.set_variables(folder, config, world=world, environment=variables)
+        if timeout_s is not None and script["start"] == "ranks":  # else a script has ranks of its own
+            flight_recorder.add_pipe(variables, folder=scratch.name)
         if world.rank == 0:
             script_rank.begin(folder, config, world=world, environment=variables)
         command, working = script_rank.command_of(folder, config, rank=world.rank, variables=variables)
@@ -117,9 +130,12 @@ def _run_script(
         sys.exit(str(error))
     relay.connect(child)
     checks.append(DeviceWatch(folder, world=world, process=child.pid, environment=variables))
-    if (timeout_s := config["cluster"]["hang_timeout_s"]) is not None:
-        checks.append(ScriptSupervisor(folder, world=world, process=child.pid, timeout_s=timeout_s))
-    with watching(checks):
+    if timeout_s is not None:
+        supervisor = ScriptSupervisor(
+            folder, world=world, process=child.pid, timeout_s=timeout_s, environment=variables
+        )
+        checks.append(supervisor)
+    with scratch, watching(checks):
         returncode = child.wait()
         _outlive_signals()
         end_descendants()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 
 import psutil
@@ -13,10 +14,12 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import size_of
 from hpc_parallel.supervise import hang_report, normal_end
+from hpc_parallel.supervise.flight_recorder import Request
 from hpc_parallel.supervise.process_tree import tree_of
 from hpc_parallel.supervise.py_spy import spied_stacks
 from hpc_parallel.supervise.supervisor import PERIOD_S, Supervisor, state_of
 
+_POLL_S = 0.2
 FIRST_S = 60.0  # a script may print nothing for so long at its start, while it imports and connects
 
 
@@ -24,15 +27,27 @@ class ScriptSupervisor(Supervisor):
     """Notices that no rank of a script writes anything, and finds where each rank stands.
 
     A script does not report its progress, so one parent looks at the logs of all ranks: that of rank 0, or
-    else of the lowest rank that has not ended. At the alarm
-    each parent stops its rank by SIGSTOP. Reading a stack ends the rank, so the parent first waits until all
-    ranks are stopped. Otherwise the others would lose a peer, and fail before their stacks are read.
+    else of the lowest rank that has not ended. At the alarm each parent asks NCCL in its rank for a dump and
+    py-spy for the stacks, and then stops its rank by SIGSTOP. Without py-spy, reading a stack ends the rank,
+    so the parent first waits until all ranks are stopped. Otherwise the others would lose a peer, and fail
+    before their stacks are read.
     """
 
     is_script = True
 
-    def __init__(self, folder: RunFolder, *, world: World, process: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        world: World,
+        process: int,
+        timeout_s: float,
+        environment: Mapping[str, str],
+    ) -> None:
+        """environment: that of the process."""
         super().__init__(folder, world=world, process=process, timeout_s=timeout_s)
+        self._request = Request.of(folder, rank=world.rank, environment=environment)
+        self._spied: str | None = None
         self._lowest = 0  # the lowest rank that had not ended at the last check
         self._sizes = self._sizes_now()
         self._silent_s, self._limit_s = 0.0, max(FIRST_S, timeout_s)
@@ -58,11 +73,32 @@ class ScriptSupervisor(Supervisor):
         return [size_of(file) for file in (*logs, self.folder.metrics)]
 
     def on_alarm(self) -> None:
-        """Stop the rank where it stands."""
+        """See where the rank stands, and stop it there."""
         self.process = python_of(self.process)
         self._was_stopped = state_of(self.process) == "T"
-        with suppress(OSError):
-            os.kill(self.process, signal.SIGSTOP)
+        if not self._was_stopped:
+            self._look()
+            with suppress(OSError):
+                os.kill(self.process, signal.SIGSTOP)
+            self.alarmed_at = time.monotonic()  # the other ranks may be stopped as late as this one
+
+    def _look(self) -> None:
+        """Read what needs a process that runs: the dump of NCCL and the stacks with frames of C code."""
+        request = self._request
+        was_sent = request is not None and request.send()
+        self._spied = spied_stacks(self.process, native=True)
+        if request is None or not was_sent:
+            return
+        until = time.monotonic() + hang_report.grace_s(self.timeout_s)
+        while self._without_answer(request) and state_of(self.process) and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        while (answer := request.answer()) is None and state_of(self.process) and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        self.device = answer
+
+    def _without_answer(self, request: Request) -> set[int]:
+        ranks = request.ranks_without_answer(self.world.world_size)
+        return {rank for rank in ranks if not normal_end.has_ended(self.folder, rank=rank)}
 
     def report(self, *, stopped: bool) -> None:
         """Write the report, and wait for the reports of the others: the end of this parent ends the job."""
@@ -73,7 +109,7 @@ class ScriptSupervisor(Supervisor):
 
     def stacks(self) -> str:
         """End the rank and return its stacks. py-spy reads them; if it can't, faulthandler prints them."""
-        spied, dumped = spied_stacks(self.process), super().stacks()
+        spied, dumped = self._spied or spied_stacks(self.process, native=False), super().stacks()
         return spied or dumped
 
 

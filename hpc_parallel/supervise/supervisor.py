@@ -20,11 +20,13 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.supervise import failure, hang_report
+from hpc_parallel.supervise.flight_recorder import DeviceProgress
 from hpc_parallel.supervise.hang_report import WAITS_FOR_REQUEST, HangReport
 
 PERIOD_S = 1.0  # between two calls of the checks of `watching`
 _DUMP_S = 5.0  # time-out for a process to write its stacks
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
+NATIVE = '  Binary file "'  # the beginning of a frame of C code
 
 
 class Supervisor:
@@ -38,6 +40,7 @@ class Supervisor:
         self.stopped_s = 0.0
         self.checked_at = time.monotonic()
         self.alarmed_at: float | None = None  # when this supervisor noticed the alarm
+        self.device: DeviceProgress | None = None  # of a GPU with NCCL, if the parent can know it
         self.done = False
 
     def __call__(self, is_last: bool) -> None:
@@ -92,7 +95,7 @@ class Supervisor:
         report = HangReport(
             rank=self.world.rank, host=self.world.host, world_size=self.world.world_size,
             attempt=self.world.attempt, phase=None, step=None, idle_s=self.timeout_s,
-            where=where, stack=stack, stopped=stopped, is_script=self.is_script,
+            where=where, stack=stack, device=self.device, stopped=stopped, is_script=self.is_script,
         )  # fmt: skip
         hang_report.write_report(self.folder, report)
         alive = "no rank has written anything:" if self.is_script else "its Python can't run"
@@ -176,17 +179,17 @@ def reader_of(text: str) -> list[str]:
 
 
 def stacks_of(text: str) -> list[list[str]]:
-    """The frames of each thread, outermost first."""
+    """The frames of each thread, outermost first. A thread without Python code is left out."""
     stacks: list[list[str]] = []
     in_stack = False
     for line in text.splitlines():
-        is_frame = _FRAME.match(line) is not None
+        is_frame = _FRAME.match(line) is not None or line.startswith(NATIVE)
         if is_frame and in_stack:
             stacks[-1].insert(0, line)
         elif is_frame:
             stacks.append([line])
         in_stack = is_frame
-    return stacks
+    return [stack for stack in stacks if any(map(_FRAME.match, stack))]
 
 
 def spot_of(stack: list[str]) -> str:
