@@ -2,8 +2,8 @@
 
 The recorder keeps the last collectives of every process group in memory, for gloo and NCCL. We add
 nothing to the training loop. After a time-out NCCL's watchdog writes the dump beside the logs and ends
-the process. NCCL also writes it when its pipe is written to, and the process goes on (`Request`). This module
-imports torch only when needed. gloo's sends and receives of a pipeline are not recorded.
+the process. NCCL also writes it when asked by its pipe, and the process goes on (`DumpRequest`). This
+module imports torch only when needed. gloo's sends and receives of a pipeline are not recorded.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def recorded() -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Request:
+class DumpRequest:
     """Asks NCCL in another process of this host for a dump. The thread that answers looks once a second.
 
     Before it looks at the pipe, it asks rank 0's store. So no rank may be stopped before all have answered.
@@ -121,7 +121,7 @@ class Request:
     dump: Path
 
     @classmethod
-    def of(cls, folder: RunFolder, *, rank: int, environment: Mapping[str, str]) -> Request | None:
+    def of(cls, folder: RunFolder, *, rank: int, environment: Mapping[str, str]) -> DumpRequest | None:
         """environment: that of the process; None if its dumps do not come to the run folder."""
         dump = dump_of(folder, rank=rank)
         prefixes = {
@@ -160,7 +160,7 @@ class Request:
 
 
 def add_pipe(environment: MutableMapping[str, str], *, folder: str) -> None:
-    """Let NCCL in a process with this environment answer a `Request`. folder: on a disk of the host."""
+    """Let NCCL in a process with this environment answer a `DumpRequest`. folder: on a disk of the host."""
     set_unset(environment, {_PIPE: os.path.join(folder, "rank-")}, reason="")
 
 
@@ -172,7 +172,8 @@ def device_progress(
     groups: those of this rank, also without an entry. None without NCCL. gloo's collectives run on the host.
     """
     queued = [entry for entry in entries if str(entry["profiling_name"]).startswith("nccl:")]
-    if not queued:
+    enqueued = dict.fromkeys(groups, 0)
+    if not queued and not enqueued:
         return None
     by_state: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for entry in queued:
@@ -185,7 +186,7 @@ def device_progress(
             " ".join(entry["process_group"]): entry["collective_seq_id"]
             for entry in by_state["completed"] if not entry["is_p2p"]
         },
-        queued=dict.fromkeys(groups, 0) | {
+        queued=enqueued | {
             " ".join(entry["process_group"]): entry["collective_seq_id"]
             for entry in queued if not entry["is_p2p"]
         },

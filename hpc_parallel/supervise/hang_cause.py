@@ -8,7 +8,7 @@ wait, and which GPU has not begun it. If the evidence contradicts itself, no ran
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -106,18 +106,40 @@ def _nccl_behind(reports: Sequence[HangReport]) -> Verdict | None:
         if waiting and device.waits_in is None and (device.next or missed):
             behind.append((report, device.next, missed))
     if not behind:
-        return _all_wait(reports, waiting=waiting) if len(waiting) == len(reports) else None
+        return _unanswered(reports, waiting=waiting) if waiting and reports[0].is_script else None
     report, unbegun, missed = min(behind, key=lambda item: _waits(item[0]))  # one may wait for another
-    awaited = missed[0] if missed else next(iter(waiting.values()))
-    ranks = [rank for rank, collective in waiting.items() if collective == awaited]
-    others = f"the GPU of {name_ranks(ranks)} waits in {awaited}"
+    others = _waiting_in(missed[0] if missed else next(iter(waiting.values())), waiting)
     if unbegun:
-        message = _lasting(
-            f"its GPU hangs before {unbegun}", report, f"{others}; the host stands {report.place}"
-        )
+        others += f"; the host stands {report.place}"
+        message = _lasting(f"its GPU hangs before {unbegun}", report, others)
     else:
         message = _lasting(f"hangs {report.place}", report, f"{others}, which it has not queued")
     return _unless_contradicted(report, message, reports=reports, behind=[item[0] for item in behind])
+
+
+def _unanswered(reports: Sequence[HangReport], *, waiting: Mapping[int, Collective]) -> Verdict | None:
+    """The only rank of a script that may be behind if NCCL in some ranks gave no answer in time.
+
+    Blames nobody if the GPUs of all ranks wait, or if the stacks do not tell which rank is behind.
+    """
+    others = ", ".join(_waiting_in(awaited, waiting) for awaited in dict.fromkeys(waiting.values()))
+    suspects = [report for report in reports if report.rank not in waiting]
+    if not suspects:
+        return None, _lasting("the GPUs of all ranks wait", reports[0], others)
+    silent = [report for report in suspects if report.device is None]
+    free = [report for report in suspects if not _waits(report)]
+    for remaining in (suspects, free):
+        if len(remaining) == 1 and silent:
+            return remaining[0], _lasting(f"hangs {remaining[0].place}", remaining[0], others)
+    if not silent or free:
+        return None
+    names = name_ranks([report.rank for report in silent])
+    return None, _lasting(f"NCCL in {names} gave no answer", reports[0], others)
+
+
+def _waiting_in(awaited: Collective, waiting: Mapping[int, Collective]) -> str:
+    ranks = [rank for rank, collective in waiting.items() if collective == awaited]
+    return f"the GPU of {name_ranks(ranks)} waits in {awaited}"
 
 
 def _unless_contradicted(
@@ -131,33 +153,24 @@ def _unless_contradicted(
     return None, f"NCCL and the stacks contradict each other: rank {report.rank} {message}; but {stacks}"
 
 
-def _all_wait(reports: Sequence[HangReport], *, waiting: Mapping[int, Collective]) -> Verdict | None:
-    """The GPUs of all ranks of a script wait. The ranks of ours also have their position."""
-    if not reports[0].is_script:
-        return None
-    ranks_in: dict[Collective, list[int]] = defaultdict(list)
-    for rank, collective in waiting.items():
-        ranks_in[collective].append(rank)
-    places = ", ".join(f"of {name_ranks(ranks)} in {collective}" for collective, ranks in ranks_in.items())
-    how = "not in the same collective" if len(ranks_in) > 1 else "and none is behind"
-    return None, _lasting(f"the GPUs of all ranks wait, {how}", reports[0], places)
-
-
 def _script_behind(reports: Sequence[HangReport]) -> Verdict:
     """The rank of a script that is outside torch while other ranks wait for each other inside torch.
 
-    If several ranks are outside torch, or none, the rank at the rarest place is blamed, if there is one.
+    If several ranks are outside torch, or none, the rank at the rarest place is blamed, if there is one. A
+    rank whose GPU waits is not blamed, and a host that waits for its GPU may stand anywhere.
     """
+    suspects = [report for report in reports if not (report.device and report.device.waits_in)] or reports
     ranks_at = Counter(report.where for report in reports)
 
     def evidence(report: HangReport) -> tuple[bool, int]:
         return _waits(report), ranks_at[report.where]
 
-    behind = min(reports, key=evidence)
+    behind = min(suspects, key=evidence)
     others = [report for report in reports if report.where != behind.where]
     if not others:
         return None, _lasting("no rank is behind", behind, f"all stand {behind.place}")
-    if any(evidence(report) == evidence(behind) for report in others):
+    waits_for_gpu = _waits(behind) and any(_FOR_GPU.search(_native(report)) for report in reports)
+    if waits_for_gpu or any(evidence(r) == evidence(behind) for r in suspects if r.where != behind.where):
         places = {report.place: report.rank for report in reversed(reports)}
         stand = ", ".join(f"rank {rank} {place}" for place, rank in reversed(places.items()))
         return None, _lasting("nothing tells which rank is behind", behind, stand)

@@ -14,7 +14,7 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import size_of
 from hpc_parallel.supervise import hang_report, normal_end
-from hpc_parallel.supervise.flight_recorder import Request
+from hpc_parallel.supervise.flight_recorder import DumpRequest
 from hpc_parallel.supervise.process_tree import tree_of
 from hpc_parallel.supervise.py_spy import spied_stacks
 from hpc_parallel.supervise.supervisor import PERIOD_S, Supervisor, state_of
@@ -46,7 +46,7 @@ class ScriptSupervisor(Supervisor):
     ) -> None:
         """environment: that of the process."""
         super().__init__(folder, world=world, process=process, timeout_s=timeout_s)
-        self._request = Request.of(folder, rank=world.rank, environment=environment)
+        self._request = DumpRequest.of(folder, rank=world.rank, environment=environment)
         self._spied: str | None = None
         self._lowest = 0  # the lowest rank that had not ended at the last check
         self._sizes = self._sizes_now()
@@ -96,7 +96,7 @@ class ScriptSupervisor(Supervisor):
             time.sleep(_POLL_S)
         self.device = answer
 
-    def _without_answer(self, request: Request) -> set[int]:
+    def _without_answer(self, request: DumpRequest) -> set[int]:
         ranks = request.ranks_without_answer(self.world.world_size)
         return {rank for rank in ranks if not normal_end.has_ended(self.folder, rank=rank)}
 

@@ -107,7 +107,9 @@ def test_a_rank_that_has_ended_is_not_one_that_gives_no_sign(folder: RunFolder) 
 def test_after_the_end_of_rank_0_the_next_rank_watches_the_logs(folder: RunFolder) -> None:
     """The limit begins with its watch, and any rank's output moves it."""
     worlds = [replace(World.discover({}), rank=rank, world_size=4, attempt="a") for rank in range(4)]
-    watches = [ScriptSupervisor(folder, world=world, process=1, timeout_s=100) for world in worlds]
+    watches = [
+        ScriptSupervisor(folder, world=world, process=1, timeout_s=100, environment={}) for world in worlds
+    ]
 
     def hang(elapsed_s: float) -> list[int]:
         return [rank for rank in (2, 3) if watches[rank].hangs(elapsed_s, stopped=False)]
@@ -160,9 +162,10 @@ def test_the_progress_of_a_gpu_is_that_of_its_entries() -> None:
     pending = [entry(3, "started"), entry(8, "scheduled", group="3"), entry(4, "scheduled")]
     progress = device_progress([*queued, *pending])
     assert progress is not None
-    assert progress.waits_in == Collective("all_reduce", "default_pg", 3, complete=False)
-    assert progress.next == Collective("all_reduce", "default_pg", 8, complete=False)
+    assert progress.waits_in == Collective("all_reduce", "0 default_pg", 3, complete=False)
+    assert progress.next == Collective("all_reduce", "3 default_pg", 8, complete=False)
     assert progress.completed == {"0 default_pg": 2, "3 default_pg": 7}
+    assert progress.queued == {"0 default_pg": 4, "3 default_pg": 8}
     assert device_progress([{**entry(3, "scheduled"), "profiling_name": "gloo:all_reduce"}]) is None
 
 
@@ -172,7 +175,7 @@ def test_the_first_pending_collective_of_a_group_is_the_one_that_hangs() -> None
     of_gloo = {**entry(4, "retired"), "profiling_name": "gloo:all_reduce"}
     later = {**entry(8, "scheduled", group="3"), "profiling_name": "nccl:all_gather"}
     assert last_collective([entry(6, "retired", group="3"), stuck, of_gloo, later]) == Collective(
-        "reduce_scatter", "default_pg", 7, complete=False
+        "reduce_scatter", "3 default_pg", 7, complete=False
     )
     # The same number of another backend of the group says nothing about this one.
     assert last_collective([entry(2, "started"), of_gloo]).sequence == 2
@@ -180,7 +183,7 @@ def test_the_first_pending_collective_of_a_group_is_the_one_that_hangs() -> None
     forgotten = entry(1, "started", group="9")
     assert last_collective([forgotten, entry(2, "retired", group="9"), stuck]).sequence == 7
     assert last_collective([entry(6, "retired"), of_gloo]) == Collective(
-        "all_reduce", "default_pg", 4, complete=True
+        "all_reduce", "0 default_pg", 4, complete=True
     )
     # A save beside the training waits for its slowest rank.
     save = {**entry(3, "started"), "profiling_name": "gloo:gather", "process_group": ["1", "saving"]}
@@ -206,7 +209,10 @@ def test_a_gpu_that_hangs_is_named_although_all_hosts_wait_in_one_call(folder: R
     # A host that reads its data has queued nothing more: its GPU is idle, and the host is to blame.
     idle = device_progress([entry(880, "completed")])
     but = {rank: {**LOG, "device": waits} for rank in range(3)} | {3: {"phase": "data", "device": idle}}
-    assert blamed(folder, but=but).startswith("3 on n3: hangs in loading the data of step 57")
+    assert blamed(folder, but=but) == (
+        "3 on n3: hangs in loading the data of step 57 at step.py:9 in run for 300 s; the GPU of ranks "
+        "0, 1, 2 waits in all_reduce 881 of default_pg, which it has not queued"
+    )
 
 
 def test_without_times_of_starts_the_last_completed_collective_tells(folder: RunFolder) -> None:
@@ -409,7 +415,7 @@ def test_of_a_script_the_rank_outside_torch_is_behind_else_the_one_at_the_rarest
         folder, but={**dict.fromkeys(range(4), loads), 2: {**loads, "where": "rare.py:2 in f"}}
     ) == (f"2 on n2: hangs at rare.py:2 in f; others wait at train.py:7 in load; {silent}")
     assert blamed(folder, but=everyone) == (
-        f"0 on n1: no rank is behind, but all stand at train.py:9 in step: {silent}"
+        f"-1 on n1: no rank is behind; all stand at train.py:9 in step; {silent}"
     )
     stopped = {**everyone, 0: {**waits, "stopped": True}}
     assert blamed(folder, but=stopped) == (

@@ -16,12 +16,13 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.supervise import py_spy
 from hpc_parallel.supervise.script_watch import ScriptSupervisor
-from hpc_parallel.supervise.supervisor import spot_of, stack_of, state_of
+from hpc_parallel.supervise.supervisor import NATIVE, spot_of, stack_of, state_of
 
 pytestmark = pytest.mark.processes
 # As py-spy 0.4.3 prints it, without keys that are not read; {pid} is filled in.
 ANSWER = """[
   {"pid": {pid}, "thread_id": 2, "thread_name": "MainThread", "os_thread_id": {pid}, "frames": [
+    {"name": "clock_nanosleep", "filename": "/usr/lib/libc.so.6", "module": "/usr/lib/libc.so.6", "line": 0},
     {"name": "load", "filename": "/home/me/train.py", "line": 7},
     {"name": "<module>", "filename": "/home/me/train.py", "line": 9}]},
   {"pid": {pid}, "thread_id": 1, "thread_name": "reader", "os_thread_id": 1, "frames": [
@@ -31,6 +32,7 @@ SPIED = """Thread reader (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 982 in Thread.run
 
 Thread MainThread (most recent call first):
+  Binary file "/usr/lib/libc.so.6", at clock_nanosleep
   File "/home/me/train.py", line 7 in load
   File "/home/me/train.py", line 9 in <module>
 """
@@ -40,7 +42,7 @@ SCRIPT = "import time\n\ndef load():\n    time.sleep(print('ready', flush=True) 
 
 @pytest.fixture
 def hung(tmp_path: Path) -> Iterator[tuple[ScriptSupervisor, subprocess.Popen[str]]]:
-    """A script that was stopped while it sleeps, and its supervisor."""
+    """A script that sleeps, and its supervisor."""
     (tmp_path / "train.py").write_text(SCRIPT)
     folder = RunFolder(tmp_path / "run")
     folder.create()
@@ -52,14 +54,17 @@ def hung(tmp_path: Path) -> Iterator[tuple[ScriptSupervisor, subprocess.Popen[st
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     world = World.discover({})  # one rank
-    supervisor = ScriptSupervisor(folder, world=world, process=process.pid, timeout_s=1)
-    supervisor.on_alarm()
-    while state_of(process.pid) != "T":
-        time.sleep(0.01)
+    supervisor = ScriptSupervisor(folder, world=world, process=process.pid, timeout_s=1, environment={})
     yield supervisor, process
     process.kill()
     process.wait()
     process.stdout.close()
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGSTOP)
+    while state_of(process.pid) != "T":
+        time.sleep(0.01)
 
 
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, answer: str, ends: int = 0) -> Path:
@@ -76,11 +81,27 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, answer: str, end
 def test_py_spy_is_asked_and_the_rank_is_ended(
     hung: tuple[ScriptSupervisor, subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It reads frames of C code of a process that runs, so before the stop."""
     supervisor, process = hung
     words = install(tmp_path, monkeypatch, answer=ANSWER.replace("{pid}", str(process.pid)))
+    supervisor.on_alarm()
+    assert words.read_text() == f"dump --pid {process.pid} --native --json\n"
     text = supervisor.stacks()
     assert text == SPIED
     assert spot_of(stack_of(text)) == "me/train.py:7 in load"
+    assert stack_of(text)[-1] == '  Binary file "/usr/lib/libc.so.6", at clock_nanosleep'
+    assert process.wait(timeout=60) == -signal.SIGABRT
+
+
+def test_a_process_that_was_stopped_before_is_read_without_a_pause(
+    hung: tuple[ScriptSupervisor, subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor, process = hung
+    stop(process)
+    words = install(tmp_path, monkeypatch, answer=ANSWER.replace("{pid}", str(process.pid)))
+    supervisor.on_alarm()
+    assert not words.exists()
+    assert supervisor.stacks() == SPIED
     assert words.read_text() == f"dump --pid {process.pid} --nonblocking --json\n"
     assert process.wait(timeout=60) == -signal.SIGABRT
 
@@ -97,20 +118,26 @@ def test_faulthandler_takes_its_place(
         monkeypatch.setattr(py_spy.shutil, "which", lambda *given, **more: None)
     else:
         install(tmp_path, monkeypatch, answer=answer, ends=1)
+    supervisor.on_alarm()
     text = supervisor.stacks()
     assert text.startswith("Fatal Python error: Aborted")
     assert spot_of(stack_of(text)).endswith("/train.py:4 in load")
     assert process.wait(timeout=60) == -signal.SIGABRT
 
 
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.skipif(py_spy.find_py_spy() is None, reason="py-spy is not installed")
 def test_the_real_py_spy_reads_a_script_without_faulthandler(
-    hung: tuple[ScriptSupervisor, subprocess.Popen[str]],
+    hung: tuple[ScriptSupervisor, subprocess.Popen[str]], native: bool
 ) -> None:
-    supervisor, process = hung
-    text = py_spy.spied_stacks(process.pid)
+    _, process = hung
+    if not native:
+        stop(process)
+    text = py_spy.spied_stacks(process.pid, native=native)
     if text is None:
         pytest.skip("this system does not let py-spy read another process (ptrace_scope)")
     assert spot_of(stack_of(text)).endswith("/train.py:4 in load")
-    assert stack_of(text)[0].endswith(", line 5 in <module>")
-    assert state_of(supervisor.process) == "T"
+    python = [line for line in stack_of(text) if not line.startswith(NATIVE)]
+    assert python[0].endswith(", line 5 in <module>")
+    assert ("nanosleep" in stack_of(text)[-2] + stack_of(text)[-1]) == native
+    assert (state_of(process.pid) == "T") != native

@@ -238,6 +238,9 @@ def test_torch_reads_the_variables_that_are_set() -> None:
     nccl = (headers / "ProcessGroupNCCL.hpp").read_text()
     assert '"TORCH_NCCL_DUMP_ON_TIMEOUT"' in nccl
     assert '"TORCH_NCCL_ENABLE_TIMING"' in nccl
+    assert flight_recorder._PIPE == "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+    for text in (flight_recorder._PIPE, 'c10::str(fileStem, rank, ".pipe")', "O_RDONLY | O_NONBLOCK"):
+        assert text in nccl
     with (Path(torch.__file__).parent / "lib/libtorch_cpu.so").open("rb") as library:
         code = mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_READ)
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
@@ -360,6 +363,23 @@ def test_a_dispatch_mode_sees_what_autograds_own_threads_call() -> None:
     with Watch():
         Nested.apply(torch.ones(2, requires_grad=True), 70).sum().backward()
     assert threads > {threading.get_ident()}
+
+
+def test_a_dump_of_torch_tells_what_a_rank_has_queued(alone: None, tmp_path: Path) -> None:
+    """gloo's, in the form in which NCCL writes its own."""
+    from torch._C import _distributed_c10d as c10d
+
+    earlier = len(torch_internals.flight_recorder_entries())
+    dist.all_reduce(torch.ones(3, 5))
+    dist.broadcast(torch.ones(3), src=0)
+    made = flight_recorder.DumpRequest(pipe=tmp_path / "none", dump=tmp_path / "dump")
+    made.dump.write_bytes(c10d._dump_fr_trace().replace(b"gloo:", b"nccl:"))
+    entries = torch_internals.flight_recorder_entries()
+    group = " ".join(entries[-1]["process_group"])
+    progress = made.answer()
+    assert progress is not None
+    assert len(entries) == earlier + 2
+    assert progress.queued[group] == entries[-1]["collective_seq_id"]
 
 
 def test_the_flight_recorder_lists_started_collectives(alone: None) -> None:
