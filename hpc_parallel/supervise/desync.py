@@ -87,13 +87,17 @@ def _mismatch(calls: Mapping[int, Calls]) -> Desync | None:
 
 
 def _missing(calls: Mapping[int, Calls], *, members: set[int]) -> Desync | None:
+    # NCCL's hosts only queue collectives, so those that wait for nothing run ahead of those that wait.
     last = {rank: max(rank_calls) for rank, rank_calls in calls.items()}
-    number = max(last.values())
-    waiting = tuple(sorted(rank for rank in last if last[rank] == number))
-    missing = sorted(set(last) - set(waiting)) or sorted(members - set(last))
+    behind = min(last.values())
+    missing = sorted(rank for rank in last if last[rank] == behind)
+    number = behind + 1
+    if len(missing) == len(last):
+        missing, number = sorted(members - set(last)), behind
+    waiting = tuple(sorted(rank for rank in last if last[rank] >= number))
     if not missing:
         return None
-    name = calls[waiting[0]][number]
+    name = calls[waiting[0]].get(number, "a collective that is no longer recorded")
     first = missing[0]
     previous = f"; its last collective was {calls[first][last[first]]} {last[first]}" if first in last else ""
     others = f", with {name_ranks(missing[1:])}" if missing[1:] else ""

@@ -20,6 +20,7 @@ from hpc_parallel.supervise.py_spy import spied_stacks
 from hpc_parallel.supervise.supervisor import PERIOD_S, Supervisor, state_of
 
 _POLL_S = 0.2
+_ANSWER_S = 12.0  # NCCL's answer took up to 11 s on a GPU that four ranks shared
 FIRST_S = 60.0  # a script may print nothing for so long at its start, while it imports and connects
 
 
@@ -89,7 +90,7 @@ class ScriptSupervisor(Supervisor):
         self._spied = spied_stacks(self.process, native=True)
         if request is None or not was_sent:
             return
-        until = time.monotonic() + hang_report.grace_s(self.timeout_s)
+        until = time.monotonic() + max(_ANSWER_S, hang_report.grace_s(self.timeout_s))
         while self._without_answer(request) and state_of(self.process) and time.monotonic() < until:
             time.sleep(_POLL_S)
         while (answer := request.answer()) is None and state_of(self.process) and time.monotonic() < until:

@@ -242,34 +242,43 @@ def test_a_restart_drops_only_the_steps_that_it_repeats(home: Path) -> None:
     assert "loss" not in metrics_of(home / "run")[-1]
 
 
-# The stand-in for torch has its place in a path, as the real one.
-HANGS = """
-import os, pathlib, sys, time
-place = pathlib.Path(sys.argv[1], "torch")
-place.mkdir(parents=True, exist_ok=True)
-(place / "peers.py").write_text("import time\\ndef wait(): time.sleep(600)\\n")
-sys.path.insert(0, str(place))
-import peers
+# It serves NCCL's pipe as torch does. Both ranks stand at a line of the script: rank 0 as in `loss.item()`.
+HANGS_ON_GPUS = """
+import os, pickle, threading, time
+rank = os.environ["RANK"]
+path = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + rank + ".pipe"
+os.mkfifo(path)
+pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+entries = [{"profiling_name": "nccl:all_reduce", "process_group": ("0", "default_pg"), "is_p2p": False,
+            "collective_seq_id": number, "state": "started" if number == 15 else "completed",
+            "retired": number < 15} for number in range(1, 16 - int(rank))]
+dump = {"pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}, "entries": entries}
+def serve():
+    while not os.read(pipe, 128): time.sleep(0.05)
+    with open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + rank, "wb") as file: pickle.dump(dump, file, 2)
+threading.Thread(target=serve, daemon=True).start()
+def item(): time.sleep(600)
 def load(): time.sleep(600)
 print("step 1", flush=True)
-load() if os.environ["RANK"] == "1" else peers.wait()
+load() if rank == "1" else item()
 """
 
 
-def test_a_hang_names_the_rank_that_is_behind_and_keeps_all_stacks(home: Path) -> None:
-    (home / "script.py").write_text(HANGS)
-    words = ("cluster.hang_timeout_s=3", "launcher.max_restarts=0", "--", "script.py", "{run}/{rank}")
+def test_nccl_names_the_rank_that_is_behind_and_all_stacks_are_kept(home: Path) -> None:
+    (home / "script.py").write_text(HANGS_ON_GPUS)
+    words = ("cluster.hang_timeout_s=3", "launcher.max_restarts=0", "--", "script.py")
     done = run(home, *TWO_NODES, *words)
     assert done.returncode == 1
     outcome, line = ended(home)
     assert outcome == "failed"
     pattern = (
-        r"rank 1 on \S+ failed first: hangs at \S+/script.py:8 in load; others wait at \S+script.py:10 in "
-        r"<module>; no rank has written anything for 3 s; 1 follower"
+        r"rank 1 on \S+ failed first: hangs at \S+/script.py:16 in load; the GPU of rank 0 waits in "
+        r"all_reduce 15 of default_pg, which it has not queued; no rank has written anything for 3 s; "
+        r"1 follower"
     )
     assert re.fullmatch(pattern, line or ""), line
     stacks = [(only_run(home) / f"logs/rank-{rank}.stacks").read_text() for rank in (0, 1)]
-    assert "in wait" in stacks[0]
+    assert "in item" in stacks[0]
     assert "in load" in stacks[1]
     assert json.loads((only_run(home) / "failure.json").read_text())["kind"] == "hang"
 

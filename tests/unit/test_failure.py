@@ -707,6 +707,27 @@ def test_of_two_that_wait_for_each_other_the_one_that_left_its_habit_is_to_blame
     assert swapped.ranks == (0,)
 
 
+def test_a_host_that_runs_ahead_does_not_blame_one_that_waits() -> None:
+    """Rank 0 needs the result of the 15th all-reduce, ranks 1 and 3 queue more of them; rank 2 has 14."""
+    last = {0: 15, 1: 60, 2: 14, 3: 60}
+    standings = {
+        rank: [
+            {"group": "0", "ranks": [], "calls": [[n, "all_reduce", [[4]], n] for n in range(1, count + 1)]}
+        ]
+        for rank, count in last.items()
+    }
+    finding = compare(standings, world_size=4)
+    assert finding is not None
+    assert (finding.ranks, finding.waiting, finding.number) == ((2,), (0, 1, 3), 15)
+    for groups in standings.values():  # a record keeps the newest
+        groups[0]["calls"] = groups[0]["calls"][-32:]
+    assert compare({rank: standings[rank] for rank in (1, 2, 3)}, world_size=4) == replace(
+        finding, waiting=(1, 3), collective="a collective that is no longer recorded",
+        message="missing from a collective that is no longer recorded (collective 15), in which ranks 1, 3 "
+        "waited; its last collective was all_reduce 14",
+    )  # fmt: skip
+
+
 NCCL = (
     "[rank5]:[E1121] [Rank 5] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12, "
     "OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=600000) ran for 600012 milliseconds before "
