@@ -159,9 +159,14 @@ class DumpRequest:
             return None
 
 
-def add_pipe(environment: MutableMapping[str, str], *, folder: str) -> None:
-    """Let NCCL in a process with this environment answer a `DumpRequest`. folder: on a disk of the host."""
-    set_unset(environment, {_PIPE: os.path.join(folder, "rank-")}, reason="")
+def add_pipe(environment: MutableMapping[str, str], *, folder: str, rank: int) -> None:
+    """Let NCCL in a process with this environment answer a `DumpRequest`. folder: on a disk of the host.
+
+    Raises OSError if the disk has no pipes, because torch would end the process then.
+    """
+    stem = os.path.join(folder, "rank-")
+    os.mkfifo(f"{stem}{rank}.pipe")  # torch replaces it
+    set_unset(environment, {_PIPE: stem}, reason="")
 
 
 def device_progress(

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -110,11 +111,13 @@ def _run_script(
     hang_report.forget(folder, world=world)
     variables = dict(os.environ)
     timeout_s = config["cluster"]["hang_timeout_s"]
-    scratch = tempfile.TemporaryDirectory(prefix="hpc_parallel-")  # the run folder's disk may have no pipes
+    pipes = ExitStack()
     try:
         script_rank.set_variables(folder, config, world=world, environment=variables)
         if timeout_s is not None and script["start"] == "ranks":  # else a script has ranks of its own
-            flight_recorder.add_pipe(variables, folder=scratch.name)
+            with suppress(OSError):  # a full disk, or one without pipes: NCCL is not asked then
+                place = pipes.enter_context(tempfile.TemporaryDirectory(prefix="hpc_parallel-"))
+                flight_recorder.add_pipe(variables, folder=place, rank=world.rank)
         if world.rank == 0:
             script_rank.begin(folder, config, world=world, environment=variables)
         command, working = script_rank.command_of(folder, config, rank=world.rank, variables=variables)
@@ -135,7 +138,7 @@ def _run_script(
             folder, world=world, process=child.pid, timeout_s=timeout_s, environment=variables
         )
         checks.append(supervisor)
-    with scratch, watching(checks):
+    with pipes, watching(checks):
         returncode = child.wait()
         _outlive_signals()
         end_descendants()

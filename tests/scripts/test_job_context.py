@@ -247,6 +247,7 @@ HANGS_ON_GPUS = """
 import os, pickle, threading, time
 rank = os.environ["RANK"]
 path = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + rank + ".pipe"
+os.unlink(path)
 os.mkfifo(path)
 pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 entries = [{"profiling_name": "nccl:all_reduce", "process_group": ("0", "default_pg"), "is_p2p": False,
@@ -272,7 +273,7 @@ def test_nccl_names_the_rank_that_is_behind_and_all_stacks_are_kept(home: Path) 
     outcome, line = ended(home)
     assert outcome == "failed"
     pattern = (
-        r"rank 1 on \S+ failed first: hangs at \S+/script.py:16 in load; the GPU of rank 0 waits in "
+        r"rank 1 on \S+ failed first: hangs at \S+/script.py:17 in load; the GPU of rank 0 waits in "
         r"all_reduce 15 of default_pg, which it has not queued; no rank has written anything for 3 s; "
         r"1 follower"
     )

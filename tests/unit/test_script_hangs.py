@@ -84,7 +84,7 @@ def folder(tmp_path: Path) -> RunFolder:
 def request(folder: RunFolder, *, rank: int) -> DumpRequest:
     environment: dict[str, str] = {}
     flight_recorder.set_variables(folder, environment)
-    flight_recorder.add_pipe(environment, folder=str(folder.path))
+    environment["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = str(folder.path / "rank-")
     made = DumpRequest.of(folder, rank=rank, environment=environment)
     assert made is not None
     return made
@@ -281,15 +281,23 @@ def test_a_rank_is_stopped_after_all_ranks_have_answered(
     assert supervisor.alarmed_at >= stops[0]
 
 
-def test_dumps_that_do_not_come_to_the_run_folder_are_not_asked_for(folder: RunFolder) -> None:
+def test_dumps_that_do_not_come_to_the_run_folder_are_not_asked_for(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    pipes = str(tmp_path)
     environment = {"TORCH_FR_DUMP_TEMP_FILE": "/mine/rank-"}
-    flight_recorder.add_pipe(environment, folder="/pipes")
+    flight_recorder.add_pipe(environment, folder=pipes, rank=3)
     assert DumpRequest.of(folder, rank=3, environment=environment) is None
     environment = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder.logs / "collectives-rank-")}
     assert DumpRequest.of(folder, rank=3, environment=environment) is None  # no pipe
-    flight_recorder.add_pipe(environment, folder="/pipes")
+    with pytest.raises(OSError, match="exists"):  # as on a disk without pipes
+        flight_recorder.add_pipe(environment, folder=pipes, rank=3)
+    assert "TORCH_NCCL_DEBUG_INFO_PIPE_FILE" not in environment
+    flight_recorder.add_pipe(environment, folder=pipes, rank=31)
     made = DumpRequest.of(folder, rank=31, environment=environment)
-    assert made == DumpRequest(Path("/pipes/rank-31.pipe"), folder.logs / "collectives-rank-31")
+    assert made == DumpRequest(tmp_path / "rank-31.pipe", folder.logs / "collectives-rank-31")
+    assert made.pipe.is_fifo()
+    assert not made.send()  # nobody listens
     for rank in (0, 2, 31):
         (folder.logs / f"collectives-rank-{rank}").touch()
     assert made.ranks_without_answer(4) == {1, 3}
