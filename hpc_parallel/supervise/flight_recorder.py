@@ -182,7 +182,12 @@ def device_progress(
         return None
     by_state: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for entry in queued:
-        by_state["completed" if entry["retired"] else entry["state"]].append(entry)
+        state = "completed" if entry["retired"] else entry["state"]
+        if state == "completed":
+            # The sends of a batch stay "scheduled" for ever: only the entry of the whole batch has events.
+            group, waiting = entry["process_group"], by_state["scheduled"]
+            by_state["scheduled"] = [other for other in waiting if other["process_group"] != group]
+        by_state[state].append(entry)
     begun, waiting = by_state["started"], by_state["scheduled"]
     return DeviceProgress(
         waits_in=collective_of(begun[0]) if begun else None,

@@ -169,6 +169,15 @@ def test_the_progress_of_a_gpu_is_that_of_its_entries() -> None:
     assert device_progress([{**entry(3, "scheduled"), "profiling_name": "gloo:all_reduce"}]) is None
 
 
+def test_a_send_of_a_batch_that_has_completed_does_not_wait() -> None:
+    """Seen on an H100: the two entries of a batch never change, and the entry of the batch completes."""
+    batch = [entry(1, "scheduled", p2p=True), entry(2, "scheduled", p2p=True), entry(3, "retired")]
+    progress = device_progress([*batch, entry(4, "scheduled", group="3"), entry(5, "completed")])
+    assert progress is not None
+    assert progress.next == Collective("all_reduce", "3 default_pg", 4)
+    assert progress.completed == {"0 default_pg": 5}
+
+
 def test_the_first_pending_collective_of_a_group_is_the_one_that_hangs() -> None:
     """A stuck reduce_scatter was told as a later all_gather, because a collective of gloo ended between."""
     stuck = {**entry(7, "started", group="3"), "profiling_name": "nccl:reduce_scatter"}
