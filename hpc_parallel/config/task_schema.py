@@ -65,8 +65,8 @@ class CollectivesConfig(TaskConfig):
     min_bytes: int = key(8, at_least(1))  # The smallest size, counted as nccl-tests counts it.
     max_bytes: int | None = None  # The largest size; null: 1 GiB on GPUs, 64 MiB on CPUs.
     factor: int = key(4, at_least(2))  # Each size is the size before times this factor.
-    # Seconds for all measurements, which decide the rounds and the largest size; null: 60 on this machine,
-    # 300 in a job (at most half of its time limit).
+    # Seconds for all measurements, which decide the rounds and how many sizes lie between the smallest, the
+    # middle and the largest; null: 60 on this machine, 300 in a job (at most half of its time limit).
     seconds: float | None = key(None, SECONDS)
 
 

@@ -6,6 +6,7 @@ bus bandwidth is the algorithm bandwidth times a factor that depends on the oper
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -45,13 +46,13 @@ from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
 from hpc_parallel.strategies.groups import backend_of
 from hpc_parallel.strategies.mesh import axis_of, build_host_mesh, build_mesh
 from hpc_parallel.training.writers import FileWriter
-from hpc_parallel.worker.collectives_plan import BATCHES, ROW_S, CollectivesPlan, PlannedRow
+from hpc_parallel.worker.collectives_plan import BATCHES, ROW_S, WARM_UP, CollectivesPlan, PlannedRow, RowTime
 from hpc_parallel.worker.run_plots import draw_plots
 from hpc_parallel.worker.session import TaskContext, complete, note_stop
 from hpc_parallel.worker.stop import StopFlag
 from hpc_parallel.worker.time_budget import TimeBudget
 
-WARM_UP = 3  # rounds; the first rounds allocate buffers and connect ranks
+FEW_BATCHES = 3  # of a row that would take too much of the budget; without warm-up
 MOST_ROUNDS = 2000  # in a batch
 BUFFERS = 4  # arrays of the largest size that a check holds at the same time
 PROFILE_HEAD = """\
@@ -140,10 +141,10 @@ def write_results(context: TaskContext, *, first: CollectiveRow, plan: Collectiv
 
 
 def measure_cell(
-    cell: PlannedRow, seconds: float, *, device: torch.device, groups: Mapping[str, Group]
+    cell: PlannedRow, time: RowTime, *, device: torch.device, groups: Mapping[str, Group]
 ) -> CollectiveRow:
     name, kind, dtype = cell.series
-    bench = Bench(device=device, seconds=seconds)
+    bench = Bench(device=device, seconds=time.seconds, limit_s=time.limit_s)
     return bench.measure(
         kind, group=(name, groups[name]), dtype=getattr(torch, dtype), size_bytes=cell.size_bytes
     )
@@ -206,10 +207,11 @@ def free_bytes(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class Bench:
-    """Checks and times one collective after another. seconds: the time for each."""
+    """Checks and times one collective after another; `seconds` and `limit_s` are those of `RowTime`."""
 
     device: torch.device
     seconds: float
+    limit_s: float = math.inf
 
     def measure(
         self, kind: str, *, group: tuple[str, Group], dtype: torch.dtype, size_bytes: int
@@ -252,12 +254,14 @@ class Bench:
 
     def time(self, run: Callable[[], object]) -> Times:
         """Time rounds of `run`. The slowest rank's time counts, because a training waits for all ranks."""
-        self.elapsed_s(run, rounds=WARM_UP)
-        estimate_s = self.elapsed_s(run, rounds=1)
+        estimate_s, batches = self.elapsed_s(run, rounds=1), FEW_BATCHES
+        if (WARM_UP + BATCHES) * estimate_s <= self.limit_s:
+            self.elapsed_s(run, rounds=WARM_UP)
+            estimate_s, batches = self.elapsed_s(run, rounds=1), BATCHES
         rounds = max(1, min(MOST_ROUNDS, int(self.seconds / BATCHES / estimate_s)))
-        times = [self.elapsed_s(run, rounds=rounds) / rounds for _ in range(BATCHES)]
+        times = [self.elapsed_s(run, rounds=rounds) / rounds for _ in range(batches)]
         middle = median(times)
-        return Times(middle, (max(times) - min(times)) / middle, rounds * BATCHES)
+        return Times(middle, (max(times) - min(times)) / middle, rounds * batches)
 
     def elapsed_s(self, run: Callable[[], object], *, rounds: int) -> float:
         """Seconds from a common start to the end of `rounds` on the slowest rank; the same on all ranks."""

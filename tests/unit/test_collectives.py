@@ -7,7 +7,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,8 @@ from hpc_parallel.record.collectives_file import CollectiveRow, Collectives, row
 from hpc_parallel.record.collectives_table import COLUMNS, as_csv, full_table, short_table
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.typed import build
-from hpc_parallel.worker.collectives_plan import BATCHES, CollectivesPlan, PlannedRow
+from hpc_parallel.worker.collectives import FEW_BATCHES, Bench
+from hpc_parallel.worker.collectives_plan import BATCHES, CollectivesPlan, PlannedRow, RowTime, coarse_first
 from hpc_parallel.worker.time_budget import rounded_up
 from tests.composed import composed
 
@@ -168,14 +169,27 @@ class Clock:
     def left_s(self, *, after_s: float = 0.0) -> float:
         return self.seconds - self.used_s - after_s
 
-    def measure(self, cell: PlannedRow, seconds: float) -> CollectiveRow:
-        """Three rounds to warm up, one to estimate, then as many as `seconds` allow; 4 ms for the checks."""
+    def measure(self, cell: PlannedRow, time: RowTime) -> CollectiveRow:
+        """As a machine that sends 0.1 GB/s. A series connects its ranks in its first row, in 2 seconds."""
         name, operation, dtype = cell.series
-        time_s = LATENCY_S + cell.size_bytes / 1e8
-        rounds = BATCHES * max(1, int(seconds / BATCHES / time_s))
-        self.used_s += (4 + rounds) * time_s + 4e-3
+        round_s = LATENCY_S + cell.size_bytes / 1e8
+        bench = BenchOnClock(round_s, time)
+        rounds = bench.time(lambda: None).rounds
+        self.used_s += (2 + bench.rounds) * round_s + 4e-3 + (2.0 if cell.size_bytes == 8 else 0.0)
         measured = row(cell.size_bytes, operation=operation, dtype=dtype)
-        return replace(measured, group=name, rounds=rounds, time_s=time_s)
+        return replace(measured, group=name, rounds=rounds, time_s=round_s)
+
+
+class BenchOnClock(Bench):
+    """A round takes `round_s`; `rounds` counts them."""
+
+    def __init__(self, round_s: float, time: RowTime) -> None:
+        super().__init__(device=CPU, seconds=time.seconds, limit_s=time.limit_s)
+        self.__dict__.update(round_s=round_s, rounds=0)
+
+    def elapsed_s(self, run: Callable[[], object], *, rounds: int) -> float:
+        self.__dict__["rounds"] += rounds
+        return rounds * float(self.__dict__["round_s"])
 
 
 def planned(*words: str, groups: Mapping[str, Group] | None = None) -> CollectivesPlan:
@@ -189,28 +203,36 @@ def measured(plan: CollectivesPlan, seconds: float) -> Clock:
     return clock
 
 
-def test_the_budget_decides_the_largest_size() -> None:
-    """As on a machine that sends 0.1 GB/s: all 183 rows would take minutes."""
+def test_the_budget_decides_how_many_sizes_lie_between() -> None:
+    """All 183 rows would take minutes."""
     plan = planned()
     assert len(plan.cells) == 7 * 2 * 13 + 1
-    clock = measured(plan, 30.0)
-    assert 10 < clock.used_s < 30
+    clock = measured(plan, 150.0)
+    assert 100 < clock.used_s < 150
+    all_sizes = sizes(8, 2**26, factor=4)
     sizes_of: dict[tuple[str, str], list[int]] = {}
     for line in plan.sorted_rows():
         sizes_of.setdefault((line.operation, line.dtype), []).append(line.size_bytes)
     assert sizes_of.pop(("barrier", "float32")) == [0]
     assert len(sizes_of) == 14
-    assert len(set(map(tuple, sizes_of.values()))) == 1  # all have the same sizes
-    largest = 8 * 4 ** (len(sizes_of["all_reduce", "float32"]) - 1)
-    assert sizes_of["all_reduce", "float32"][-1] == largest < 2**26
-    assert min(line.rounds for line in plan.rows) >= BATCHES
-    left = 183 - len(plan.rows)
-    words = rf"left out: {left} of 183 rows, from {4 * largest:,} bytes on: .*Try task.seconds=(\d+)"
-    advised = re.fullmatch(words, str(plan.left_out))
+    measured_sizes = sizes_of["all_reduce", "float32"]
+    assert set(map(tuple, sizes_of.values())) == {tuple(measured_sizes)}
+    missing = [size for size in all_sizes if size not in measured_sizes]
+    assert missing
+    assert max(missing) > 2**20 < min(missing)  # small ones take no time, and are measured all the same
+    assert {8, 2**15, 2**26} < set(measured_sizes)
+    left = f"{14 * len(missing)} of 183 rows, of {', '.join(f'{size:,}' for size in missing)} bytes"
+    advised = re.fullmatch(rf"left out: {left}: .*Try task.seconds=(\d+)", str(plan.left_out))
     assert advised
     again = planned()
     assert measured(again, float(advised[1])).used_s < float(advised[1])
     assert (len(again.rows), again.left_out) == (183, None)
+
+
+def test_sizes_are_measured_coarse_first() -> None:
+    assert coarse_first(range(13)) == [0, 6, 12, 3, 9, 1, 4, 7, 10, 2, 5, 8, 11]
+    for count in range(1, 30):
+        assert sorted(coarse_first(range(count))) == list(range(count))
 
 
 def test_an_advised_time_is_10_to_100_percent_more() -> None:
@@ -225,10 +247,21 @@ def test_a_long_budget_measures_no_longer_than_the_rows_need() -> None:
     assert measured(plan, 1e6).used_s < 0.6 * len(plan.cells) + 30
 
 
-def test_the_smallest_size_is_measured_in_any_case() -> None:
+@pytest.mark.parametrize("seconds", [1e-9, 20.0])
+def test_a_curve_is_measured_in_any_case(seconds: float) -> None:
+    """The smallest, the middle and the largest size; where a budget is used up, in three rounds."""
     plan = planned()
-    measured(plan, 1e-9)
-    assert [line.size_bytes for line in plan.rows] == [8] * 14 + [0]
+    clock = measured(plan, seconds)
+    assert [line.size_bytes for line in plan.rows] == [8] * 14 + [0] + [2**15] * 14 + [2**26] * 14
+    assert [line.rounds for line in plan.rows[-14:]] == [FEW_BATCHES] * 14
+    large_s = LATENCY_S + 2**26 / 1e8
+    assert clock.used_s < max(seconds, 30) + 14 * 6 * large_s  # two rounds for checks, one for the estimate
+
+
+def test_a_slow_row_has_fewer_rounds() -> None:
+    benches = [BenchOnClock(1.0, RowTime(0.1, limit_s)) for limit_s in (0.0, 10.9, 11.0, math.inf)]
+    assert [bench.time(lambda: None).rounds for bench in benches] == [3, 3, BATCHES, BATCHES]
+    assert [bench.rounds for bench in benches] == [1 + 3, 1 + 3, 1 + 3 + 1 + 8, 1 + 3 + 1 + 8]
 
 
 def test_rows_say_how_many_there_are_and_how_long_they_take() -> None:
@@ -236,7 +269,7 @@ def test_rows_say_how_many_there_are_and_how_long_they_take() -> None:
     lines = []
     for _ in plan.measure(clock.measure, clock):  # type: ignore[arg-type]
         lines.append(plan.metrics_line(clock))  # type: ignore[arg-type]
-        assert lines[-1]["time_left_s"] <= 30 - clock.used_s
+        assert 0 <= lines[-1]["time_left_s"] <= max(0, 30 - clock.used_s)
     assert [line["step"] for line in lines] == list(range(1, len(plan.rows) + 1))
     assert {line["steps"] for line in lines} == {183}
     assert rows_of(lines)[0].size_bytes == 8
