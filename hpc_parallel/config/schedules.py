@@ -25,7 +25,15 @@ class Schedule:
     splits_backward: bool = False  # computes gradients of weights later than those of inputs
     in_turn: bool = False  # a microbatch starts after the previous one has finished
     two_way: bool = False  # sends activations and gradients at the same time, in separate calls
-    torch: tuple[int, int] = (2, 11)  # the oldest version of torch that has the schedule
+
+    @property
+    def torch(self) -> tuple[int, int]:
+        """The oldest version of torch that runs the schedule.
+
+        Before 2.13, the second half of a split backward pass counts gradients twice where several paths lead
+        to a weight, and misses autograd functions written in Python, such as our loss: torch frees them.
+        """
+        return (2, 13) if self.splits_backward else (2, 11)
 
 
 _ROUND = (2, None, 2)
@@ -37,8 +45,8 @@ SCHEDULES = {
     "interleaved": Schedule(_ROUND, rounds=True, two_way=True),
     "looped_bfs": Schedule(_ROUND, two_way=True),
     "interleaved_zero_bubble": Schedule((1, None, 2), rounds=True, splits_backward=True, two_way=True),
-    "zbv": Schedule(_PAIR, v_shaped=True, splits_backward=True, two_way=True, torch=(2, 12)),
-    "dualpipev": Schedule(_PAIR, v_shaped=True, full=True, splits_backward=True, two_way=True, torch=(2, 12)),
+    "zbv": Schedule(_PAIR, v_shaped=True, splits_backward=True, two_way=True),
+    "dualpipev": Schedule(_PAIR, v_shaped=True, full=True, splits_backward=True, two_way=True),
 }
 
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from hpc_parallel.config.batch_plan import plan_batch
-from hpc_parallel.config.checks import pipeline_checks, training_checks
+from hpc_parallel.config.checks import training_checks
+from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.checks.pipeline_checks import cuts_problem, version_problem
 from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.resolve import resolve
@@ -84,17 +85,30 @@ def test_bad_cuts_are_offered_good_ones(cuts: list[int], stages: int, blocks: in
     assert cuts_problem(problem.legal[0], stages=stages, blocks=blocks) is None
 
 
-def test_a_torch_that_is_too_old_for_a_v_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert version_problem("zbv") is None
-    monkeypatch.setattr(training_checks, "version", lambda package: "2.11.0+cu130")
-    assert str(version_problem("dualpipev")) == (
-        "strategy.schedule = dualpipev needs torch 2.12 or newer, and torch 2.11 is installed here. "
-        "Try strategy.schedule=interleaved_zero_bubble."
+@pytest.mark.parametrize(
+    ("schedule", "options", "advised"),
+    [
+        ("interleaved_zero_bubble", [], "interleaved"),
+        ("interleaved_zero_bubble", ["strategy.stages_per_rank=1"], "1f1b"),
+        ("interleaved_zero_bubble", ["strategy.stages_per_rank=1", "strategy.microbatches=1"], "gpipe"),
+        ("zbv", ["strategy.microbatches=5", "training.global_batch_size=20"], "looped_bfs"),
+        ("dualpipev", [], "interleaved"),
+    ],
+)
+def test_a_torch_that_is_too_old_to_split_the_backward_pass_is_named(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, options: list[str], advised: str
+) -> None:
+    """Its advice passes, with any number of stages on a rank and of microbatches."""
+    assert version_problem(schedule) is None
+    words = ["strategy=pipeline", "nodes=2", f"strategy.schedule={schedule}", "model.layers=8", *options]
+    assert find_problems(resolve(composed(*words))[0]) == []
+    monkeypatch.setattr(training_checks, "version", lambda package: "2.12.1+cu130")
+    [problem] = find_problems(resolve(composed(*words))[0])
+    assert str(problem) == (
+        f"strategy.schedule = {schedule} needs torch 2.13 or newer, and torch 2.12 is installed here. "
+        f"Try strategy.schedule={advised}."
     )
-    assert version_problem("interleaved_zero_bubble") is None
-    config = resolve(composed("strategy=pipeline", "nodes=2", "strategy.schedule=zbv"))[0]
-    [problem] = pipeline_checks.find_problems(config, Layout(pipeline=2))
-    assert "2.12" in str(problem)
+    assert find_problems(resolve(composed(*words, f"strategy.schedule={advised}"))[0]) == []
 
 
 def test_a_torch_that_is_too_old_for_selective_is_named(

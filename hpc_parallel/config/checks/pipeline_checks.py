@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
-from hpc_parallel.config.batch_plan import BatchPlan
+from hpc_parallel.config.batch_plan import BatchPlan, batch_of
 from hpc_parallel.config.checks.suggestions import along_with_less_of, near
 from hpc_parallel.config.checks.training_checks import too_old
 from hpc_parallel.config.counts import count
@@ -60,7 +61,7 @@ def cuts_problem(cuts: Sequence[int], *, stages: int, blocks: int | None) -> Pro
 def _runnable(config: RunConfig, layout: Layout) -> Problems:
     """Yields the settings that torch can't combine with the schedule."""
     strategy = config.strategy
-    if problem := version_problem(strategy.schedule):
+    if problem := version_problem(strategy.schedule, legal=_whole_backward(config, layout)):
         yield problem
     if not schedule_of(strategy).splits_backward:
         return
@@ -80,10 +81,23 @@ def _runnable(config: RunConfig, layout: Layout) -> Problems:
         yield Problem("strategy.reshard", True, rule, (False,))
 
 
-def version_problem(name: str) -> Problem | None:
+def version_problem(name: str, *, legal: tuple[str, ...] = ()) -> Problem | None:
     """Returns a problem if the installed torch is too old for the schedule."""
     rule = too_old(SCHEDULES.get(name, Schedule()).torch)
-    return None if rule is None else Problem("strategy.schedule", name, rule, ("interleaved_zero_bubble",))
+    return None if rule is None else Problem("strategy.schedule", name, rule, legal)
+
+
+def _whole_backward(config: RunConfig, layout: Layout) -> tuple[str, ...]:
+    """The nearest schedule of the same stages that does not split the backward pass."""
+    per_rank = stages_per_rank(config.strategy)
+    nearest, any_count = ("interleaved", "looped_bfs") if per_rank > 1 else ("1f1b", "gpipe")
+    try:
+        microbatches = batch_of(config, layout).microbatches
+    except ValueError:  # reported by the checks of the batch
+        return (any_count,)
+    strategy = replace(config.strategy, schedule=nearest, stages_per_rank=per_rank)
+    fits = unfit(strategy, microbatches=microbatches, ranks=layout.pipeline) is None
+    return (nearest if fits else any_count,)
 
 
 def batch_problems(config: RunConfig, layout: Layout, plan: BatchPlan) -> Problems:
