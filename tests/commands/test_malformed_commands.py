@@ -38,7 +38,7 @@ UNKNOWN = [
     wrong("nodez=2", "nodez", offers="nodes=2"),
     wrong("preflight.action=stop", "preflight.action", offers="preflight.act=stop"),
     wrong("profile.window=2", "profile.window", offers="profile.steps=2"),
-    wrong("profile=nsight", "profile = nsight", offers="profile=nsys"),
+    wrong("profile=nsight launcher.modules=[nsight]", "profile = nsight", offers="profile=nsys"),
     wrong("cluster=grez", "cluster = grez", offers="cluster=gres"),
     wrong(
         "cluster.container=enroot launcher.container=x",
@@ -260,7 +260,8 @@ LAYOUTS = [
           offers="strategy.replicate=2"),
 ]  # fmt: skip
 VALUES = [
-    wrong("model.heads=5 model.kv_heads=5", "model.heads = 5", "model.dim = 128", offers="model.heads=4"),
+    wrong("model.heads=5 model.kv_heads=5", "model.heads = 5", "model.dim = 128",
+          offers="model.heads=4 model.kv_heads=4"),
     wrong("model.heads=128", "model.heads = 128", "even width", offers="model.heads=64"),
     wrong("model.kv_heads=3", "model.kv_heads = 3", "model.heads = 4", offers="model.kv_heads=2"),
     wrong("model.rope_theta=0", "model.rope_theta", offers="model.rope_theta=10000"),
@@ -517,8 +518,10 @@ def assert_explains(case: Wrong, message: str) -> None:
 
 @pytest.mark.parametrize("case", CHECKED, ids=command_of)
 def test_a_check_names_the_key_the_rule_and_a_legal_value(case: Wrong, here: Path) -> None:
-    problems = find_problems(resolve(composed(*words_of(case)))[0])
-    assert_explains(case, "\n".join(map(str, problems)))
+    words = words_of(case)
+    message = "\n".join(map(str, find_problems(resolve(composed(*words))[0], words)))
+    assert_explains(case, message)
+    assert_offers_are_legal(words, f"problems:\n{message}")
 
 
 @pytest.mark.parametrize(
@@ -534,7 +537,9 @@ def test_a_wrong_command_is_refused(case: Wrong, here: Path, capsys: pytest.Capt
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", [case for case in TABLE if "-m" not in case.command.split()], ids=command_of)
+@pytest.mark.parametrize(
+    "case", [case for case in (*UNKNOWN, *TYPES) if "-m" not in case.command.split()], ids=command_of
+)
 def test_what_a_message_offers_is_legal(case: Wrong, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = words_of(case)
     assert_offers_are_legal(words, refused(words, capsys))
@@ -552,7 +557,7 @@ OFFERED = re.compile(r"(.*?) Try (?:-m [^ ]+, or one value: )?(.*)\.$")
 
 
 def assert_offers_are_legal(words: Sequence[str], told: str) -> None:
-    """Every mend that a message proposes makes that message go, and brings none of the same key."""
+    """Every value that a message proposes makes its problem go, and brings no other problem."""
     for line in told.splitlines()[1:]:
         match = OFFERED.match(line)
         if not match or "tokens.npy" in match[2] or "VALUE" in match[2]:  # an example, not a value
@@ -568,6 +573,8 @@ def assert_offers_are_legal(words: Sequence[str], told: str) -> None:
             except ConfigError as error:
                 problems = list(map(str, error.problems))
             assert not [p for p in problems if p.startswith((complaint, f"{refused_key} "))], offer
+            others_remain = len(told.splitlines()) > 2
+            assert others_remain or problems == [], offer
 
 
 def test_all_problems_are_printed_in_the_order_of_the_command(

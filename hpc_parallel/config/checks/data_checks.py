@@ -111,7 +111,8 @@ def fit_problems(config: RunConfig) -> Problems:
     fitting = FITTING.get(model or "")
     if fitting and data in our_data and data not in fitting.values():
         kind = str(model).rpartition(".")[2]
-        yield Problem("data", our_data[data], f"is not data that a {kind} can train on", tuple(fitting))
+        legal = next(iter(fitting))  # of others, data=tokens needs a file too
+        yield Problem("data", our_data[data], f"is not data that a {kind} can train on", (legal,))
 
 
 def digit_problems(config: RunConfig) -> Problems:

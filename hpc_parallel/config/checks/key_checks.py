@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
+from hpc_parallel.config.axes import AXES
 from hpc_parallel.config.counts import class_path
 from hpc_parallel.config.key_suggestions import choice_near
 from hpc_parallel.config.model_data_schema import DATA, MODELS, schema_of
@@ -24,7 +25,14 @@ def find_problems(config: RunConfig) -> Iterator[Problem]:
     for key, value, rule in ruled_values(config):
         if value is not None and not rule.allows(value):
             near = choice_near(key, str(value), rule.choices, most=1)
-            yield Problem(key, value, rule.text, tuple(near) or rule.legal)
+            is_degree = key.removeprefix("strategy.") in AXES
+            legal = _degree(config) if is_degree else tuple(near) or rule.legal
+            yield Problem(key, value, rule.text, legal)
+
+
+def _degree(config: RunConfig) -> tuple[int]:
+    """-1, what is left, can be the degree of one axis only."""
+    return (1,) if -1 in (getattr(config.strategy, axis) for axis in AXES) else (-1,)
 
 
 def foreign_tables(config: RunConfig) -> Iterator[str]:

@@ -28,9 +28,13 @@ def decoder_problems(config: RunConfig) -> Problems:
     if min(dim, heads, kv_heads) < 1:
         return
     if dim % heads or (dim // heads) % 2:
-        legal = near(heads, (d for d in divisors(dim) if (dim // d) % 2 == 0))
+        even = [d for d in divisors(dim) if (dim // d) % 2 == 0]
+        legal, along = near(heads, (d for d in even if d % kv_heads == 0)), list[str]()
+        if even and not legal:
+            legal = (min(even, key=lambda number: abs(number - heads)),)
+            along.append(f"model.kv_heads={max(d for d in divisors(legal[0]) if d <= kv_heads)}")
         rule = f"does not split model.dim = {dim} into heads of an even width (rotary positions rotate pairs)"
-        yield Problem("model.heads", heads, rule, legal)
+        yield Problem("model.heads", heads, rule, legal, tuple(along))
     if heads % kv_heads:
         rule = f"does not divide model.heads = {heads}: each key-value head serves the same number of heads"
         yield Problem("model.kv_heads", kv_heads, rule, near(kv_heads, divisors(heads)))
