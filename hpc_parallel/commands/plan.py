@@ -5,12 +5,11 @@
     python -m hpc_parallel plan --best model=1b nodes=4 gpus_per_node=8 hardware=h100_sxm_node8_3200gbit
     python -m hpc_parallel plan --hours 24 --devices 256 --tokens 1e12 hardware=h100_sxm_node8_3200gbit
     python -m hpc_parallel plan strategy=fsdp model=8b nodes=8 hardware=b200_node8_3200gbit --output my-plan
-    python -m hpc_parallel plan --exact strategy=fsdp model=8b nodes=128 hardware=b200_node8_3200gbit
     python -m hpc_parallel plan --table iterations.csv --output planned.csv hardware=a100_80gb_node8_800gbit
     python -m hpc_parallel plan --calibrate runs/*/* hardware=cpu --output site/hardware/mycluster.yaml
 
 The overrides are those of a run. Several numbers of nodes show how the run scales. `--best` ranks all layouts
-of the devices. `--exact` traces ranks with torch, but without the devices. A table is CSV with the columns
+of the devices. A table is CSV with the columns
 gpus, global_batch, micro_batch, hidden, heads, layers, sequence, tensor, data and pipeline; the output has
 the same rows with `planned_ms`. The output of one configuration is a folder with a page. `--calibrate` fits a
 hardware file to finished runs. `--explain` prints all numbers with their formulas; `--json` prints the
@@ -43,7 +42,6 @@ KINDS = {
     "table": ("output", "explain"),
     "hours": ("devices", "tokens"),
     "best": ("rows",),
-    "exact": ("rows",),
     "": ("explain", "tokens", "json", "output"),
 }
 _T = TypeVar("_T")
@@ -110,8 +108,6 @@ def _plan_run(
         problems.append(f"--explain {row}: only a table has rows. Try {near}.")
     tokens = TOKENS if options.tokens is None else options.tokens
     problems += _token_problems(options)
-    if options.exact:
-        problems += _exact_problems(options)
     from hpc_parallel.commands.plan_run import planned_run, record, report, site_hardware
     from hpc_parallel.commands.plan_scaling import of_first_size, scaled, sizes_of
 
@@ -120,11 +116,6 @@ def _plan_run(
     hardware = _read(lambda: named_hardware(name, user_folder=folder), problems)
     if problems or hardware is None:
         raise ConfigError(problems)
-    if options.exact:
-        from hpc_parallel.commands.plan_exact import ROLES, exact
-
-        most = ROLES if options.rows is None else options.rows
-        return exact(options.overrides, hardware=hardware, user_folder=folder, most=most)
     if sizes_of(overrides):
         for_one = ("explain", "tokens", "json", "output")
         if wrong := [f"--{name}" for name in for_one if _is_given(options, name)]:
@@ -174,13 +165,6 @@ def _token_problems(options: argparse.Namespace) -> Iterator[str]:
     tokens = TOKENS if options.tokens is None else options.tokens
     if not 0 < tokens < float("inf"):
         yield f"--tokens {tokens:g} is not a positive number. Try --tokens {TOKENS:g}."
-
-
-def _exact_problems(options: argparse.Namespace) -> Iterator[str]:
-    if options.rows is not None and options.rows < 1:
-        yield f"--rows {options.rows}: at least one role is traced. Try --rows 1."
-    if any(word.startswith("nodes=") and "," in word for word in options.overrides):
-        yield "--exact traces one number of nodes. Try nodes=1."
 
 
 def _plan_best(options: argparse.Namespace, *, problems: list[Problem | str]) -> int:
@@ -298,8 +282,7 @@ def _parser() -> argparse.ArgumentParser:
         "--calibrate", action="store_true", help="fit the hardware to finished runs: RUN ... in place of keys"
     )
     parser.add_argument("--best", action="store_true", help="rank the layouts of the devices")
-    parser.add_argument("--exact", action="store_true", help="trace what ranks hold and send (needs torch)")
-    parser.add_argument("--rows", type=int, help="rows of --best (default 5), or roles of --exact (8)")
+    parser.add_argument("--rows", type=int, help="rows of --best (default 5)")
     parser.add_argument("--table", type=Path, help="a CSV of iterations")
     parser.add_argument(
         "--output",

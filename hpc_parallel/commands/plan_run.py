@@ -43,10 +43,10 @@ def site_hardware(overrides: Sequence[str], *, user_folder: Path | None) -> str 
     return hardware
 
 
-def checked_config(
+def planned_run(
     overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | None
-) -> tuple[RunConfig, dict[str, Any]]:
-    """A composed and checked configuration, and its plain values. Raises ConfigError with all problems."""
+) -> tuple[RunConfig, Work, StepTime]:
+    """Compose, check and plan a configuration. Raises ConfigError with all problems."""
     is_set = any(word.startswith("device=") for word in overrides)
     device = [] if is_set else [f"device={hardware.device.kind}"]
     line = command_line([*overrides, *device], user_folder=user_folder)
@@ -56,17 +56,9 @@ def checked_config(
         if is_auto(composed):
             choice = choose(composed, overrides, user_folder=user_folder)
             composed, overrides = choice.composed, choice.overrides
-        config, values, _ = resolve(composed)
+        config, *_ = resolve(composed)
         if problems := find_problems(config, overrides):
             raise ConfigError(problems)
-    return config, values
-
-
-def planned_run(
-    overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | None
-) -> tuple[RunConfig, Work, StepTime]:
-    """Compose, check and plan a configuration. Raises ConfigError with all problems."""
-    config, _ = checked_config(overrides, hardware=hardware, user_folder=user_folder)
     layout = layout_of(config.strategy, devices=config.devices)
     if problems := list(unplanned(config, layout, hardware)):
         raise ConfigError(problems)

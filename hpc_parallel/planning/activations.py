@@ -1,6 +1,6 @@
 """The bytes that each part of a model keeps of one microbatch for the backward pass, on one device.
 
-The sizes are those that autograd keeps with torch's CPU kernels; `worker/saved_tensors.py` counts these.
+The sizes are those that autograd keeps with torch's CPU kernels (`tests/oracle/saved_tensors.py`).
 Each function lists the tensors in the order of the forward pass.
 """
 

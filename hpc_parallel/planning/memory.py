@@ -96,32 +96,6 @@ def plan(config: RunConfig) -> MemoryPlan | None:
     return MemoryPlan(devices, planner.unknown, list(_unproven(config, planner.layout)))
 
 
-@dataclass(frozen=True)
-class Role:
-    """Devices that hold the same: the first device, the number of devices, and what they hold, if known."""
-
-    device: int
-    count: int
-    held: Held | None
-
-
-def roles(config: RunConfig) -> list[Role]:
-    """The distinct roles of a run's devices, in the order of their first devices.
-
-    For a model whose weights are unknown, the first device of each pipeline rank stands for the others.
-    """
-    planner, setup = _planner_of(config), _setup(config)
-    if planner is None:
-        firsts = first_holdings(setup)
-        return [Role(at.devices[0], setup.layout.devices // len(firsts), None) for at in firsts]
-    alike: dict[Hashable, list[Held]] = {}
-    for holding in holdings(setup):
-        held, stages = planner.held(holding), holding.model.get(STAGE, WHOLE).indices
-        key = (held.role, stages, held.state, held.stages, *held.kinds.values())
-        alike.setdefault(key, []).append(held)
-    return [Role(same[0].device, len(same), same[0]) for same in alike.values()]
-
-
 def plan_fullest(config: RunConfig, *, model: ModelWeights | None = None) -> MemoryPlan | None:
     """As `plan`, but may leave out devices that hold no more than another. model: the weights, if known."""
     planner = _planner_of(config, model)

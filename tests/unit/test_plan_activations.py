@@ -6,8 +6,8 @@ import pytest
 
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning.memory import plan
-from hpc_parallel.worker.exact_plan import measure
 from tests.composed import composed
+from tests.oracle.traced_rank import measure
 from tests.parity import in_full
 
 SMALL = "model.layers=2 data.sequence_length=64"

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from hpc_parallel import torch_internals
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schedules import SCHEDULES, stages_of
 from hpc_parallel.config.schema import StrategyConfig
@@ -20,6 +19,7 @@ from hpc_parallel.planning.pipeline_orders import live_microbatches
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.strategies.pipeline import KINDS as SCHEDULE_CLASSES
 from tests.composed import composed
+from tests.oracle.fakes import fake_world
 
 TABLED = [name for name in SCHEDULES if name not in ("naive", "gpipe", "1f1b")]  # torch has no table of these
 SMALL = ("model.layers=4", "data.sequence_length=64", "device=cpu")
@@ -36,7 +36,7 @@ def tables_of_torch(
 ) -> Iterator[tuple[int, ...]]:
     """For each rank, the live microbatches of each stage when most are live, counted in torch's own table."""
     v_shaped = SCHEDULES[schedule].v_shaped
-    with torch_internals.fake_world(0, size=ranks):
+    with fake_world(0, size=ranks):
         stages = [
             PipelineStage(nn.Linear(1, 1), index, ranks * per_rank, torch.device("cpu"))
             for index in stages_of(0, degree=ranks, per_rank=per_rank, v_shaped=v_shaped)

@@ -1,6 +1,6 @@
 """Planned parameters, gradients and optimizer state equal those of a rank that is assembled and trained.
 
-`worker/exact_plan.py` assembles the rank as a run does, in a world whose other ranks are fakes. The layouts
+`tests/oracle` assembles the rank as a run does, in a world whose other ranks are fakes. The layouts
 of `tests/distributed/test_rank_bytes.py` are also compared with runs of real processes.
 """
 
@@ -14,8 +14,8 @@ from hpc_parallel.config.model_weights import sample_shape_of, weights_of
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning.memory import plan
 from hpc_parallel.planning.optimizer_state import KINDS
-from hpc_parallel.worker.exact_plan import measure
 from tests.composed import composed
+from tests.oracle.traced_rank import measure
 from tests.parity import in_full
 
 SMALL = "model.layers=2"

@@ -483,7 +483,7 @@ def test_an_update_takes_as_long_as_that_of_the_largest_stage() -> None:
 
 @pytest.mark.parametrize(("split", "repeated"), [(True, 1.5), (False, 1.0)])
 def test_recomputation_stops_before_the_last_sum(split: bool, repeated: float) -> None:
-    """As the collectives that `plan --exact` traces."""
+    """As the collectives of a traced rank."""
     words = ("strategy=tensor", "gpus_per_node=2", "training.global_batch_size=4",
              "training.microbatch_size=2", f"strategy.sequence_parallel={split}")  # fmt: skip
     without, full = (

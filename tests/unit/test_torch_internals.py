@@ -39,6 +39,7 @@ from hpc_parallel.profiling.traffic import COLLECTIVES, KINDS, WITHOUT_BYTES, Tr
 from hpc_parallel.strategies import pipeline
 from hpc_parallel.supervise import flight_recorder
 from hpc_parallel.training.checkpoint import CheckpointWriter
+from tests.oracle.fakes import fake_tensors, fake_world, memory_key, replicas_in_buckets
 
 OF_TORCH = ("torch.", "dist.", "DeviceMesh.")
 PACKAGE = Path(torch_internals.__file__).parent
@@ -47,11 +48,8 @@ PACKAGE = Path(torch_internals.__file__).parent
 @pytest.fixture
 def fifth_of_eight() -> Iterator[None]:
     """A process group that sends nothing: enough for meshes."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=5, world_size=8, store=FakeStore())
-    yield
-    dist.destroy_process_group()
+    with fake_world(5, size=8):
+        yield
 
 
 @pytest.fixture
@@ -407,7 +405,7 @@ def test_replicas_have_small_buckets_in_the_first_step(alone: None) -> None:
     sizes: dict[bool, list[int]] = {True: [], False: []}
     for small, seen in sizes.items():
         model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
-        with torch_internals.replicas_in_buckets(2 * 8 * 8 * 4) if small else nullcontext():
+        with replicas_in_buckets(2 * 8 * 8 * 4) if small else nullcontext():
             replica = nn.parallel.DistributedDataParallel(model)
         replica.register_comm_hook(seen, lambda seen, bucket: _note_size(seen, bucket))
         replica(torch.ones(1, 8)).sum().backward()
@@ -472,7 +470,7 @@ def test_no_other_module_uses_private_symbols_of_torch() -> None:
 
 def test_a_fake_world_has_one_rank_and_sends_nothing() -> None:
     """A tensor of 2^40 bytes goes through a collective of 1,024 ranks without memory."""
-    with torch_internals.fake_world(7, size=1024), torch_internals.fake_tensors():
+    with fake_world(7, size=1024), fake_tensors():
         assert (dist.get_rank(), dist.get_world_size()) == (7, 1024)
         shard = torch.zeros(2**28)
         whole = torch.zeros(2**38)
@@ -482,10 +480,10 @@ def test_a_fake_world_has_one_rank_and_sends_nothing() -> None:
 
 
 def test_tensors_that_share_memory_have_one_key() -> None:
-    with torch_internals.fake_tensors():
+    with fake_tensors():
         tensor = torch.zeros(4, 4)
-        assert torch_internals.memory_key(tensor) == torch_internals.memory_key(tensor.T[1:])
-        assert torch_internals.memory_key(tensor) != torch_internals.memory_key(tensor.clone())
+        assert memory_key(tensor) == memory_key(tensor.T[1:])
+        assert memory_key(tensor) != memory_key(tensor.clone())
 
 
 def test_schedules_that_batch_activations_with_gradients_are_known() -> None:

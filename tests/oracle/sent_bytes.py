@@ -1,6 +1,6 @@
 """The bytes that a rank sends in a step, by axes, in the exchanges that a plan has a time for.
 
-`plan --exact` compares them with the collectives of a traced step.
+The tests compare them with the collectives of a traced step.
 """
 
 from __future__ import annotations

