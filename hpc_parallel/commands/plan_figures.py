@@ -35,19 +35,6 @@ class Figure:
     formula: str
 
 
-@dataclass(frozen=True)
-class Training:
-    """A training of `tokens` tokens, which takes `devices` devices for `seconds`."""
-
-    tokens: float
-    seconds: float
-    devices: int
-
-    @property
-    def device_hours(self) -> float:
-        return self.seconds * self.devices / HOUR_S
-
-
 def figures(
     config: RunConfig, plan: tuple[Work, StepTime], *, hardware: Hardware, tokens: float
 ) -> Iterator[Figure]:
@@ -58,16 +45,16 @@ def figures(
     steps, times = tokens / per_step, StorageTimes(config, work, step.total_s, hardware)
     waits = {"checkpoints": times.checkpoints(steps), "input": times.input(steps)}
     yield from (_of_wait(name, wait) for name, wait in waits.items())
-    training = Training(tokens, times.training_s(steps), work.devices)
-    hours = training.device_hours
+    training_s = times.training_s(steps)
+    hours = training_s * work.devices / HOUR_S
     added = "".join(f" + {wait.seconds:.4g} s of {name}" for name, wait in waits.items() if wait.seconds)
     spent = f"{tokens:.4g} / {per_step} x {step.total_s:.4g} s{added}"
     text = f"({spent}) x {work.devices} devices"
     yield Figure(
         "device_hours", f"to {tokens:.3g} tokens", hours,
-        f"{duration(training.seconds)}, {hours:,.0f} device-hours", text,
+        f"{duration(training_s)}, {hours:,.0f} device-hours", text,
     )  # fmt: skip
-    yield from costs(training, config=config, hardware=hardware)
+    yield from _costs(hours, config=config, hardware=hardware)
 
 
 def _of_step(work: Work, step: StepTime, hardware: Hardware) -> Iterator[Figure]:
@@ -94,9 +81,9 @@ def _of_wait(name: str, wait: Wait) -> Figure:
     return Figure(f"{name}_s", name, wait.seconds, wait.text, wait.formula)
 
 
-def costs(training: Training, *, config: RunConfig, hardware: Hardware) -> Iterator[Figure]:
+def _costs(hours: float, *, config: RunConfig, hardware: Hardware) -> Iterator[Figure]:
     """Cost and energy of a training, where the site's price and the board power of the device are known."""
-    hours, price, power_w = training.device_hours, config.cluster.device_hour_price, hardware.device.power_w
+    price, power_w = config.cluster.device_hour_price, hardware.device.power_w
     if price is not None:
         text = f"{hours:,.0f} device-hours x {price:g}"
         yield Figure("cost", "cost", hours * price, f"{hours * price:,.2f} at {price:g} a device-hour", text)

@@ -27,9 +27,9 @@ from hpc_parallel.planning import coefficient_fit
 from hpc_parallel.planning.calibration import calibrate, planned_s
 from hpc_parallel.planning.coefficient_fit import Expected
 from hpc_parallel.planning.hardware import Hardware, read_hardware, with_coefficients
-from hpc_parallel.planning.iteration_table import Row, plan_row, read_table
 from hpc_parallel.planning.measured_runs import MeasuredRun
 from hpc_parallel.planning.run_work import work_of_run
+from tests.benchmarks.plan_table import Row, plan_row, read_table
 from tests.composed import composed
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -61,7 +61,5 @@ def test_a_wrong_price_and_options_for_something_else_are_refused(capsys: pytest
     assert "Try cluster.device_hour_price=2.5" in capsys.readouterr().err
     assert command(["plan", A100, "--best", "--json", "model=1b"]) == 2
     assert "--json does not go with --best" in capsys.readouterr().err
-    assert command(["plan", A100, "--table", "x.csv", "--json", "--output", "y.csv"]) == 2
-    assert "--json does not go with --table" in capsys.readouterr().err
     assert command(["plan", A100, "model=1b", "nodes=1,2", "--json"]) == 2
     assert "--json: only for one number of nodes. Try nodes=1." in capsys.readouterr().err

@@ -22,15 +22,17 @@ from hpc_parallel.config.site_schema import MachineConfig
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.group_times import GroupExchange, GroupShape, bus_bytes_per_s
 from hpc_parallel.planning.hardware import hardware_names, read_hardware
-from hpc_parallel.planning.iteration_table import plan_row, read_table
 from hpc_parallel.planning.measured_links import with_measured_links
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Pipeline, orders
 from hpc_parallel.planning.pipeline_times import simulate
 from hpc_parallel.planning.planned_state import Division
 from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.step_time import StepTime, step_time
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.metrics_file import size
+from tests.benchmarks import plan_table
 from tests.benchmarks.calibrate_plan import FOLDERS, HOPPER, NAME, TABLE, errors, good_choices, sample
+from tests.benchmarks.plan_table import COLUMNS, plan_row, read_rows, read_table
 from tests.composed import composed
 
 ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv", "dualpipev")
@@ -137,14 +139,10 @@ def test_plans_of_rows_that_calibration_did_not_see() -> None:
 
 
 @pytest.mark.processes
-def test_the_command_adds_a_column_without_torch(tmp_path: Path) -> None:
+def test_the_script_adds_a_column(tmp_path: Path) -> None:
     output = tmp_path / "planned.csv"
-    words = ["plan", "--table", str(TABLE), "--output", str(output), f"hardware={NAME}"]
-    code = (
-        f"import sys; from hpc_parallel.__main__ import main; print(main({words!r}), 'torch' in sys.modules)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines()[-1] == "0 False"
+    words = [plan_table.__file__, str(TABLE), "--output", str(output), f"hardware={NAME}"]
+    subprocess.run([sys.executable, *words], check=True)
     with output.open() as stream:
         planned = list(csv.DictReader(stream))
     with TABLE.open() as stream:
@@ -157,7 +155,7 @@ def test_the_command_adds_a_column_without_torch(tmp_path: Path) -> None:
 
 
 def test_the_explained_parts_add_up(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["plan", "--table", str(TABLE), "--explain", "3", f"hardware={NAME}"]) == 0
+    assert command(["plan", "model=124m", "--explain", f"hardware={NAME}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     total = next(line for line in lines if " step = " in line)
     parts = total.partition(" = ")[2].partition(" (")[0]
@@ -165,48 +163,20 @@ def test_the_explained_parts_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("feed-forward up = max(2 x " in line for line in lines)
 
 
-def test_all_problems_of_a_table_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = tmp_path / "rows.csv"
-    header = "gpus,global_batch,micro_batch,hidden,heads,layers,sequence,tensor,data,pipeline"
-    table.write_text(
-        f"{header}\n8,16,1,1024,16,12,1024,2,2,1\nx,8,3,1024,16,12,1024,1,2,1\n2,8,3,1024,16,12,9,1,2,1\n"
-    )
-    words = [
-        "plan",
-        "--table",
-        str(table),
-        "--output",
-        str(tmp_path / "out.csv"),
-        "hardware=a100_80gb",
-        "nodes=2",
+def test_all_problems_of_a_table_at_once() -> None:
+    right, several = "2,16,1,1024,16,12,1024,2,1,1", "8,16,1,1024,16,12,1024,2,2,1"
+    rows = [",".join(COLUMNS), several, "x,8,3,1024,16,12,1024,1,2,1", "2,8,3,1024,16,12,9,1,2,1", "",
+            f"{right},7", right]  # fmt: skip
+    with pytest.raises(ConfigError) as refused:
+        read_rows("\n".join(rows), name="rows.csv")
+    assert list(map(str, refused.value.problems)) == [
+        "rows.csv:2: tensor x data x pipeline = 4, but gpus = 8.",
+        "rows.csv:3: gpus = 'x' is not a positive integer.",
+        "rows.csv:4: data x micro_batch = 6 does not divide global_batch = 8.",
+        "rows.csv:6: there are 11 values, more than the 10 columns.",
     ]
-    assert command(words) == 2
-    message = capsys.readouterr().err
-    for text in (
-        "nodes=2: a plan of a table takes hardware=NAME only",
-        f"Try hardware=a100_80gb_node8_1600gbit or hardware={NAME}.",
-        "rows.csv:2: tensor x data x pipeline = 4, but gpus = 8",
-        "rows.csv:3: gpus = 'x' is not a positive integer",
-        "rows.csv:4: data x micro_batch = 6 does not divide global_batch = 8",
-    ):
-        assert text in message
-    assert not (tmp_path / "out.csv").exists()
-
-
-def test_a_row_with_too_many_values_is_named_by_its_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table, right = tmp_path / "rows.csv", "2,16,1,1024,16,12,1024,2,1,1"
-    header = "gpus,global_batch,micro_batch,hidden,heads,layers,sequence,tensor,data,pipeline"
-    table.write_text(f"{header}\n{right}\n\n{right},7\nx{right}\n")
-    words = ["plan", "--table", str(table), "--output", str(tmp_path / "out.csv"), f"hardware={NAME}"]
-    assert command(words) == 2
-    message = capsys.readouterr().err
-    assert "rows.csv:4: there are 11 values, more than the 10 columns." in message
-    assert "rows.csv:5: gpus = 'x2' is not a positive integer." in message
-    table.write_text(f"{header}\n{right}\n{'9' * 200_000}\n")
-    assert command(words) == 2
-    assert "rows.csv:3: field larger than field limit" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=re.escape("rows.csv:3: field larger than field limit")):
+        read_rows(f"{rows[0]}\n{right}\n{'9' * 200_000}", name="rows.csv")
 
 
 @pytest.mark.parametrize("name", hardware_names(FOLDERS))
@@ -409,20 +379,9 @@ def test_layouts_change_a_plan_as_they_must(capsys: pytest.CaptureFixture[str]) 
     assert across > 1.1 * inside
 
 
-def test_options_for_something_else_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["plan", f"hardware={NAME}", "model=124m", "--explain", "7", "--tokens", "-1"]) == 2
-    message = capsys.readouterr().err
-    assert (
-        "--explain 7: only a table has rows. Try --explain, or --table iterations.csv --explain 7." in message
-    )
-    assert "--tokens -1 is not a positive number. Try --tokens 1e+12." in message
-    words = ["plan", f"hardware={NAME}", "--table", str(TABLE), "--tokens", "1e9"]
-    assert command([*words, "--explain"]) == 2
-    assert "--tokens does not go with --table. Try it without --tokens." in capsys.readouterr().err
-    assert command([*words, "--explain", "0"]) == 2
-    assert "--explain 0: the table has rows 1 to 511. Try --explain 1." in capsys.readouterr().err
-    assert command(["plan", f"hardware={NAME}", "model=124m", "--explain", "1"]) == 2
-    assert command([*words[:-2], "--explain"]) == 0
+def test_a_wrong_number_of_tokens_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["plan", f"hardware={NAME}", "model=124m", "--explain", "--tokens", "-1"]) == 2
+    assert "--tokens -1 is not a positive number. Try --tokens 1e+12." in capsys.readouterr().err
 
 
 def test_the_kind_of_a_device_is_in_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,25 +1,33 @@
-"""Tables of iterations of GPT models with Megatron-LM: read the rows, add the planned time to each.
+"""Plan a table of iterations of GPT models with Megatron-LM: its rows, with the planned time of each.
 
-A plan assumes the software of the measured data in `tests/data/`: mixed precision with float16, full
-recomputation, 1F1B, gradients averaged after the backward pass, and a vocabulary of 50,257 padded to a
-multiple of 128 on each device.
+    python tests/benchmarks/plan_table.py TABLE --output CSV hardware=NAME
+
+TABLE is CSV with the columns of COLUMNS; the output has the same rows with `planned_ms`. A plan assumes the
+software of the measured data in `tests/data/`: mixed precision with float16, full recomputation, 1F1B,
+gradients averaged after the backward pass, and a vocabulary of 50,257 padded to a multiple of 128 on each
+device. Exit codes: 0 done, 1 the output can't be written, 2 the table or the command is wrong.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from hpc_parallel.planning.decoder import DecoderSizes
-from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.hardware import NOT_CALIBRATED, Hardware, named_hardware
 from hpc_parallel.planning.step_time import StepTime, step_time
 from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.record.safe_read import read_bytes
+from hpc_parallel.record.safe_write import write_text
+from hpc_parallel.shell import run_command
 
 COLUMNS = (
     "gpus", "global_batch", "micro_batch", "hidden", "heads", "layers", "sequence",
@@ -28,7 +36,6 @@ COLUMNS = (
 PLANNED = "planned_ms"
 VOCABULARY, PADDING = 50257, 128
 MOST_PROBLEMS = 20
-TABLE_BYTES = 64 << 20
 Row = dict[str, str]
 
 
@@ -124,9 +131,24 @@ def table_text(rows: Sequence[Row]) -> str:
 def read_table(file: Path) -> list[Row]:
     """The rows of a file. Raises ConfigError as `read_rows`, or if the file can't be read."""
     try:
-        text = read_bytes(file, limit_bytes=TABLE_BYTES, follow=True).decode()
-    except OSError as error:
-        raise ConfigError([f"--table {file} can't be read: {error.strerror or error}."]) from error
-    except ValueError as error:  # not UTF-8, or too large
-        raise ConfigError([f"--table {file} can't be read: {error}."]) from error
-    return read_rows(text, name=str(file))
+        return read_rows(file.read_text(encoding="utf-8"), name=str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{file} can't be read: {error}."]) from error
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("table", metavar="TABLE", type=Path)
+    parser.add_argument("hardware", metavar="hardware=NAME")
+    parser.add_argument("--output", metavar="CSV", type=Path, required=True)
+    parser.add_argument("--config-dir", type=Path, help="a folder whose hardware/ has files of your own")
+    options = parser.parse_args()
+    rows = read_table(options.table)
+    hardware = named_hardware(options.hardware.removeprefix("hardware="), user_folder=options.config_dir)
+    write_text(options.output, table_text(with_planned(rows, hardware)), mode=0o666)
+    print(f"{options.output}: {len(rows)} rows with {PLANNED}. {hardware.calibration or NOT_CALIBRATED}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
