@@ -15,10 +15,6 @@ _MOST_NAMES = 8  # the most names in one comment
 _WIDTH = 44  # the width of a line before its comment
 # Words that YAML does not read as text.
 _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"}
-_GROUPED = (
-    "# sinfo --json shows only the first node's GPUs of nodes in equal use. For all: --from the output of\n"
-    "# scontrol show node."
-)
 _OWN_SHARE = 0.95  # the share of a node's memory for jobs; Slurm and the system keep the rest
 
 
@@ -40,7 +36,6 @@ def write_profile(records: SlurmRecords, *, name: str, login: Login, today: date
     nodes = records.nodes_of(chosen.name)
     return "\n".join([
         f"# Slurm {records.version or 'of an unknown version'} on {today}, by init-cluster. Check each line.",
-        *([_GROUPED] if any(node.grouped for node in records.nodes.values()) else []),
         *_identity(name, chosen, records, login),
         *_requests(chosen, nodes),
         *_partitions(records),
