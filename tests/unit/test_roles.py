@@ -16,6 +16,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from docs.drawn_layout import draw
+from docs.svg import COLOURS, Svg
 from hpc_parallel.__main__ import main
 from hpc_parallel.commands.roles import MOST_ROWS
 from hpc_parallel.config.axes import AXES
@@ -24,8 +26,6 @@ from hpc_parallel.config.holdings import BATCH, EXPERTS, Part, holdings, ranges
 from hpc_parallel.config.layout import Layout, layout_of
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.config.setup import ModelFacts, Setup, model_facts, recorded_setup
-from hpc_parallel.report.diagram import draw
-from hpc_parallel.report.svg import COLOURS, Svg
 from tests.composed import prepared as composed_run
 from tests.recorded_runs import foreign, half_written, prepared
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
+from docs.svg import Svg, width_of
 from hpc_parallel.config.exchanges import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -46,7 +47,6 @@ from hpc_parallel.config.holdings import (
 )
 from hpc_parallel.config.layout import DATAPARALLEL
 from hpc_parallel.config.setup import Setup
-from hpc_parallel.report.svg import Svg, width_of
 
 MOST_DEVICES = 8
 LABELS = 252  # the width of the column on the left
