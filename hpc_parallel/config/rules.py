@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any
@@ -111,6 +111,32 @@ def rules_of(schema: type) -> Mapping[str, Rule]:
             rules |= {item.name: item.metadata[RULE] for item in fields(owner) if RULE in item.metadata}
     defaults = {item.name: default_of(item) for item in fields(schema)}
     return {name: replace(rule, legal=rule.legal or (defaults[name],)) for name, rule in rules.items()}
+
+
+Part = tuple[str, Mapping[str, Any], type | None]  # the prefix of its keys, its values, and their schema
+
+
+def ruled(parts: Sequence[Part]) -> list[tuple[str, Any, Rule]]:
+    """(dotted key, value, rule) of every key that has a rule."""
+    return [(prefix + key, values[key], rule) for prefix, values, schema in parts if schema is not None
+            for key, rule in rules_of(schema).items() if key in values]  # fmt: skip
+
+
+def refused(parts: Sequence[Part]) -> list[tuple[str, Any, Rule]]:
+    """Those of `ruled` whose value is illegal."""
+    return [each for each in ruled(parts) if each[1] is not None and not each[2].allows(each[1])]
+
+
+def leaves(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """(dotted key, value) of all values of nested classes, tables and lists, and of these."""
+    nested = [*values.items()]
+    for key, value in nested:  # which grows
+        table = vars(value) if is_dataclass(value) else value
+        if isinstance(table, dict):
+            nested += [(f"{key}.{name}", item) for name, item in table.items()]
+        elif isinstance(value, list | tuple):
+            nested += [(f"{key}[{index}]", item) for index, item in enumerate(value)]
+    return nested
 
 
 def default_of(item: Field[Any]) -> Any:

@@ -11,7 +11,7 @@ from hpc_parallel.config.axes import AXES
 from hpc_parallel.config.counts import class_path
 from hpc_parallel.config.key_suggestions import choice_near
 from hpc_parallel.config.model_data_schema import DATA, MODELS, schema_of
-from hpc_parallel.config.rules import Rule, default_of, rules_of
+from hpc_parallel.config.rules import Part, default_of, leaves, refused, ruled, rules_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem
 from hpc_parallel.record.safe_read import MAX_INTEGER
@@ -22,12 +22,11 @@ MOST_COUNT, MOST_INTEGER = 2**31, MAX_INTEGER
 
 
 def find_problems(config: RunConfig) -> Iterator[Problem]:
-    for key, value, rule in ruled_values(config):
-        if value is not None and not rule.allows(value):
-            near = choice_near(key, str(value), rule.choices, most=1)
-            is_degree = key.removeprefix("strategy.") in AXES
-            legal = _degree(config) if is_degree else tuple(near) or rule.legal
-            yield Problem(key, value, rule.text, legal)
+    for key, value, rule in refused(_parts(config)):
+        near = choice_near(key, str(value), rule.choices, most=1)
+        is_degree = key.removeprefix("strategy.") in AXES
+        legal = _degree(config) if is_degree else tuple(near) or rule.legal
+        yield Problem(key, value, rule.text, legal)
 
 
 def _degree(config: RunConfig) -> tuple[int]:
@@ -56,8 +55,8 @@ def _names(keys: set[Any]) -> str:
 
 def huge_integers(config: RunConfig) -> Iterator[Problem]:
     """Integers beyond any real run, or beyond what a file of the run can hold."""
-    limits = {key: rule.most for key, _, rule in ruled_values(config) if rule.most}
-    for key, value in _leaves(vars(config)):
+    limits = {key: rule.most for key, _, rule in ruled(_parts(config)) if rule.most}
+    for key, value in leaves(vars(config)):
         if isinstance(value, int):
             most = limits.get(key, MOST_COUNT if key.partition(".")[0] in COUNTED else MOST_INTEGER)
             bound, limit = (most, "most") if value > 0 else (-most, "least")
@@ -66,45 +65,19 @@ def huge_integers(config: RunConfig) -> Iterator[Problem]:
                 yield Problem(key, value, f"must be at {limit} {bound}", legal)
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) for every plain value in nested classes, tables and lists."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{prefix}[{index}]")
-    elif is_dataclass(value):
-        yield from _leaves(vars(value), prefix)
-    else:
-        yield prefix, value
-
-
-def ruled_values(config: RunConfig) -> Iterator[tuple[str, Any, Rule]]:
-    """Yields (dotted key, value, rule) for every key that has a rule."""
-    values = vars(config)
-    yield from ((key, values[key], rule) for key, rule in rules_of(RunConfig).items())
-    for group, part in values.items():
-        if isinstance(part, dict):
-            yield from _ruled_part(group, part, schema_of(group, part.get("_target_")))
-        elif is_dataclass(part):
-            yield from _ruled_part(group, vars(part), type(part))
-
-
-def _ruled_part(group: str, part: dict[str, Any], schema: type | None) -> Iterator[tuple[str, Any, Rule]]:
-    rules = rules_of(schema) if schema is not None else {}
-    return ((f"{group}.{key}", part[key], rule) for key, rule in rules.items() if key in part)
-
-
 def sizes_are_legal(config: RunConfig) -> bool:
     """Whether all whole numbers of the model and the data follow their rules."""
-    parts = {"model": config.model, "data": config.data}
-    return all(
-        rule.allows(value)
-        for group, part in parts.items() if isinstance(part, dict)
-        for _, value, rule in _ruled_part(group, part, schema_of(group, part.get("_target_")))
-        if isinstance(value, int | list)
-    )  # fmt: skip
+    parts = [part for part in _parts(config) if part[0] in ("model.", "data.")]
+    return not any(isinstance(value, int | list) for _, value, _ in refused(parts))
+
+
+def _parts(config: RunConfig) -> list[Part]:
+    """The configuration and its groups."""
+    return [("", vars(config), RunConfig)] + [
+        (f"{group}.", part, schema_of(group, part.get("_target_"))) if isinstance(part, dict)
+        else (f"{group}.", vars(part), type(part))
+        for group, part in vars(config).items() if isinstance(part, dict) or is_dataclass(part)
+    ]  # fmt: skip
 
 
 @cache
