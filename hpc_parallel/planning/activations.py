@@ -6,19 +6,12 @@ Each function lists the tensors in the order of the forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
-from hpc_parallel.config.layout import DATAPARALLEL, Layout, tile_grid
-from hpc_parallel.config.model_data_schema import (
-    ConvNetConfig,
-    MoeTransformerConfig,
-    SegmenterConfig,
-    TransformerConfig,
-    UNetConfig,
-)
+from hpc_parallel.config.counts import is_reference_decoder
+from hpc_parallel.config.layout import DATAPARALLEL, Layout
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
 
@@ -31,8 +24,7 @@ class Kept:
     """Bytes of one microbatch by part.
 
     recomputed: what each block keeps again after its recomputation. shared: what all blocks of a stage keep
-    once, together. skips: the inputs of each block in addition to the hidden state; the checkpointed blocks
-    of a stage keep them once. states: all inputs of each block, which a pipeline sends.
+    once, together. states: the input of each block, which a pipeline sends.
     """
 
     stem: int
@@ -40,16 +32,12 @@ class Kept:
     head: int
     recomputed: tuple[int, ...]
     shared: int = 0
-    skips: tuple[int, ...] = ()
     states: tuple[int, ...] = ()
 
     def stage(self, blocks: range) -> int:
         """The bytes of a stage with these blocks."""
         ends = self.stem * (blocks.start == 0) + self.head * (blocks.stop == len(self.blocks))
-        local = slice(blocks.start, blocks.stop)
-        skips = self.skips[local] or (0,)
-        new = sum(max(0, after - before) for before, after in pairwise(skips))
-        return sum(self.blocks[local]) + ends + self.shared + skips[0] + new
+        return sum(self.blocks[blocks.start : blocks.stop]) + ends + self.shared
 
 
 @dataclass(frozen=True)
@@ -96,10 +84,9 @@ def chunks_loss(config: RunConfig, layout: Layout) -> bool:
 def kept_of(config: RunConfig, layout: Layout, *, samples: int, sample_shape: tuple[int, ...]) -> Kept | None:
     """What a microbatch of `samples` keeps in eager mode; None for a model whose parts are unknown."""
     model = config.model if isinstance(config.model, dict) else {}
-    list_kept = _LISTS.get(model.get("_target_"))
-    if list_kept is None:
+    if not is_reference_decoder(config):
         return None
-    return list_kept(_Run(config, layout, model, samples, sample_shape))
+    return _decoder(_Run(config, layout, model, samples, sample_shape))
 
 
 @dataclass(frozen=True)
@@ -224,119 +211,3 @@ def _language_loss(run: _Run, tokens: int) -> int:
     columns = rows if run.config.strategy.loss_parallel else vocabulary
     cast = 0 if types.cast else rows * dim * types.product
     return tokens * (dim * types.product + columns * types.precise + INDEX) + cast
-
-
-@dataclass(frozen=True)
-class _Map:
-    """The part of an image that a device has at one resolution."""
-
-    samples: int
-    height: int
-    width: int
-    halo: int  # rows and columns that a convolution gets from other devices or as padding; 0 without tiles
-
-    def bytes(self, channels: int, number: int) -> int:
-        return self.samples * channels * self.height * self.width * number
-
-    def inputs(self, channels: int, number: int) -> int:
-        """The bytes of a convolution's input, which is a copy if it has a border."""
-        return self.samples * channels * (self.height + self.halo) * (self.width + self.halo) * number
-
-    def scaled(self, factor: float) -> _Map:
-        return _Map(self.samples, int(self.height * factor), int(self.width * factor), self.halo)
-
-
-def _first_map(run: _Run) -> _Map:
-    _, height, width = run.shape
-    if run.layout.tile == 1:
-        return _Map(run.samples, height, width, 0)
-    rows, columns = tile_grid(run.layout.tile, run.config.strategy.tile_grid)
-    return _Map(run.samples, -(-height // rows), -(-width // columns), run.size("kernel_size") - 1)
-
-
-def _pixel_bytes(run: _Run) -> int:
-    """Bytes of one number of the first block's input, which fully_shard casts."""
-    return run.types.product if run.layout.by_fully_shard else run.types.precise
-
-
-def _norm(run: _Run, channels: int) -> int:
-    """The moments and the running moments of BatchNorm."""
-    return 4 * channels * run.types.precise
-
-
-def _convnet(run: _Run) -> Kept:
-    """convnet.py: convolution, norm, ReLU, pooling."""
-    number, place = run.types.product, _first_map(run)
-    blocks, recomputed, states = [], [], []
-    channels = run.model["channels"]
-    for index, (before, after) in enumerate(pairwise([run.size("in_channels"), *channels])):
-        output, pooled = place.bytes(after, number), place.scaled(0.5)
-        full = place.inputs(before, number) + 2 * output + _norm(run, after) + pooled.bytes(after, INDEX)
-        first = place.bytes(before, number if index else _pixel_bytes(run))
-        blocks.append({"none": full, "selective": first + output, "full": first}[run.mode])
-        recomputed.append(0 if run.mode == "none" else full)
-        states.append(first)
-        place = pooled
-    segments = run.model["_target_"] == SegmenterConfig._target_
-    inputs = place.bytes(channels[-1], number) if segments else run.samples * channels[-1] * number
-    head = inputs + _image_loss(run, segments=segments)
-    return Kept(0, tuple(blocks), head, tuple(recomputed), states=tuple(states))
-
-
-def _image_loss(run: _Run, *, segments: bool) -> int:
-    place = _first_map(run)
-    labels = place.bytes(1, 1) if segments else run.samples
-    return labels * (run.size("classes") * run.types.precise + INDEX)
-
-
-def _unet(run: _Run) -> Kept:
-    """unet.py. A ReLU keeps its output, which is the skip connection. A recomputed block does not keep it."""
-    number, place, model = run.types.product, _first_map(run), run.model
-    channels, mode = list(model["channels"]), run.mode
-    blocks: list[int] = []
-    recomputed: list[int] = []
-    skips: list[int] = []
-    states: list[int] = []
-    pending: list[int] = []
-
-    def twice(before: int, after: int) -> _Part:
-        output = place.bytes(after, number)
-        between = place.inputs(after, number) if place.halo else 0  # without a halo, the first ReLU keeps it
-        kept = place.inputs(before, number) + between + 4 * output + 2 * _norm(run, after)
-        return _Part(kept, 2 * output)
-
-    def add(full: int, *, inputs: int, expensive: int) -> None:
-        blocks.append({"none": full, "selective": inputs + expensive, "full": inputs}[mode])
-        recomputed.append(0 if mode == "none" else full)
-        skips.append(0 if mode == "none" else sum(pending))
-        states.append(inputs + sum(pending))
-
-    for index, (before, after) in enumerate(pairwise([run.size("in_channels"), *channels[:-1]])):
-        part = twice(before, after)
-        inputs = place.bytes(before, number if index else _pixel_bytes(run))
-        indices = place.scaled(0.5).bytes(after, INDEX)
-        add(part.kept + indices, inputs=inputs, expensive=part.expensive)
-        pending.append(place.bytes(after, number))
-        place = place.scaled(0.5)
-    before = [run.size("in_channels"), *channels][-2]
-    part = twice(before, channels[-1])
-    add(part.kept, inputs=place.bytes(before, number), expensive=part.expensive)
-    for level, below in reversed(list(pairwise(channels))):
-        inputs, place = place.bytes(below, number), place.scaled(2)
-        part = twice(2 * level, level)
-        narrow = place.bytes(level, number)
-        add(part.kept + place.inputs(below, number), inputs=inputs, expensive=part.expensive + narrow)
-        pending.pop()
-    head = _image_loss(run, segments=True)
-    if mode != "none":  # a recomputed block does not keep its output
-        head += place.bytes(channels[0], number)
-    return Kept(0, tuple(blocks), head, tuple(recomputed), skips=tuple(skips), states=tuple(states))
-
-
-_LISTS: dict[Any, Callable[[_Run], Kept]] = {
-    TransformerConfig._target_: _decoder,
-    MoeTransformerConfig._target_: _decoder,
-    ConvNetConfig._target_: _convnet,
-    SegmenterConfig._target_: _convnet,
-    UNetConfig._target_: _unet,
-}

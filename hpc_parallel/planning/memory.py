@@ -37,9 +37,7 @@ NOT_AT_END = ("activations", "recomputation", "logits and loss")
 WORKSPACE_BYTES = 2**26  # of cuBLAS on a GPU, about: 32 MiB for each of its two kinds of product
 CONTEXT_BYTES = 2**29  # of CUDA, its libraries and NCCL on a GPU, about
 # How far plans were from the peaks that were counted on CPUs (tests/distributed/test_planned_peaks.py).
-COUNTED = {
-    "pipelines": (-0.11, 0.03), "mixtures of experts": (-0.16, 0.11), "models of images": (-0.19, 0.30),
-}  # fmt: skip
+COUNTED = {"pipelines": (-0.11, 0.03), "mixtures of experts": (-0.16, 0.11)}
 SLACK = 0.05  # about the share of the memory of torch's GPU allocator that is lost in gaps between blocks
 
 

@@ -23,7 +23,7 @@ from tests.parity import in_full
 from tests.workers import Workers
 
 TWO, FULL = "nodes=2", "training.activation_checkpointing=full"
-DECODER, PIPELINES, EXPERTS, IMAGES = "decoder", *COUNTED
+DECODER, PIPELINES, EXPERTS = "decoder", *COUNTED
 CASES = [
     (f"strategy=pipeline {TWO} strategy.schedule=1f1b", PIPELINES),
     (f"strategy=expert {TWO} model=moe_tiny", EXPERTS),
@@ -31,15 +31,10 @@ CASES = [
 MORE = [
     ("strategy=single", DECODER),
     ("strategy=single model=moe_tiny", EXPERTS),
-    ("strategy=single model=unet data=cells", IMAGES),
-    ("strategy=single model=convnet data=digits data.height=64 data.width=64", IMAGES),
-    ("strategy=single model=segmenter data=cells", IMAGES),
     (f"strategy=pipeline {TWO} strategy.schedule=gpipe", PIPELINES),
     (f"strategy=pipeline {TWO} strategy.schedule=interleaved", PIPELINES),
     (f"strategy=pipeline {TWO} {FULL}", PIPELINES),
-    (f"strategy=pipeline {TWO} model=unet data=cells", IMAGES),
     (f"strategy=expert {TWO} model=moe_tiny {FULL}", EXPERTS),
-    (f"strategy=tile {TWO} model=segmenter data=cells", IMAGES),
 ]
 ANNOUNCED = {DECODER: (-0.02, 0.02), **COUNTED}
 
