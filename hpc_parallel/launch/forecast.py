@@ -14,7 +14,6 @@ from typing import Any
 
 from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.layout import SPMD
-from hpc_parallel.config.model_bytes import trains
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.planning import memory
@@ -31,7 +30,7 @@ from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import ConfigError, alternatives
 from hpc_parallel.record.metrics_file import size
 
-STOP, OFF = "stop", "off"
+STOP = "stop"
 OF_THE_PROCESS = ("device context", "allocator slack")  # torch's peak memory leaves them out
 NEAR = 2  # the number of fitting layouts to suggest
 MINUTE_S = 60
@@ -53,7 +52,7 @@ def forecast(config: RunConfig, plan: Plan, *, user_folder: Path | None) -> Fore
     hardware = named_hardware(config.plan.hardware, user_folder=user_folder)
     if config.device == AUTO:
         config = replace(config, device=hardware.device.kind)
-    planned = memory.plan_fullest(config) if trains(config) else None
+    planned = memory.plan_fullest(config)
     times = None
     if not any(unplanned(config, plan.layout, hardware)):
         hardware = on_nodes_of(config, hardware)

@@ -12,11 +12,11 @@ from typing import Any
 
 from hpc_parallel.config.counts import is_reference_decoder
 from hpc_parallel.config.layout import DATAPARALLEL, Layout
+from hpc_parallel.config.model_bytes import HALF
 from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
 
 INDEX = 8  # bytes of an int64
-HALF = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ Each coefficient has an expected value. The fit minimises the sum of two parts: 
 of a time / `error`), linear above HUBER (Huber 1964), and the squares of (logarithm of a coefficient's change
 / tolerance). A coefficient that does not affect the times therefore keeps its expected value.
 
-The method is Levenberg-Marquardt on logarithms (Marquardt 1963). It needs no library, because there are few
-coefficients.
+The method is Levenberg-Marquardt on logarithms (Marquardt 1963).
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 ERROR, HUBER = 0.03, 1.0  # the relative error of a time; where outliers begin, in units of `error`
 ROUNDS, TRIES, ENOUGH = 25, 8, 0.01
@@ -47,7 +48,7 @@ def fit(
     """The fitted coefficients by name. planned_s: returns the planned times for given coefficients."""
     problem = _Problem(expected, measured_s, planned_s, error)
     point, curvature = problem.minimum()
-    variances = [row[at] for at, row in enumerate(_inverse(curvature))]
+    variances = [row[at] for at, row in enumerate(np.linalg.inv(curvature).tolist())]
     return {
         name: Fitted(math.exp(logarithm), math.sqrt(max(0.0, variance)))
         for name, logarithm, variance in zip(expected, point, variances, strict=True)
@@ -78,7 +79,7 @@ class _Problem:
         for _ in range(ROUNDS):
             curvature, gradient = self._model(point, residual)
             for _ in range(TRIES):
-                trial = _minus(point, _solved(_damped(curvature, damping), gradient))
+                trial = _minus(point, np.linalg.solve(_damped(curvature, damping), gradient).tolist())
                 trial_residual = self._residuals(trial)
                 cost = self._cost(trial_residual, trial)
                 if cost < best:
@@ -128,32 +129,3 @@ def _minus(one: Vector, other: Vector) -> Vector:
 
 def _damped(matrix: Matrix, damping: float) -> Matrix:
     return [[value * (1 + damping * (i == j)) for j, value in enumerate(row)] for i, row in enumerate(matrix)]
-
-
-def _solved(matrix: Matrix, right: Vector) -> Vector:
-    """The solution of a positive definite system (Cholesky)."""
-    lower = _cholesky(matrix)
-    size = len(right)
-    middle = [0.0] * size
-    for i in range(size):
-        middle[i] = (right[i] - sum(lower[i][k] * middle[k] for k in range(i))) / lower[i][i]
-    solution = [0.0] * size
-    for i in reversed(range(size)):
-        known = sum(lower[k][i] * solution[k] for k in range(i + 1, size))
-        solution[i] = (middle[i] - known) / lower[i][i]
-    return solution
-
-
-def _cholesky(matrix: Matrix) -> Matrix:
-    size = len(matrix)
-    lower = [[0.0] * size for _ in range(size)]
-    for i in range(size):
-        for j in range(i + 1):
-            rest = matrix[i][j] - sum(lower[i][k] * lower[j][k] for k in range(j))
-            lower[i][j] = math.sqrt(rest) if i == j else rest / lower[j][j]
-    return lower
-
-
-def _inverse(matrix: Matrix) -> Matrix:
-    units = [[float(i == j) for j in range(len(matrix))] for i in range(len(matrix))]
-    return [_solved(matrix, unit) for unit in units]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.checks.training_checks import OFF
-from hpc_parallel.config.counts import count
+from hpc_parallel.config.counts import count, sequence_length
 from hpc_parallel.config.holdings import sliced_over
 from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, servers
 from hpc_parallel.config.model_bytes import parameters, trains
@@ -50,7 +50,7 @@ def unplanned(config: RunConfig, layout: Layout, hardware: Hardware) -> Problems
     target = config.model.get("_target_") if isinstance(config.model, dict) else None
     if parameters(config) is None:
         yield f"model: the class {target} is not planned, only the reference decoders are. Try model=1b."
-    if sequence_of(config) is None:
+    if sequence_length(config) is None:
         yield "data: the length of a sequence is not known. Try data=text."
     if config.training.precision not in hardware.device.peak_flops:
         legal = tuple(name for name in hardware.device.peak_flops if name != FLOAT8)
@@ -69,12 +69,6 @@ def unsearched(config: RunConfig) -> Problems:
             "model: the layouts of a mixture of experts are not searched, because expert is not looked at. "
             "Try plan strategy=expert, and plan strategy=data."
         )
-
-
-def sequence_of(config: RunConfig) -> int | None:
-    """The tokens of one sample."""
-    length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
-    return length if isinstance(length, int) else None
 
 
 def work_of_run(config: RunConfig, *, model: ModelWeights | None = None) -> Work:
@@ -124,7 +118,7 @@ def _rounding(config: RunConfig) -> Rounding | None:
 
 def _blocks(config: RunConfig, layout: Layout, model: ModelWeights | None) -> tuple[int, ...]:
     """The number of blocks of each stage, as the run divides them."""
-    model = model or weights_of(config.model, sample_shape=(sequence_of(config) or 0,))
+    model = model or weights_of(config.model, sample_shape=(sequence_length(config) or 0,))
     assert model is not None  # the reference decoder
     return tuple(map(len, Division(config, layout, model).blocks))
 
@@ -177,7 +171,7 @@ def _decoder(config: RunConfig) -> DecoderSizes:
         kv_heads=sizes["kv_heads"],
         ffn_dim=sizes["columns"],
         vocabulary=sizes["vocabulary"],
-        sequence=sequence_of(config) or 0,
+        sequence=sequence_length(config) or 0,
         ffn_matrices=3,
         flash=True,
         tied=config.model["tied_head"],

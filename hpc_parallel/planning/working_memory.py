@@ -6,10 +6,10 @@ import math
 
 from hpc_parallel.config.holdings import Holding
 from hpc_parallel.config.layout import PARAMETER_SERVER, SPMD
-from hpc_parallel.config.model_bytes import LOSS_CHUNK_BYTES
+from hpc_parallel.config.model_bytes import HALF, LOSS_CHUNK_BYTES
 from hpc_parallel.config.model_weights import HEAD, STEM, Weight
 from hpc_parallel.config.schedules import schedule_of
-from hpc_parallel.planning.activations import HALF, casts_once, chunks_loss, types_of
+from hpc_parallel.planning.activations import casts_once, chunks_loss, types_of
 from hpc_parallel.planning.planned_state import Division
 
 MB = 2**20
