@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from hpc_parallel.config.schema import register
-from tests.parity import COMMON, Alone
-from tests.workers import Workers
+from tests.workers import Train, Workers
 
 pytest_plugins = ["tests.outcomes", "tests.affected"]
 pytest.register_assert_rewrite("chaos")  # tests/slurm/chaos.py contains assertions
@@ -71,6 +70,6 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
 
 
 @pytest.fixture(scope="session")
-def alone(workers: Workers) -> Alone:
-    """The reference of `tests/parity.py`: one device, trained once for each set of options."""
-    return functools.cache(lambda *options: workers.train("strategy=single", *COMMON, *options))
+def trained(workers: Workers) -> Train:
+    """The matrix: each layout is trained once, with everything recorded, and asked by all tests."""
+    return functools.cache(workers.train)

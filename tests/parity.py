@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.workers import Trained, Workers
+from tests.workers import Train, Trained
 
-STEPS = 5  # enough for an error of 1e-10; one case of each technique goes LONG
-LONG = ("training.steps=20", "training.validate_every=10")
-COMMON = (
+STEPS = 3  # enough for an error of 1e-10; in `make test-full` one case of each technique is LONG
+TRAINING = (
     f"training.steps={STEPS}",
     "training.log_every=1",
     f"training.validate_every={STEPS}",
     "training.validation_samples=19",  # its last batch is 3 of 16
     "training.checkpoint_every=null",
-    "training.measure_steps=0",  # slow; test_measure.py proves that it changes nothing
+    "training.measure_steps=1",  # the last step is counted; test_measure.py proves that it changes nothing
     "training.global_batch_size=16",
-    "data.sequence_length=32",
-    "data.max_bytes=400000",
-    "model.layers=4",
-    "model.dim=64",
-    "model.ffn_dim=160",
     "optimizer.warmup_steps=3",
 )
+COMMON = (
+    *TRAINING, "data.sequence_length=32", "data.max_bytes=400000", "model.layers=4", "model.dim=64",
+    "model.ffn_dim=160",
+)  # fmt: skip
+LONG = "float64, 20 steps"
 # Words of a layout that its reference on one device gets too.
 SHARED = (
     "model=", "model.", "data.", "training.global_batch_size", "training.steps", "training.validate_every",
 )  # fmt: skip
+TIED = ("training.precision=float64", "model.tied_head=true")
 EXACTNESS = {
-    # name: (precision, largest difference of losses, of weights, head)
-    "float32": ("float32", 1e-5, 1e-4, "tied"),
-    "float64": ("float64", 1e-10, 1e-10, "tied"),
-    "float64, untied head": ("float64", 1e-10, 1e-10, "untied"),
+    # name: (words, largest difference of losses, of weights)
+    "float32": (("training.precision=float32", "model.tied_head=true"), 1e-5, 1e-4),
+    "float64": (TIED, 1e-10, 1e-10),
+    "float64, untied head": (("training.precision=float64", "model.tied_head=false"), 1e-10, 1e-10),
+    LONG: ((*TIED, "training.steps=20", "training.validate_every=10"), 1e-10, 1e-10),
 }
-
-Alone = Callable[..., Trained]
-"""One device, trained once for each set of options (the fixture `alone`)."""
 
 
 def in_full(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
@@ -48,15 +46,12 @@ def in_full(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.full) for case in cases]
 
 
-def follow_one_device(
-    workers: Workers, alone: Alone, layout: tuple[str, ...], *, exactness: str = "float64"
-) -> Trained:
+def follow_one_device(trained: Train, layout: tuple[str, ...], *, exactness: str = "float64") -> Trained:
     """Train the transformer on `layout` and compare the curve, the weights and the validation with one
     device's; returns what the layout's run left."""
-    precision, losses, weights, head = EXACTNESS[exactness]
-    options = (f"training.precision={precision}", f"model.tied_head={str(head == 'tied').lower()}")
-    reference = alone(*options, *(word for word in layout if word.startswith(SHARED)))
-    split = workers.train(*COMMON, *options, *layout)
+    words, losses, weights = EXACTNESS[exactness]
+    shared = (word for word in layout if word.startswith(SHARED))
+    split, reference = trained(*COMMON, *words, *layout), trained(*COMMON, *words, "strategy=single", *shared)
     assert_follows(split, reference, losses=losses, weights=weights)
     return split
 

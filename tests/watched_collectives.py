@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 Seen = tuple[str, tuple[int, ...]]  # the kind of collective, and the ranks of its group; of a send both ends
 
 
-def watched(run_folder: str) -> Counter[Seen]:
-    """Run on each rank: its collectives in the step that a run counts, without those of no bytes."""
+@contextmanager
+def watched() -> Iterator[Counter[Seen]]:
+    """The collectives of this rank in the step that a run counts, without those of no bytes."""
     import torch.distributed as dist
 
     from hpc_parallel.profiling import measurement, traffic
-    from tests.workers import train_here
 
     seen: Counter[Seen] = Counter()
 
@@ -33,9 +36,5 @@ def watched(run_folder: str) -> Counter[Seen]:
             elif moved.sent or moved.received:
                 seen[kind, ranks] += 1
 
-    original, measurement.Traffic = measurement.Traffic, Watching  # type: ignore[misc]
-    try:
-        train_here(run_folder, {})
-    finally:
-        measurement.Traffic = original  # type: ignore[misc]
-    return seen
+    with mock.patch.object(measurement, "Traffic", Watching):
+        yield seen

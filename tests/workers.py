@@ -9,15 +9,19 @@ import os
 import shutil
 import signal
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 from multiprocessing.connection import Connection, wait
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.launch.prepare import PreparedRun
 from tests.composed import prepared
+from tests.watched_collectives import Seen, watched
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,16 +36,27 @@ MOST_JOBS = 10  # of a process: each leaves threads of gloo, which wake up a hun
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run left: its metrics lines, its first gradient and its weights by full name."""
+    """What a run left: its metrics lines, its first gradient and its weights by full name, and which ranks
+    exchanged what in the step that it counted."""
 
     lines: list[dict[str, Any]]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+    collectives: Counter[Seen]
     folder: Path
 
     @property
     def losses(self) -> list[float]:
         return [line["loss"] for line in self.lines]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return found
+
+
+Train = Callable[..., Trained]
+"""Trains each configuration once in a test run, for all tests that ask about it (the fixture `trained`)."""
 
 
 class Workers:
@@ -74,8 +89,12 @@ class Workers:
     def finish(self, run: PreparedRun, *, variables: Mapping[str, str] | None = None) -> Trained:
         """Train a prepared run to its end."""
         parts = self.run(run.processes, train_and_keep, str(run.folder.path), dict(variables or {}))
-        gradients, weights = (agreed(tensors) for tensors in zip(*parts, strict=True))
-        return Trained(lines=self.lines(run), gradients=gradients, weights=weights, folder=run.folder.path)
+        gradients, weights, seen = zip(*parts, strict=True)
+        return Trained(
+            lines=self.lines(run), gradients=agreed(gradients), weights=agreed(weights),
+            collectives=reduce(or_, seen),  # all members of a group see the same number
+            folder=run.folder.path,
+        )  # fmt: skip
 
     def lines(self, run: PreparedRun) -> list[dict[str, Any]]:
         """The metrics of a run."""
@@ -207,8 +226,8 @@ def train_here(run_folder: str, variables: Mapping[str, str]) -> dict[str, Tenso
 
 def train_and_keep(
     run_folder: str, variables: Mapping[str, str]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The same, after the gradient of the first step."""
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Counter[Seen]]:
+    """The same, after the gradient of the first step and before the collectives of the counted one."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -230,10 +249,10 @@ def train_and_keep(
         if not first:
             first.append(whole({name: p.grad for name, p in assembled.named_parameters().items()}))
 
-    trained = train(
-        TaskContext(config, values, folder, torch.device("cpu"), environment={}), on_gradients=keep
-    )
-    return first[0] if first else {}, whole(trained.named_parameters())
+    context = TaskContext(config, values, folder, torch.device("cpu"), environment={})
+    with watched() as seen:
+        trained = train(context, on_gradients=keep)
+    return first[0] if first else {}, whole(trained.named_parameters()), seen
 
 
 def do_here(run_folder: str) -> None:

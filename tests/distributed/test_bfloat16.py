@@ -10,8 +10,8 @@ import torch
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.strategies.working_weights import cast, cast_for_good, cast_weights
-from tests.parity import COMMON, Alone, in_full, largest_difference
-from tests.workers import Workers
+from tests.parity import COMMON, in_full, largest_difference
+from tests.workers import Train, Workers
 
 HALF = "training.precision=bfloat16"
 
@@ -69,11 +69,10 @@ LAYOUTS = ["strategy=data nodes=2", "strategy=pipeline nodes=2", "strategy=fsdp 
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[1], *in_full([(LAYOUTS[0],), (LAYOUTS[2],)])])
-def test_the_curve_is_that_of_one_device_in_bfloat16(workers: Workers, alone: Alone, layout: str) -> None:
+def test_the_curve_is_that_of_one_device_in_bfloat16(trained: Train, layout: str) -> None:
     """A bfloat16 has 8 bits, so one rounding is up to 2^-9. A mean over hundreds of tokens differs by less
     than one rounding of a single number, although layouts round in another order."""
-    reference = alone(HALF)
-    split = workers.train(*COMMON, HALF, *layout.split())
+    reference, split = (trained(*COMMON, HALF, *words.split()) for words in ("strategy=single", layout))
     assert largest_difference(split.losses, reference.losses) < 2**-9
     assert all(weight.dtype == torch.float32 for weight in split.weights.values())
 
@@ -97,22 +96,17 @@ def test_a_weight_that_another_kind_of_module_shares_stays_shared() -> None:
     assert model.get_parameter("head.weight") is stem.weight
 
 
-def test_activations_between_stages_have_two_bytes_a_number(workers: Workers) -> None:
-    sent = {}
-    for precision in ("float32", "bfloat16"):
-        run = workers.train(
-            *(word for word in COMMON if "measure_steps" not in word), "training.measure_steps=1",
-            f"training.precision={precision}", "strategy=pipeline", "nodes=2",
-        )  # fmt: skip
-        traffic = json.loads((run.folder / "summary.json").read_text())["traffic"]
-        sent[precision] = traffic["send"]
-    assert sent["bfloat16"] * 2 == sent["float32"]
+def test_activations_between_stages_have_two_bytes_a_number(trained: Train) -> None:
+    precisions = (HALF, "training.precision=float32")
+    runs = [trained(*COMMON, precision, *LAYOUTS[1].split()) for precision in precisions]
+    half, whole = (run.summary["traffic"]["send"] for run in runs)
+    assert half * 2 == whole
 
 
 @pytest.mark.parametrize("layout", ["strategy=single", *in_full([("strategy=pipeline nodes=2",)])])
 def test_inference_holds_cast_weights_and_equals_the_validation(workers: Workers, layout: str) -> None:
     """The weights come from the float32 weights of a training run."""
-    words = (*COMMON, HALF, "training.steps=3", "training.checkpoint_every=3", "training.validate_every=3")
+    words = (*COMMON, HALF, "training.checkpoint_every=3")
     trained = workers.train(*words, "strategy=single")
     asked = "task=infer", "task.batch_sizes=[4]", "task.repeats=1", f"weights={trained.folder}"
     inferred = workers.do(*words, *asked, *layout.split())

@@ -13,8 +13,8 @@ from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies import checkpointing
-from tests.parity import Alone, follow_one_device, in_full
-from tests.workers import Workers
+from tests.parity import follow_one_device, in_full
+from tests.workers import Train
 
 FULL, SELECTIVE = (f"training.activation_checkpointing={keeps}" for keeps in ("full", "selective"))
 TWO = ("nodes=2", "model.layers=2")
@@ -40,9 +40,9 @@ CASES = [*(layout for layout in LAYOUTS if layout not in IN_FULL), *in_full((lay
 
 
 @pytest.mark.parametrize("layout", CASES)
-def test_layout_follows_one_device(workers: Workers, alone: Alone, layout: str) -> None:
+def test_layout_follows_one_device(trained: Train, layout: str) -> None:
     """The reference keeps all its activations."""
-    follow_one_device(workers, alone, LAYOUTS[layout])
+    follow_one_device(trained, LAYOUTS[layout])
 
 
 class Alive(TorchDispatchMode):

@@ -22,8 +22,8 @@ from hpc_parallel.strategies import checkpointing, compiling, dropout, precision
 from hpc_parallel.strategies.dropout_shapes import whole_shapes
 from hpc_parallel.training.nonfinite_trace import trace
 from tests.dropout_models import Tokens
-from tests.parity import COMMON, EXACTNESS, Alone, assert_follows
-from tests.workers import Workers
+from tests.parity import COMMON, EXACTNESS, assert_follows
+from tests.workers import Train, Workers
 
 LAYOUTS = {
     "fsdp over 2, recomputing": ("float64", "strategy=fsdp", "training.activation_checkpointing=selective"),
@@ -42,10 +42,10 @@ def compiling_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Work
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_compiled_blocks_follow_one_device(compiling_workers: Workers, alone: Alone, layout: str) -> None:
+def test_compiled_blocks_follow_one_device(compiling_workers: Workers, trained: Train, layout: str) -> None:
     precision, *words = LAYOUTS[layout]
-    _, losses, weights, _ = EXACTNESS[precision]
-    options = (f"training.precision={precision}", "model.tied_head=true", "model.layers=2")
+    options, losses, weights = EXACTNESS[precision]
+    options += ("model.layers=2",)
     cache = compiling_workers.folder / "cache"
     variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
     before = set(cache.rglob("*.so"))
@@ -53,7 +53,7 @@ def test_compiled_blocks_follow_one_device(compiling_workers: Workers, alone: Al
         *COMMON, *options, *words, "nodes=2", "training.compile=true", variables=variables
     )
     assert set(cache.rglob("*.so")) > before  # it did compile
-    assert_follows(compiled, alone(*options), losses=losses, weights=weights)
+    assert_follows(compiled, trained(*COMMON, *options, "strategy=single"), losses=losses, weights=weights)
 
 
 class Prepared(torch.nn.Module):

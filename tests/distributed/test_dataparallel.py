@@ -14,16 +14,16 @@ from torch import nn
 from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.strategies import precision
 from hpc_parallel.strategies.dataparallel import ReplicaLocal, Threads, apply
-from tests.parity import COMMON, Alone, largest_difference
-from tests.workers import Workers
+from tests.parity import COMMON, EXACTNESS, largest_difference
+from tests.workers import Train, Workers
 
-SMALL = (*COMMON, "model.layers=2", "training.steps=3")
+SMALL = (*COMMON, "model.layers=2")
 
 
 def test_transfers_are_counted(workers: Workers) -> None:
     """On CPUs no weight is copied: tokens go out, logits come in, their gradients go out again."""
-    trained = workers.train("strategy=dataparallel", "gpus_per_node=4", "training.microbatch_size=2", *SMALL)
-    summary = json.loads((trained.folder / "summary.json").read_text())
+    words = ("strategy=dataparallel", "gpus_per_node=4", "training.microbatch_size=2", *SMALL)
+    summary = workers.train(*words).summary
     others = 16 * 3 / 4  # samples that are not the first device's
     tokens, logits = 32 * 8, 32 * 256 * 4  # bytes a sample
     assert summary["traffic_bytes"] == others * (tokens + 2 * logits)
@@ -103,9 +103,9 @@ def test_copies_of_a_module_compute_with_their_own_weights() -> None:
     assert ReplicaLocal().barrier is None
 
 
-def test_bfloat16_reaches_the_threads(workers: Workers, alone: Alone) -> None:
+def test_bfloat16_reaches_the_threads(trained: Train) -> None:
     """Autocast is a thread's own: the curve stays near float32's, and is not equal."""
     options = ("strategy=dataparallel", "gpus_per_node=2", "training.precision=bfloat16", "model.layers=2")
-    coarse = workers.train(*COMMON, *options)
-    fine = alone("training.precision=float32", "model.tied_head=true", "model.layers=2")
+    coarse = trained(*COMMON, *options)
+    fine = trained(*COMMON, *EXACTNESS["float32"][0], "strategy=single", "model.layers=2")
     assert 1e-6 < largest_difference(coarse.losses, fine.losses) < 2e-2

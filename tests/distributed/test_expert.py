@@ -23,12 +23,12 @@ from hpc_parallel.strategies.expert import ExpertReplicas
 from hpc_parallel.torch_internals import group_of, operator_arguments, operator_name
 from hpc_parallel.worker.session import Session
 from tests.composed import prepared
-from tests.parity import LONG, Alone, follow_one_device, in_full
-from tests.workers import Workers
+from tests.parity import LONG, follow_one_device, in_full
+from tests.workers import Train, Workers
 
 MODEL = ("model=moe_tiny", "model.layers=2", "model.ffn_dim=48", "model.balance=0.1")
 LAYOUTS = {
-    "expert over 2": ("strategy=expert", "nodes=2", *LONG),
+    "expert over 2": ("strategy=expert", "nodes=2"),
     "expert over 4, accumulating 4": ("strategy=expert", "nodes=4", "training.microbatch_size=1"),
     "expert over 2, one expert a token": ("strategy=expert", "nodes=2", "model.experts_per_token=1"),
     "replicate 2 x expert 2": (
@@ -63,17 +63,18 @@ SLOW = (
     "checkpointed",
     "replicate 2 x pipeline 2 x expert 2, zero bubble", "parameter server", "dataparallel",
     "experts in stages", "expert over 2, one expert a token", "pipeline 2 x expert 2", "experts in slices",
+    "expert over 4, accumulating 4",
 )  # fmt: skip
 CASES = [
     *((layout, "float64") for layout in LAYOUTS if layout not in SLOW),
     *in_full((layout, "float64") for layout in SLOW),
-    *in_full([("expert over 2", "float64, untied head")]),
+    *in_full(("expert over 2", exactness) for exactness in ("float64, untied head", LONG)),
 ]
 
 
 @pytest.mark.parametrize(("layout", "exactness"), CASES)
-def test_layout_follows_one_device(workers: Workers, alone: Alone, layout: str, exactness: str) -> None:
-    follow_one_device(workers, alone, (*MODEL, *LAYOUTS[layout]), exactness=exactness)
+def test_layout_follows_one_device(trained: Train, layout: str, exactness: str) -> None:
+    follow_one_device(trained, (*MODEL, *LAYOUTS[layout]), exactness=exactness)
 
 
 def _mixture(*, per_token: int, dtype: torch.dtype) -> tuple[MixtureOfExperts, Tensor]:

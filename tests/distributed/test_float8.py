@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity import COMMON, Alone, in_full, largest_difference
-from tests.workers import Workers
+from tests.parity import COMMON, in_full, largest_difference
+from tests.workers import Train
 
 HALF, TENSORWISE = "training.precision=bfloat16", "training.fp8=tensorwise"
 LONG = ("training.steps=30", "training.validate_every=30")
@@ -14,27 +14,27 @@ TOLERANCE = 0.01
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", *in_full([("rowwise",)])])
-def test_the_curve_is_that_of_bfloat16(alone: Alone, recipe: str) -> None:
-    reference, trained = alone(HALF, *LONG), alone(HALF, *LONG, f"training.fp8={recipe}")
+def test_the_curve_is_that_of_bfloat16(trained: Train, recipe: str) -> None:
+    words = ("strategy=single", *COMMON, HALF, *LONG)
+    reference, coarse = trained(*words), trained(*words, f"training.fp8={recipe}")
     assert reference.losses[-1] < 0.6 * reference.losses[0]
-    assert 0 < largest_difference(trained.losses, reference.losses) < TOLERANCE
-    means = [run.lines[-1]["validation_loss"] for run in (trained, reference)]
+    assert 0 < largest_difference(coarse.losses, reference.losses) < TOLERANCE
+    means = [run.lines[-1]["validation_loss"] for run in (coarse, reference)]
     assert abs(means[0] - means[1]) < TOLERANCE * means[1]
 
 
+WORDS = (*COMMON, HALF, TENSORWISE)
 LAYOUTS = ["strategy=data", "strategy=fsdp", "strategy=pipeline"]
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[1], *in_full([(LAYOUTS[0],), (LAYOUTS[2],)])])
-def test_a_layout_follows_one_device(workers: Workers, alone: Alone, layout: str) -> None:
+def test_a_layout_follows_one_device(trained: Train, layout: str) -> None:
     """Each rank has scales of its own; as powers of two they leave the bound of bfloat16 as it is."""
-    reference = alone(HALF, TENSORWISE)
-    split = workers.train(*COMMON, HALF, TENSORWISE, layout, "nodes=2")
+    reference, split = trained(*WORDS, "strategy=single"), trained(*WORDS, layout, "nodes=2")
     assert largest_difference(split.losses, reference.losses) < 2**-9
 
 
 @pytest.mark.full
-def test_recomputation_changes_nothing(workers: Workers, alone: Alone) -> None:
+def test_recomputation_changes_nothing(trained: Train) -> None:
     full = "training.activation_checkpointing=full"
-    again = workers.train(*COMMON, HALF, TENSORWISE, full, "strategy=single")
-    assert again.losses == alone(HALF, TENSORWISE).losses
+    assert trained(*WORDS, full, "strategy=single").losses == trained(*WORDS, "strategy=single").losses

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from tests.parity import COMMON, Alone, largest_difference
-from tests.workers import Workers, train_here
+from tests.parity import COMMON, EXACTNESS, STEPS, largest_difference
+from tests.workers import Train, Workers, train_here
 
 DATA = ("strategy=data", "nodes=2", "model.layers=2", "strategy.bucket_mb=0.05")
 COMPRESSED = (*DATA, "strategy.gradient_compression=bfloat16")
 
 
-def test_the_curve_stays_near_and_is_not_equal(workers: Workers, alone: Alone) -> None:
-    coarse = workers.train(*COMMON, *COMPRESSED, "training.microbatch_size=2")
-    fine = alone("training.precision=float32", "model.tied_head=true", "model.layers=2")
+def test_the_curve_stays_near_and_is_not_equal(trained: Train) -> None:
+    coarse = trained(*COMMON, *COMPRESSED, "training.microbatch_size=2")
+    fine = trained(*COMMON, *EXACTNESS["float32"][0], "strategy=single", "model.layers=2")
     assert 1e-5 < largest_difference(coarse.losses, fine.losses) < 1e-2
 
 
@@ -35,7 +35,6 @@ def _averaged_bytes(run_folder: str) -> tuple[int, int]:
 
 
 def test_half_the_bytes_are_averaged(workers: Workers) -> None:
-    steps = 3
-    run = workers.prepare(*COMMON, *COMPRESSED, f"training.steps={steps}")
+    run = workers.prepare(*COMMON, *COMPRESSED, "training.measure_steps=0")
     for averaged, weights in workers.run(2, _averaged_bytes, str(run.folder.path)):
-        assert averaged == steps * weights / 2
+        assert averaged == STEPS * weights / 2

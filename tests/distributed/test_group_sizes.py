@@ -13,16 +13,9 @@ from torch.nn import Parameter
 
 from hpc_parallel.config.exchanges import ALL_GATHER
 from hpc_parallel.strategies.gradients import local_gradients
-from tests.parity import COMMON
-from tests.watched_collectives import watched
-from tests.workers import Workers
-
-ONE_STEP = (
-    *(word for word in COMMON if not word.startswith("training.")),
-    "training.global_batch_size=16", "training.steps=3", "training.measure_steps=1",
-    "optimizer.warmup_steps=1",
-    "training.validate_every=null", "training.checkpoint_every=null",
-)  # fmt: skip
+from tests.distributed.test_parity import LAYOUTS
+from tests.parity import COMMON, TIED
+from tests.workers import Train, Workers
 
 
 def summed_norms() -> tuple[list[Tensor], int]:
@@ -53,14 +46,9 @@ def test_partial_gradients_of_whole_weights_are_added_up_at_once(workers: Worker
         assert calls == 1
 
 
-def gathers(workers: Workers, *words: str) -> int:
-    """All-gathers of weights in one step, on rank 0."""
-    run = workers.prepare(*ONE_STEP, *words)
-    by_rank = workers.run(run.processes, watched, str(run.folder.path))
-    return sum(count for (how, _), count in by_rank[0].items() if how == ALL_GATHER)
-
-
-def test_a_stage_gathers_its_weights_once_a_step(workers: Workers) -> None:
-    words = ("strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.shard=2")
-    few, many = (gathers(workers, *words, f"strategy.microbatches={count}") for count in (2, 8))
+def test_a_stage_gathers_its_weights_once_a_step(trained: Train) -> None:
+    """With 8 microbatches as with 2, on the first stage."""
+    words, shard = (*COMMON, *TIED, *LAYOUTS["pipeline 2 x shard 2"]), (0, 1)
+    runs = [trained(*words, *more) for more in ((), ("strategy.microbatches=8",))]
+    few, many = (run.collectives[ALL_GATHER, shard] for run in runs)
     assert few == many > 0

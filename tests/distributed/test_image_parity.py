@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from itertools import product
 from unittest.mock import patch
@@ -11,19 +10,16 @@ import pytest
 from torch import Tensor
 
 from hpc_parallel.strategies import channels_last
-from tests.parity import in_full, largest_difference, tensor_difference, weight_difference
-from tests.workers import Workers, agreed, train_here
-
-STEPS = 5
-LONG = ("training.steps=20", "training.validate_every=10")
-COMMON = (
-    f"training.steps={STEPS}",
-    "training.log_every=1",
-    f"training.validate_every={STEPS}",
-    "training.validation_samples=19",
-    "training.global_batch_size=16",
-    "optimizer.warmup_steps=3",
+from tests.parity import (
+    STEPS,
+    TRAINING,
+    in_full,
+    largest_difference,
+    tensor_difference,
+    weight_difference,
 )
+from tests.workers import Train, Trained, Workers, agreed, train_here
+
 NETS = {
     # 40 x 56 pixels halve to 5 x 7 places, which no grid divides
     "convnet": ("model=convnet", "data=digits", "model.channels=[8,16,16,24]",
@@ -66,7 +62,7 @@ LAYOUTS = {
     # 4 devices have 3, 3, 3 and 1 of the 10 classes
     "fsdp over 4": (("strategy=fsdp", "nodes=4"), 1),
     "hsdp 2 x 2": (("strategy=hsdp", "nodes=2", "gpus_per_node=2"), 1),
-    "tile 1 x 2": (("strategy=tile", "nodes=2", *LONG), 1),
+    "tile 1 x 2": (("strategy=tile", "nodes=2"), 1),
     "tile 2 x 1, accumulating 4": (
         ("strategy=tile", "nodes=2", "strategy.tile_grid=[2,1]", "training.microbatch_size=4"), 4,
     ),
@@ -109,7 +105,7 @@ SLOW = [
     "pipeline of 2, gpipe, one microbatch", "fsdp over 2, accumulating 4",
     "tensor over 2, whole logits, accumulating 4", "dataparallel over 2, accumulating 4",
     "server with 2 workers, accumulating 4", "tile 2 x 1, accumulating 4",
-    "tile 1 x 2 x replicate 2, accumulating 4",
+    "tile 1 x 2 x replicate 2, accumulating 4", "model of 2, accumulating 4",
 ]  # fmt: skip
 IN_FLOAT32 = [
     "data over 2", "dataparallel over 4", "server that works, over 2", "pipeline of 2", "fsdp over 4",
@@ -118,17 +114,17 @@ IN_FLOAT32 = [
 FLOAT64 = [*product(NETS, LAYOUTS, ["float64"]), *product(["convnet"], CLASSIFIER, ["float64"])]
 
 
-def _is_slow(case: tuple[str, str, str]) -> bool:
+def is_slow(case: tuple[str, str, str]) -> bool:
     """Techniques split a segmenter as they do a convnet; only its tiles differ, and a U-Net's stages."""
     net, layout, _ = case
     if net == "unet":
-        return layout not in ("tile 2 x 2", "pipeline of 2")
+        return layout != "pipeline of 2"
     return layout in SLOW or (net == "segmenter" and layout != "tile 2 x 2")
 
 
 CASES = [
-    *(case for case in FLOAT64 if not _is_slow(case)),
-    *in_full(case for case in FLOAT64 if _is_slow(case)),
+    *(case for case in FLOAT64 if not is_slow(case)),
+    *in_full(case for case in FLOAT64 if is_slow(case)),
     *in_full(product(["convnet"], IN_FLOAT32, ["float32"])),
     *in_full([("segmenter", "tile 2 x 2", "float32")]),
 ]
@@ -142,36 +138,28 @@ SWITCHES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def alone(workers: Workers):
-    """One device, trained once for each set of options."""
-    return functools.cache(lambda *options: workers.train("strategy=single", *COMMON, *options))
-
-
 @pytest.mark.parametrize(("net", "layout", "precision"), CASES)
-def test_layout_follows_one_device(workers: Workers, alone, net: str, layout: str, precision: str) -> None:
+def test_layout_follows_one_device(trained: Train, net: str, layout: str, precision: str) -> None:
     split, microbatches = LAYOUTS[layout]
     losses, weights = EXACTNESS[precision]
     options = (*NETS[net], f"training.precision={precision}")
-    follow(workers, alone, options, split, microbatches=microbatches, losses=losses, weights=weights)
+    follow(trained, options, split, microbatches=microbatches, losses=losses, weights=weights)
 
 
 @pytest.mark.parametrize(("net", "layout", "switch"), SWITCHES)
-def test_recomputed_blocks_follow_one_device(
-    workers: Workers, alone, net: str, layout: str, switch: str
-) -> None:
+def test_recomputed_blocks_follow_one_device(trained: Train, net: str, layout: str, switch: str) -> None:
     """Statistics over ranks, halos and plain BatchNorm once more, in step on all ranks, running ones once."""
     split, microbatches = LAYOUTS[layout]
     options = (*NETS[net], "training.precision=float64")
-    follow(workers, alone, options, (*split, switch), microbatches=microbatches, losses=1e-10, weights=1e-9)
+    follow(trained, options, (*split, switch), microbatches=microbatches, losses=1e-10, weights=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["zbv", *in_full([("looped_bfs",), ("dualpipev",)])])
-def test_two_stages_a_rank_follow_one_device(workers: Workers, alone, schedule: str) -> None:
+def test_two_stages_a_rank_follow_one_device(trained: Train, schedule: str) -> None:
     """Four blocks, and a BatchNorm whose gradients come in two halves."""
     options = (*NETS["convnet"], "training.precision=float64")
     split = ("strategy=pipeline", "nodes=2", "strategy.microbatches=4", f"strategy.schedule={schedule}")
-    follow(workers, alone, options, split, microbatches=4, losses=1e-10, weights=1e-9)
+    follow(trained, options, split, microbatches=4, losses=1e-10, weights=1e-9)
 
 
 IN_CHANNELS_LAST = [
@@ -187,14 +175,13 @@ IN_CHANNELS_LAST = [
 
 @pytest.mark.parametrize(("net", "layout"), IN_CHANNELS_LAST)
 def test_convolutions_in_the_order_of_gpus_follow_one_device(
-    workers: Workers, alone, net: str, layout: str
+    workers: Workers, trained: Train, net: str, layout: str
 ) -> None:
     """GPUs compute in channels_last; one device here does not."""
     split, microbatches = LAYOUTS[layout]
     options = (*NETS[net], "training.precision=float64")
-    length = (word for word in split if word.startswith(("training.steps", "training.validate_every")))
-    reference = alone(*options, f"training.microbatch_size={16 // microbatches}", *length)
-    run = workers.prepare(*COMMON, *options, *split)
+    reference = one_device(trained, options, microbatches=microbatches)
+    run = workers.prepare(*TRAINING, *options, *split)
     found = workers.run(run.processes, train_in_channels_last, str(run.folder.path))
     losses = [line["loss"] for line in workers.lines(run)]
     assert largest_difference(losses, reference.losses) < 1e-10
@@ -206,21 +193,18 @@ def train_in_channels_last(run_folder: str) -> dict[str, Tensor]:
         return train_here(run_folder, {})
 
 
+def one_device(trained: Train, options: tuple[str, ...], *, microbatches: int) -> Trained:
+    return trained(*TRAINING, *options, "strategy=single", f"training.microbatch_size={16 // microbatches}")
+
+
 def follow(
-    workers: Workers,
-    alone,
-    options: tuple[str, ...],
-    split: tuple[str, ...],
-    *,
-    microbatches: int,
-    losses: float,
+    trained: Train, options: tuple[str, ...], split: tuple[str, ...], *, microbatches: int, losses: float,
     weights: float,
-) -> None:
+) -> None:  # fmt: skip
     """Train on the layout `split` and compare with one device of as many microbatches."""
-    length = (word for word in split if word.startswith(("training.steps", "training.validate_every")))
-    reference = alone(*options, f"training.microbatch_size={16 // microbatches}", *length)
-    found = workers.train(*COMMON, *options, *split)
-    assert len(reference.losses) >= STEPS
+    reference = one_device(trained, options, microbatches=microbatches)
+    found = trained(*TRAINING, *options, *split)
+    assert len(reference.losses) == STEPS
     assert largest_difference(found.losses, reference.losses) < losses
     assert weight_difference(found, reference) < weights
     if (

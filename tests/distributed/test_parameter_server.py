@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from tests.parity import COMMON
 from tests.workers import Workers
 
-SMALL = (*COMMON, "model.layers=2", "training.steps=3")
+SMALL = (*COMMON, "model.layers=2")
 OPTIONS = {True: "strategy.dedicated_server=true", False: "strategy.dedicated_server=false"}
 
 
@@ -19,8 +18,8 @@ OPTIONS = {True: "strategy.dedicated_server=true", False: "strategy.dedicated_se
 def test_traffic_is_twice_the_weights_a_worker(workers: Workers, dedicated: bool, ranks: int) -> None:
     """Against 2(n-1)/n of the weights by each link of a ring over those who compute."""
     words = ("strategy=parameter_server", f"nodes={ranks}", OPTIONS[dedicated])
-    trained = workers.train(*words, *SMALL, "training.measure_steps=1")
-    summary = json.loads((trained.folder / "summary.json").read_text())
+    trained = workers.train(*words, *SMALL)
+    summary = trained.summary
     weights = 4 * sum(weight.numel() for weight in trained.weights.values())
     assert summary["traffic_bytes"] == 2 * weights * (ranks - 1)
     assert summary["traffic"] == {"send": summary["traffic_bytes"]}

@@ -7,33 +7,31 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import Any
 
 import pytest
 
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning.memory import plan
 from tests.composed import composed
-from tests.parity import in_full
-from tests.workers import Workers, train_here
+from tests.matrix import TEXTS, cases
+from tests.parity import COMMON, in_full
+from tests.workers import Train, Workers, train_here
 
-# As in test_memory: 2 and 4 devices can't have equal slices of every weight.
-MODEL = ("model.dim=132", "model.heads=2", "model.kv_heads=2", "model.ffn_dim=346", "data.max_bytes=300000")
-SHORT = (*MODEL, "training.steps=2", "training.global_batch_size=4", "training.validate_every=null",
-         "training.checkpoint_every=null", "training.measure_steps=0")  # fmt: skip
-BLOCK, EMBEDDING, NORM = 4 * 132 * 132 + 3 * 132 * 346 + 2 * 132, 256 * 132, 132
-WEIGHTS = EMBEDDING + 4 * BLOCK + NORM  # the head is tied
-TENSORS = 2 + 4 * 9  # each has a step count of AdamW, in float32
-FLOAT = 4
+FLOAT = 8
+EMBEDDING, NORM = 256 * 64, 64
 
 
-def summary(workers: Workers, *words: str) -> dict[str, Any]:
-    folder = workers.train(*SHORT, *words).folder
-    found = json.loads((folder / "summary.json").read_text())
-    planned = plan(resolve(composed(*SHORT, *words))[0])
-    assert planned is not None
-    assert found["rank_state_bytes"] == [vars(held.state) for held in planned.devices]
-    return found
+def block(ffn_dim: int = 160) -> int:
+    return 3 * 64 * 64 + 3 * 64 * ffn_dim + 2 * 64  # kv_heads are half of heads
+
+
+def whole(layers: int, *, ffn_dim: int = 160) -> int:
+    return EMBEDDING + layers * block(ffn_dim) + NORM  # the head is tied
+
+
+def tensors(layers: int) -> int:
+    """Each has a step count of AdamW, in float32."""
+    return 2 + layers * 9
 
 
 def held(weights: int, *, tensors: int) -> dict[str, int]:
@@ -41,62 +39,66 @@ def held(weights: int, *, tensors: int) -> dict[str, int]:
     return {
         "parameters": FLOAT * weights,
         "gradients": FLOAT * weights,
-        "optimizer": 2 * FLOAT * weights + FLOAT * tensors,
+        "optimizer": 2 * FLOAT * weights + 4 * tensors,
     }
 
 
-def test_a_replica_holds_all(workers: Workers) -> None:
-    found = summary(workers, "strategy=data", "nodes=2")
-    assert found["rank_state_bytes"] == [held(WEIGHTS, tensors=TENSORS)] * 2
+def test_a_replica_holds_all(trained: Train) -> None:
+    found = trained(*TEXTS["data over 2"]).summary
+    all_of_it = held(whole(4), tensors=tensors(4))
+    assert found["rank_state_bytes"] == [all_of_it] * 2
     assert len(found["rank_memory_bytes"]) == 2
     assert max(found["rank_memory_bytes"]) == found["peak_memory_bytes"]
-    assert min(found["rank_memory_bytes"]) > sum(held(WEIGHTS, tensors=TENSORS).values())
+    assert min(found["rank_memory_bytes"]) > sum(all_of_it.values())
 
 
-def test_a_shard_holds_its_part(workers: Workers) -> None:
-    """Rows are dealt out, so an uneven weight has one row more on the first rank."""
-    states = summary(workers, "strategy=fsdp", "nodes=2")["rank_state_bytes"]
-    for key, whole in held(WEIGHTS, tensors=2 * TENSORS).items():  # a step count on each rank
-        assert sum(state[key] for state in states) == whole
-        assert states[0][key] == pytest.approx(whole / 2, rel=0.01)
+def test_a_shard_holds_its_part(trained: Train) -> None:
+    """Rows are dealt out, so an uneven weight has more on the first ranks."""
+    states = trained(*TEXTS["fsdp over 3, slices of unequal size"]).summary["rank_state_bytes"]
+    for key, all_of_it in held(whole(2, ffn_dim=161), tensors=3 * tensors(2)).items():  # on each rank a count
+        assert sum(state[key] for state in states) == all_of_it
+        assert states[0][key] == pytest.approx(all_of_it / 3, rel=0.02)
 
 
-@pytest.mark.parametrize("dedicated", [True, *in_full([(False,)])])
-def test_a_worker_holds_no_optimizer_state(workers: Workers, dedicated: bool) -> None:
-    words = ("strategy=parameter_server", "nodes=3", f"strategy.dedicated_server={dedicated}".lower())
-    batch = "training.global_batch_size=6"
-    server, *others = summary(workers, *words, batch)["rank_state_bytes"]
-    assert server == held(WEIGHTS, tensors=TENSORS)
-    assert others == [{**held(WEIGHTS, tensors=TENSORS), "optimizer": 0}] * 2
+def test_a_worker_holds_no_optimizer_state(trained: Train) -> None:
+    words = TEXTS["server with 2 workers, small buckets"]
+    server, *others = trained(*words).summary["rank_state_bytes"]
+    assert server == held(whole(2), tensors=tensors(2))
+    assert others == [{**server, "optimizer": 0}] * 2
 
 
-def test_a_stage_holds_its_blocks(workers: Workers) -> None:
+def test_a_stage_holds_its_blocks(trained: Train) -> None:
     """The last stage has a copy of the tied weight."""
-    first, last = summary(workers, "strategy=pipeline", "nodes=2")["rank_state_bytes"]
-    assert first == held(EMBEDDING + 2 * BLOCK, tensors=1 + 18)
-    assert last == held(2 * BLOCK + NORM + EMBEDDING, tensors=2 + 18)
+    first, last = trained(*TEXTS["pipeline of 2 ranks, 1f1b"]).summary["rank_state_bytes"]
+    assert first == held(EMBEDDING + 2 * block(), tensors=1 + 18)
+    assert last == held(2 * block() + NORM + EMBEDDING, tensors=2 + 18)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "strategy=tensor nodes=2 model.tied_head=false",
-        *in_full([
-            ("strategy=fsdp nodes=2 optimizer=adafactor",),
-            ("strategy=tensor nodes=2 optimizer=muon",),
-            ("strategy=pipeline nodes=2 strategy.schedule=zbv",),
-        ]),
-    ],
-)  # fmt: skip
-def test_a_plan_knows_what_other_layouts_hold(workers: Workers, words: str) -> None:
-    """The gradient of an embedding that is split by rows is whole on each device (`summary` compares)."""
-    first, second = summary(workers, *words.split())["rank_state_bytes"]
-    assert first["parameters"] > 0 < second["parameters"]
+OTHERS = {
+    name: (*COMMON, *words.split())
+    for name, words in {
+        "untied, tensor": "strategy=tensor nodes=2 model.tied_head=false",
+        "adafactor": "strategy=fsdp nodes=2 optimizer=adafactor",
+        "muon": "strategy=tensor nodes=2 optimizer=muon",
+    }.items()
+}
+
+
+@pytest.mark.parametrize("layout", [*cases(TEXTS), *in_full((name,) for name in OTHERS)])
+def test_a_plan_knows_what_each_rank_holds(trained: Train, layout: str) -> None:
+    """The gradient of an embedding that is split by rows is whole on each device."""
+    words = (TEXTS | OTHERS)[layout]
+    planned = plan(resolve(composed(*words))[0])
+    assert planned is not None
+    summary = trained(*words).summary
+    states = [vars(held.state) for held in planned.devices]  # of dataparallel the process has the first
+    assert summary["rank_state_bytes"] == states[: summary["world_size"]]
+    assert all(state["parameters"] > 0 for state in states)
 
 
 def test_a_start_without_a_step_counts_nothing(workers: Workers) -> None:
     """A run that had done all of its steps is completed by a second start."""
-    words = (*SHORT, "strategy=single", "training.checkpoint_every=1")
+    words = (*COMMON, "strategy=single", "training.checkpoint_every=1")
     first, second = workers.train(*words), workers.prepare(*words)
     shutil.copytree(first.folder / "checkpoints", second.folder.checkpoints, dirs_exist_ok=True)
     workers.run(1, train_here, str(second.folder.path), {})

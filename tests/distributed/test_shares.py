@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from tests.parity import COMMON, Alone, assert_follows, follow_one_device, in_full
-from tests.workers import Workers
+from tests.parity import COMMON, assert_follows, follow_one_device, in_full
+from tests.workers import Train, Workers
 
 SHALLOW = ("model.layers=2",)
 FOUR = ("nodes=2", "gpus_per_node=2")
@@ -54,8 +50,8 @@ SEGMENTER = (
 
 
 @pytest.mark.parametrize("layout", [*FAST, *in_full([(layout,) for layout in LAYOUTS if layout not in FAST])])
-def test_shares_follow_one_device(workers: Workers, alone: Alone, layout: str) -> None:
-    follow_one_device(workers, alone, LAYOUTS[layout])
+def test_shares_follow_one_device(trained: Train, layout: str) -> None:
+    follow_one_device(trained, LAYOUTS[layout])
 
 
 @pytest.mark.parametrize(
@@ -73,10 +69,9 @@ def test_batch_norm_counts_the_samples_of_every_replica(workers: Workers, layout
     assert_follows(split, reference, losses=1e-10, weights=1e-10)
 
 
-def test_measured_shares_follow_one_device_and_are_recorded(workers: Workers, alone: Alone) -> None:
+def test_measured_shares_follow_one_device_and_are_recorded(trained: Train) -> None:
     layout = ("strategy=data", "nodes=2", "strategy.shares=measured", *SHALLOW)
-    trained = follow_one_device(workers, alone, layout)
-    shares = _summary(trained.folder)["shares"]
+    shares = follow_one_device(trained, layout).summary["shares"]
     assert len(shares) == 2
     assert max(shares) == 1.0
     assert min(shares) > 0.1  # two processes of one machine
@@ -93,8 +88,3 @@ def _weights_of(run_folder: str) -> list[str]:
     from tests.workers import train_here
 
     return list(train_here(run_folder, {}))
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    return summary
