@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -58,6 +59,7 @@ def _proofs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Comparisons with one device are recorded outside of this user's own cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(os, "fsync", lambda file: None)  # as in tests/preloaded.py
         yield
 
 

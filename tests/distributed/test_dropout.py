@@ -14,7 +14,7 @@ from tests.distributed.test_models_of_others import words_of
 from tests.parity import assert_follows, in_full, weight_difference
 from tests.workers import Workers
 
-STEPS = 5
+STEPS = 4
 COMMON = (
     f"training.steps={STEPS}", "training.log_every=1", f"training.validate_every={STEPS}",
     "training.validation_samples=8", "training.checkpoint_every=2", "training.measure_steps=0",
@@ -37,9 +37,10 @@ PIPELINE = "strategy=pipeline nodes=2 strategy.microbatches=4"
 CASES = [
     ("gpt", f"{PIPELINE} training.activation_checkpointing=full"),
     ("columns", "strategy=tensor nodes=2"),
-    ("maps", "strategy=tile nodes=2 gpus_per_node=2"),
+    ("maps", "strategy=tile nodes=2"),
 ]
 MORE = [
+    ("maps", "strategy=tile nodes=2 gpus_per_node=2"),
     ("gpt", f"{PIPELINE} strategy.schedule=interleaved_zero_bubble training.activation_checkpointing=full"),
     ("gpt", f"{PIPELINE} strategy.schedule=interleaved training.activation_checkpointing=selective"),
     ("gpt", "strategy=pipeline nodes=2 strategy.schedule=naive strategy.microbatches=2"),

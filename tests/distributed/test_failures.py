@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from hpc_parallel.record.safe_read import read_json
 from tests.composed import prepared
 from tests.distributed.test_local_launcher import HOST, AgentServer, agent_server, session
 from tests.parity import in_full, largest_difference, weight_difference
-from tests.workers import Workers, train_here
+from tests.workers import Train, Workers, train_here
 
 SMALL = (
     "device=cpu",
@@ -71,7 +70,10 @@ def failing(training_agents: AgentServer, tmp_path: Path) -> Failing:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("what", "place"), [("memory", "block 2"), ("backward", "block 2's backward pass")])
+@pytest.mark.parametrize(
+    ("what", "place"),
+    [*in_full([("memory", "block 2")]), ("backward", "block 2's backward pass")],
+)
 def test_out_of_memory_names_the_block(failing: Failing, what: str, place: str) -> None:
     found = failing(*PIPELINE, *harm(what, at=1, victim=1))
     assert re.fullmatch(
@@ -107,6 +109,7 @@ def test_a_skipped_collective_names_who_skipped_it(failing: Failing) -> None:
     assert found["details"]["missing"] == [2]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_rank_that_never_reports_is_named(failing: Failing) -> None:
     found = failing(*TWO, *QUICK, *harm("sleep", at=3, victim=1))
@@ -185,23 +188,27 @@ def test_problems_that_only_the_job_finds(failing: Failing) -> None:
     ("layout", "passes"),
     [
         (TWO, 1),
-        (("strategy=fsdp", "gpus_per_node=2"), 1),
         (PIPELINE, 4),
-        (("strategy=parameter_server", "gpus_per_node=3"), 1),
+        *in_full(
+            [
+                (("strategy=fsdp", "gpus_per_node=2"), 1),
+                (("strategy=parameter_server", "gpus_per_node=3"), 1),
+            ]
+        ),
     ],
 )
-def test_a_skipped_step_is_skipped_alike(workers: Workers, layout: tuple[str, ...], passes: int) -> None:
+def test_a_skipped_step_is_skipped_alike(trained: Train, layout: tuple[str, ...], passes: int) -> None:
     """Step 3 is harmed on the last rank, or on the one device: the same steps are learnt from."""
     skip = (*SMALL, "training.on_nonfinite=skip")
-    alone = workers.train("strategy=single", *skip, *harm("poison", at=3, victim=0))
-    split = workers.train(*layout, *skip, *harm("poison", at=2 * passes + 1, victim=1))
-    for trained in (alone, split):
-        assert [line["skipped_steps"] for line in trained.lines] == [0, 0, 1, 1, 1, 1]
-        assert [line["loss"] is None for line in trained.lines] == [False, False, True, False, False, False]
-        assert json.loads((trained.folder / "summary.json").read_text())["skipped_steps"] == 1
+    alone = trained("strategy=single", *skip, *harm("poison", at=3, victim=0))
+    split = trained(*layout, *skip, *harm("poison", at=2 * passes + 1, victim=1))
+    for run in (alone, split):
+        assert [line["skipped_steps"] for line in run.lines] == [0, 0, 1, 1, 1, 1]
+        assert [line["loss"] is None for line in run.lines] == [False, False, True, False, False, False]
+        assert run.summary["skipped_steps"] == 1
     kept = [0, 1, 3, 4, 5]
     assert all(math.isfinite(alone.losses[step]) for step in kept)
-    curves = [[trained.losses[step] for step in kept] for trained in (split, alone)]
+    curves = [[run.losses[step] for step in kept] for run in (split, alone)]
     assert largest_difference(*curves) < 1e-10
     assert weight_difference(split, alone) < 1e-10
 

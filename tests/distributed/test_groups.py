@@ -115,9 +115,9 @@ def mesh(name: str, *ranks: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]
 def test_strategies_of_one_axis(workers: Workers) -> None:
     """An axis of all ranks uses the default group, so that only saves have a group of their own."""
     model = (*TEXT, *FOUR, "model.heads=4", "model.kv_heads=4", "model.layers=4")
-    cases = [(*model, f"strategy={name}") for name in ("data", "fsdp", "tensor", "context", "model")]
+    cases = [(*model, f"strategy={name}") for name in ("fsdp", "model")]
     served = (*model, "strategy=parameter_server", "strategy.dedicated_server=false")
-    expected = [[SAVING]] * 4 + [[SAVING, ("tied ends", (0, 3))], [SAVING]]
+    expected = [[SAVING], [SAVING, ("tied ends", (0, 3))], [SAVING]]
     assert agreed(workers, *cases, served) == expected
 
 
@@ -137,7 +137,6 @@ def test_products(workers: Workers) -> None:
     cases = (
         (*TEXT, *FOUR, "strategy=hsdp"),
         (*TEXT, *FOUR, "strategy=hybrid"),
-        (*TEXT, *FOUR, "strategy=data", "strategy.context=2"),
         (*TEXT, *FOUR, "strategy=expert", "strategy.expert=2", "strategy.replicate=2", "model=moe_tiny"),
         (*IMAGES, *FOUR, "strategy=data", "strategy.tile=2"),
         (*TEXT, *FOUR, "strategy=data", "strategy.context=2", *INFER),
@@ -145,7 +144,6 @@ def test_products(workers: Workers) -> None:
     assert agreed(workers, *cases) == [
         [SAVING, *mesh("replicate", *outer), *mesh("shard", *inner)],
         [SAVING, *mesh("pipeline", *outer), *mesh("tensor", *inner)],
-        [SAVING, *mesh("replicate", *outer), *mesh("context", *inner)],
         [SAVING, *mesh("replicate", *outer), *mesh("expert", *inner)],
         [SAVING, *mesh("replicate", *outer), *mesh("tile", *inner)],
         [*mesh("replicate", *outer), *mesh("context", *inner)],
@@ -153,8 +151,8 @@ def test_products(workers: Workers) -> None:
 
 
 def test_ends_of_pipelines_come_last(workers: Workers) -> None:
-    layout = (*SIX, "strategy=pipeline", "strategy.pipeline=3", "strategy.tensor=2")
-    stages = (*mesh("pipeline", (0, 2, 4), (1, 3, 5)), *mesh("tensor", (0, 1), (2, 3), (4, 5)))
+    layout = (*SIX, "strategy=pipeline", "strategy.pipeline=3", "strategy.replicate=2")
+    stages = (*mesh("pipeline", (0, 2, 4), (1, 3, 5)), *mesh("replicate", (0, 1), (2, 3), (4, 5)))
     ends = [("tied ends", (0, 4)), ("tied ends", (1, 5))]
     assert agreed(workers, (*TEXT, *layout), (*TEXT, *layout, *INFER), (*TEXT, *layout, *GENERATE)) == [
         [("saving", (0, 1, 2, 3, 4, 5)), *stages, *ends],
@@ -174,7 +172,7 @@ def test_gradients_between_stages_have_a_group_in_two_way_schedules(workers: Wor
         [*axes],
         [SAVING, *axes],
     ]
-    three = (*SIX, "strategy=pipeline", "strategy.pipeline=3", "strategy.tensor=2", "model.layers=6")
+    three = (*SIX, "strategy=pipeline", "strategy.pipeline=3", "strategy.replicate=2", "model.layers=6")
     (made,) = agreed(workers, (*TEXT, *three, "strategy.schedule=interleaved"))
     assert [name for name, _ in made[-4:]] == ["gradients between stages"] * 2 + ["tied ends"] * 2
 

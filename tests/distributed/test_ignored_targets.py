@@ -35,11 +35,13 @@ WORDS = (
 LAYOUTS = (
     "strategy=data nodes=2 training.microbatch_size=2",
     "strategy=tensor nodes=2",
-    "strategy=pipeline nodes=2 gpus_per_node=2 strategy.pipeline=2 strategy.replicate=2",
-    "strategy=fsdp nodes=2 gpus_per_node=2 strategy.context=2",
+    "strategy=pipeline nodes=2",
+    "strategy=context nodes=2",
     "strategy=parameter_server nodes=3 strategy.dedicated_server=true",
     *in_full([
-        ("strategy=dataparallel gpus_per_node=2",), ("strategy=context nodes=2",), ("strategy=fsdp nodes=2",),
+        ("strategy=dataparallel gpus_per_node=2",), ("strategy=fsdp nodes=2",),
+        ("strategy=fsdp nodes=2 gpus_per_node=2 strategy.context=2",),
+        ("strategy=pipeline nodes=2 gpus_per_node=2 strategy.pipeline=2 strategy.replicate=2",),
         ("strategy=pipeline nodes=2 strategy.schedule=interleaved",),
         ("strategy=data nodes=2 strategy.shares=[1,3]",),
     ]),

@@ -135,7 +135,7 @@ def test_an_inference_writes_its_results(workers: Workers) -> None:
     assert summary["final_loss"] is None
 
 
-PAUSE_S = 0.05
+PAUSE_S = 0.03
 
 
 @pytest.mark.parametrize("layout", [("strategy=single",), ("strategy=pipeline", "nodes=2"),
@@ -143,7 +143,8 @@ PAUSE_S = 0.05
 def test_a_time_is_that_of_the_slowest_rank(workers: Workers, layout: Sequence[str]) -> None:
     """A head that takes its time: only the last stage knows, and in a pipeline it has microbatches to do."""
     slow = ("model._target_=tests.models.Slow", f"+model.pause_s={PAUSE_S}", "task.batch_sizes=[4]")
-    _, summary = read(workers.do(*COMMON, *TEXT, *layout, *slow, "training.microbatch_size=1"))
+    few = "training.validation_samples=4"
+    _, summary = read(workers.do(*COMMON, *TEXT, *layout, *slow, "training.microbatch_size=1", few))
     one, four = summary["batch_sizes"]
     replicas = one["batch_size"]
     assert one["latency_s"] > PAUSE_S

@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
+from tests.matrix import TEXTS
 from tests.parity import COMMON, in_full
-from tests.workers import Workers
+from tests.workers import Train, Workers
 
-LAYERS, DIM, HIDDEN, VOCABULARY, BATCH, LENGTH = 4, 64, 160, 256, 16, 32
+DIM, HIDDEN, VOCABULARY, BATCH, LENGTH = 64, 160, 256, 16, 32
 BLOCK = 3 * DIM * DIM + 3 * DIM * HIDDEN + 2 * DIM  # kv_heads are half of heads
-WEIGHTS = LAYERS * BLOCK + VOCABULARY * DIM + DIM
 ROOT = VOCABULARY * DIM + DIM  # what fully_shard keeps gathered from forward to backward
-FLOAT = 4  # bytes
+SHALLOW, DEEP = (layers * BLOCK + ROOT for layers in (2, 4))
+FLOAT = 8  # bytes
 SHORT = (*(word for word in COMMON if not word.startswith("training.")), "training.global_batch_size=16",
-         "training.steps=5", "training.validation_samples=32", "optimizer.warmup_steps=1",
-         f"model.layers={LAYERS}")  # fmt: skip
+         "training.steps=5", "training.validation_samples=32", "optimizer.warmup_steps=1")  # fmt: skip
 
 
 def summary(workers: Workers, *words: str) -> dict[str, Any]:
-    return json.loads((workers.train(*SHORT, *words).folder / "summary.json").read_text())
+    return workers.train(*SHORT, *words).summary
 
 
 def ring(ranks: int, amount: float) -> float:
@@ -32,46 +32,44 @@ def ring(ranks: int, amount: float) -> float:
     return (ranks - 1) * amount * FLOAT
 
 
-COMPILED = ("training.compile=true", "training.activation_checkpointing=full")
+NORM = 2 * ring(2, 1)  # of the gradient
 CLOSED_FORMS = {
-    ("strategy=single",): {},
-    ("strategy=single", *COMPILED): {},
-    ("strategy=data", "nodes=2"): {"all_reduce": 2 * ring(2, WEIGHTS)},
-    ("strategy=data", "nodes=2", *COMPILED): {"all_reduce": 2 * ring(2, WEIGHTS)},
-    ("strategy=data", "nodes=4"): {"all_reduce": 2 * ring(4, WEIGHTS)},
-    ("strategy=fsdp", "nodes=2"): {
-        "all_gather": ring(2, 2 * WEIGHTS - ROOT),
-        "reduce_scatter": ring(2, WEIGHTS),
-        "all_reduce": 2 * ring(2, 1),  # the gradient's norm
+    "one device": {},
+    "data over 2": {"all_reduce": 2 * ring(2, DEEP)},
+    "fsdp over 2": {
+        "all_gather": ring(2, 2 * SHALLOW - ROOT),
+        "reduce_scatter": ring(2, SHALLOW),
+        "all_reduce": NORM,
     },
-    ("strategy=fsdp", "nodes=2", "strategy.reshard=false"): {
-        "all_gather": ring(2, WEIGHTS),
-        "reduce_scatter": ring(2, WEIGHTS),
-        "all_reduce": 2 * ring(2, 1),
-    },
-    ("strategy=pipeline", "nodes=2", "model.tied_head=false"): {
+    "pipeline of 2 ranks, 1f1b": {
         "send": 2 * BATCH * LENGTH * DIM * FLOAT,  # there and back
-        "all_reduce": 2 * ring(2, 1),
+        "all_reduce": NORM + 2 * ring(2, VOCABULARY * DIM),  # and the tied weight's gradient
     },
-    ("strategy=pipeline", "nodes=2"): {
-        "send": 2 * BATCH * LENGTH * DIM * FLOAT,
-        "all_reduce": 2 * ring(2, 1 + VOCABULARY * DIM),  # and the tied weight's gradient
-    },
+}
+COMPILED = ("training.compile=true", "training.activation_checkpointing=full")
+MORE = {
+    "one device, compiled": ("one device", COMPILED, {}),
+    "data over 2, compiled": ("data over 2", COMPILED, CLOSED_FORMS["data over 2"]),
+    "data over 4": ("data over 4", (), {"all_reduce": 2 * ring(4, DEEP)}),
+    "fsdp over 2, gathered to the end": (
+        "fsdp over 2, gathered to the end", (),
+        CLOSED_FORMS["fsdp over 2"] | {"all_gather": ring(2, SHALLOW)},
+    ),
+    "untied stages": (
+        "pipeline of 2 ranks, 1f1b", ("model.tied_head=false",),
+        CLOSED_FORMS["pipeline of 2 ranks, 1f1b"] | {"all_reduce": NORM},
+    ),
 }  # fmt: skip
+CASES = [*((layout, (), form) for layout, form in CLOSED_FORMS.items()), *in_full(MORE.values())]
 
 
-FULL = [
-    ("strategy=data", "nodes=2", *COMPILED), ("strategy=data", "nodes=4"),
-    ("strategy=pipeline", "nodes=2", "model.tied_head=false"),
-]  # fmt: skip
-QUICK = [layout for layout in CLOSED_FORMS if layout not in FULL]
-
-
-@pytest.mark.parametrize("layout", [*QUICK, *in_full((layout,) for layout in FULL)], ids=" ".join)
-def test_traffic_is_the_closed_form(workers: Workers, layout: tuple[str, ...]) -> None:
-    found = summary(workers, *layout)
-    assert found["traffic"] == CLOSED_FORMS[layout]
-    assert found["traffic_bytes"] == sum(CLOSED_FORMS[layout].values())
+@pytest.mark.parametrize(("layout", "words", "form"), CASES)
+def test_traffic_is_the_closed_form(
+    trained: Train, layout: str, words: tuple[str, ...], form: dict[str, float]
+) -> None:
+    found = trained(*TEXTS[layout], *words).summary
+    assert found["traffic"] == form
+    assert found["traffic_bytes"] == sum(form.values())
     devices = found["world_size"]
     assert found["busiest_rank_traffic_bytes"] == 2 * found["traffic_bytes"] / devices  # all do alike
 
@@ -81,7 +79,7 @@ def test_watched_steps_do_not_count_in_the_speed(workers: Workers) -> None:
     assert [line["timed_steps"] for line in trained.lines] == [1, 1, 0, 0, 0, 1, 1]
     timed = [line["step_time_s"] for line in trained.lines]
     assert timed[2:5] == [timed[1]] * 3
-    found = json.loads((trained.folder / "summary.json").read_text())
+    found = trained.summary
     assert found["step_time_s"] == sorted((timed[1], *timed[5:]))[1]
     assert found["samples_per_s"] == pytest.approx(BATCH / found["step_time_s"])
 
@@ -91,11 +89,8 @@ def test_halos_of_tiles(workers: Workers) -> None:
     words = ("model=segmenter", "model.channels=[4,8]", "data=cells", "data.height=32", "data.width=16")
     trained = workers.train(*words, "strategy=tile", "nodes=2", "strategy.tile_grid=[2,1]",
                             "training.steps=3", "training.global_batch_size=16")  # fmt: skip
-    traffic = json.loads((trained.folder / "summary.json").read_text())["traffic"]
-    rows = (
-        1 * 16 + 2 * 4 * 8
-    )  # [channel x width] of each convolution's input: the image; forward and backward
-    assert traffic["all_to_all"] == 2 * BATCH * rows * FLOAT
+    rows = 1 * 16 + 2 * 4 * 8  # [channel x width] of each convolution's input: the image; both passes
+    assert trained.summary["traffic"]["all_to_all"] == 2 * BATCH * rows * 4
 
 
 def test_short_runs_measure_fewer_steps(workers: Workers) -> None:
@@ -119,15 +114,17 @@ def test_one_device_has_no_communication_time(workers: Workers) -> None:
 @pytest.mark.parametrize(
     ("options", "kinds"),
     [
-        (("strategy=pipeline", "strategy.schedule=1f1b"), ("forward", "backward")),
-        *in_full([(("strategy=model", "strategy.microbatches=4"), ("forward", "backward"))]),
+        *in_full([
+            (("strategy=pipeline", "strategy.schedule=1f1b"), ("forward", "backward")),
+            (("strategy=model", "strategy.microbatches=4"), ("forward", "backward")),
+        ]),
         (
             ("strategy=pipeline", "strategy.schedule=interleaved_zero_bubble"),
             ("forward", "backward", "weights"),
         ),
     ],
     ids=["1f1b", "naive", "zero bubble"],
-)
+)  # fmt: skip
 def test_a_pipelines_timeline_has_every_chunk_once(
     workers: Workers, options: tuple[str, ...], kinds: tuple[str, ...]
 ) -> None:
@@ -159,7 +156,7 @@ def test_a_pipelines_timeline_has_every_chunk_once(
             assert ends[stage + 1, "backward", m][1] < ends[stage, "backward", m][1] + together_s
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "pipeline", *in_full([("data",), ("tensor",)])])
+@pytest.mark.parametrize("strategy", ["pipeline", *in_full([("fsdp",), ("data",), ("tensor",)])])
 def test_measuring_changes_no_result(workers: Workers, strategy: str) -> None:
     words = (*SHORT, f"strategy={strategy}", "nodes=2", "model.layers=2", "training.log_every=1")
     watched, plain = (workers.train(*words, f"training.measure_steps={steps}") for steps in (2, 0))
@@ -371,8 +368,8 @@ def test_a_hidden_collective_is_not_seen(workers: Workers) -> None:
     assert early_s < SLEEP_S / 2
 
 
-def _moved(name: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes that this rank sends and receives in the collective `name` on 10 float32, of 3 ranks."""
+def _moved() -> dict[str, tuple[dict[str, int], dict[str, int]]]:
+    """Bytes that this rank sends and receives in each collective on 10 float32, of 3 ranks."""
     import torch
     import torch.distributed as dist
     from torch.distributed import _functional_collectives as functional
@@ -406,10 +403,13 @@ def _moved(name: str) -> tuple[dict[str, int], dict[str, int]]:
         ) + 1,
         "barrier": lambda: dist.barrier(),
     }  # fmt: skip
-    with Traffic() as traffic:
-        jobs[name]()
-    jobs[name]()  # not counted any more
-    return dict(+traffic.sent), dict(+traffic.received)
+    found = {}
+    for name, job in jobs.items():
+        with Traffic() as traffic:
+            job()
+        job()  # not counted any more
+        found[name] = dict(+traffic.sent), dict(+traffic.received)
+    return found
 
 
 EVENLY = [(80, 80)] * 3
@@ -435,9 +435,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_each_collective_counts(workers: Workers, name: str) -> None:
-    kind, expected = KINDS[name]
-    found = workers.run(3, _moved, name)
-    assert [(sent.get(kind, 0), received.get(kind, 0)) for sent, received in found] == expected
-    assert all({*sent, *received} <= {kind} for sent, received in found)
+def test_each_collective_counts(workers: Workers) -> None:
+    by_rank = workers.run(3, _moved)
+    for name, (kind, expected) in KINDS.items():
+        found = [of_rank[name] for of_rank in by_rank]
+        assert [(sent.get(kind, 0), received.get(kind, 0)) for sent, received in found] == expected, name
+        assert all({*sent, *received} <= {kind} for sent, received in found), name

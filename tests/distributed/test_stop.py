@@ -51,13 +51,15 @@ def stops_after(signals: dict[int, list[int]], last: int) -> tuple[int, str | No
 @pytest.mark.parametrize(
     ("signals", "heeded"),
     [
-        ({2: [signal.SIGUSR2]}, "SIGUSR2"),
-        *in_full([({0: [signal.SIGTERM]}, "SIGTERM")]),
+        *in_full([
+            ({2: [signal.SIGUSR2]}, "SIGUSR2"),
+            ({0: [signal.SIGTERM]}, "SIGTERM"),
+            ({rank: [signal.SIGTERM, signal.SIGTERM] for rank in range(4)}, "SIGTERM"),
+        ]),
         ({0: [signal.SIGUSR2], 3: [signal.SIGTERM]}, "SIGTERM"),
-        ({rank: [signal.SIGTERM, signal.SIGTERM] for rank in range(4)}, "SIGTERM"),
         ({1: [signal.SIGINT]}, "SIGINT"),
     ],
-)
+)  # fmt: skip
 def test_all_ranks_stop_after_the_same_step(
     workers: Workers, signals: dict[int, list[int]], heeded: str
 ) -> None:
@@ -134,7 +136,7 @@ def test_all_ranks_stop_when_the_time_limit_is_near_for_a_save(workers: Workers)
 
 
 def test_without_a_request_no_rank_stops(workers: Workers) -> None:
-    assert workers.run(2, stops_after, {}, 400) == [(400, None)] * 2
+    assert workers.run(2, stops_after, {}, 250) == [(250, None)] * 2
 
 
 @pytest.mark.full  # test_chaos.py preempts a real Slurm job
