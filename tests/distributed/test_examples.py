@@ -66,6 +66,7 @@ def test_the_model_equals_one_device(folder: Path) -> None:
     assert re.search(r"^(\d+) rows in float64: \1 equal\.", typed(folder, "parity"), re.MULTILINE)
 
 
+@pytest.mark.full
 def test_the_notebook(folder: Path) -> None:
     """Its cells in order, in one process; two replicas follow one device."""
     cells = json.loads((folder / "notebook.ipynb").read_text())["cells"]

@@ -76,10 +76,10 @@ def generated(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "generated.jsonl").read_text().splitlines()]
 
 
-# `make test` proves one layout of each technique, and one pair.
+# `make test` proves one layout of each technique.
 IN_FULL = (
     "pipeline 2 x tensor 2", "pipeline of 4", "pipeline of 2, interleaved in training", "fsdp over 2",
-    "pipeline 2 x replicate 2",
+    "pipeline 2 x replicate 2", "replicate 2 x tensor 2",
 )  # fmt: skip
 CASES = [*(layout for layout in LAYOUTS if layout not in IN_FULL), *in_full((layout,) for layout in IN_FULL)]
 
@@ -144,6 +144,7 @@ def test_tokens_before_the_difference_are_those_of_one_device(workers: Workers) 
     assert "LooksBack equals one device on one device for texts of 16 tokens" in comparison(folder)
 
 
+@pytest.mark.full  # test_huggingface_parity.py has it by the library's own model
 def test_a_model_that_looks_its_positions_up(workers: Workers) -> None:
     """GPT-2 learns a weight a position: a module that only asks where it is, and keeps nothing."""
     pytest.importorskip("transformers")

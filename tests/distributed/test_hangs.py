@@ -85,6 +85,7 @@ def test_a_rank_stuck_in_the_data_loader(agents: AgentServer, tmp_path: Path) ->
         assert "most recent call first" in (folder.logs / f"rank-{rank}.stacks").read_text()
 
 
+@pytest.mark.full
 def test_a_stopped_rank(agents: AgentServer, tmp_path: Path) -> None:
     folder = hang(agents, tmp_path, stop=True)
     failure = read_json(folder.failure)

@@ -139,8 +139,7 @@ def _reads_from_the_device(run_folder: str) -> int:
     [
         ("single", 1),
         ("pipeline", 2),
-        ("fsdp", 2),
-        *in_full([("data", 2), ("dataparallel", 2), ("parameter_server", 3), ("tensor", 2)]),
+        *in_full([("fsdp", 2), ("data", 2), ("dataparallel", 2), ("parameter_server", 3), ("tensor", 2)]),
     ],
 )
 def test_steps_read_nothing_back_from_the_device(workers: Workers, strategy: str, devices: int) -> None:

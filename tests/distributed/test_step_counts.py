@@ -22,8 +22,7 @@ MICROBATCHES = 2
 BATCH = "training.global_batch_size={}".format
 OWN_TEXT = [word for word in TINY if not word.startswith("training.microbatch_size")]
 QUICK = (
-    "hsdp 2x2", "hybrid 2x2", "tensor 2 whole", "parameter_server 4", "context 2 ring", "pipeline 2 zbv",
-    "images 2", "tile 2x2",
+    "hybrid 2x2", "parameter_server 4", "context 2 ring", "pipeline 2 zbv", "tile 2x2",
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from hpc_parallel.strategies import batch_norm, halo, tile, tile_layers, tile_ma
 from tests.parity import in_full
 from tests.workers import Workers
 
-GRIDS = [(1, 2), (2, 1), (2, 2)]
+GRIDS = [(2, 2), *in_full([((1, 2),), ((2, 1),)])]
 
 
 @dataclass(frozen=True)
