@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from chaos import DATA, EVERY, JOB, PATIENCE_S, Case
+from chaos import DATA, JOB, PATIENCE_S, Case
 from test_jobs import read
 
 from hpc_parallel.slurm.jobs import ENDED
@@ -16,24 +16,7 @@ from hpc_parallel.slurm.jobs import ENDED
 pytestmark = [pytest.mark.slurm, pytest.mark.chaos]
 
 
-def test_preempted_and_then_a_rank_is_killed(case: Case) -> None:
-    """Two harms of `make chaos` in one training: what `make test` has time for."""
-    job = case.submit(*DATA, "launcher.max_restarts=1")
-    case.until_started(1)
-    case.reach(5, 20)
-    case.preempt(job)
-    case.until_started(2)
-    case.reach(25, 40)
-    case.signal_rank(1, signal.SIGKILL)
-    assert case.ended(job) == "COMPLETED"
-    case.assert_completed(restarts=2, lost=(0, 2 * EVERY))
-    case.assert_said(job, rf"preempted by Slurm: saved at step \d+; requeued as job {job}")
-    case.assert_said(job, r"rank 1 on n2 failed first: killed by SIGKILL; 1 follower")
-    case.assert_said(job, rf"requeued as job {job}")
-
-
-@pytest.mark.chaos_slow
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.chaos_slow)])
 def test_preempted(case: Case, times: int) -> None:
     job = case.submit(*DATA)
     for start, (low, high) in enumerate([(5, 20), (25, 40)][:times], start=1):

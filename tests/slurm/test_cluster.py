@@ -117,6 +117,7 @@ def test_batch_jobs_reach_the_other_hosts(cluster: Cluster, tmp_path: Path) -> N
     assert sorted(names.read_text().split()) == list(cluster.hosts)
 
 
+@pytest.mark.full
 def test_an_urgent_job_preempts_and_requeues(cluster: Cluster, no_grace: None, tmp_path: Path) -> None:
     restarts = tmp_path / "restarts"
     script = f"echo ${{SLURM_RESTART_COUNT:-0}} >> {restarts}; sleep 600"

@@ -13,7 +13,7 @@ import pytest
 from cluster import clusters, unavailable_reason
 from test_jobs import wait_for
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 
 def test_a_test_that_hangs_leaves_nothing(tmp_path: Path) -> None:

@@ -445,6 +445,7 @@ def last_step(folder: Path) -> int:
     return len(losses(folder))
 
 
+@pytest.mark.full
 def test_a_rank_that_never_arrives_is_named_with_its_host(site: Site) -> None:
     words = ("strategy=data", "nodes=2", *SMALL, "cluster.start_timeout_s=6", "run_dir=absent")
     following = site.follow(*words)

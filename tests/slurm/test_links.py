@@ -13,7 +13,7 @@ from test_jobs import SMALL, Site, losses, read, wait_for
 
 from tests.workers import Workers
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 CUT = "n4"
 
@@ -23,7 +23,6 @@ def site(cluster: Cluster, tmp_path: Path) -> Site:
     return Site(cluster, tmp_path)
 
 
-@pytest.mark.full
 def test_a_link_cut_for_a_moment_changes_nothing(site: Site, workers: Workers) -> None:
     # float64: over so many steps float32 would make the order of sums visible
     words = (*SMALL, "training.steps=120", "training.precision=float64")

@@ -14,6 +14,7 @@ from cluster import Cluster
 from test_jobs import Site, only_run, read
 from test_starts import words_of
 
+from tests.parity import in_full
 from tests.scripts.loops import CLIENTS, losses_alone, printed_losses
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -27,26 +28,6 @@ def site(cluster: Cluster, tmp_path: Path) -> Site:
     return Site(cluster, tmp_path)
 
 
-def test_the_loss_curve_of_two_hosts_equals_that_of_one_process(site: Site) -> None:
-    done = site.run("nodes=2", "launcher=slurm", "launcher.wait=true", "--", "ddp.py", "--steps", "8")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "of 0 steps" not in done.stdout
-    assert "completed\n" in done.stdout
-    folder = only_run(site)
-    summary = read(folder, "summary.json")
-    (job_id,) = summary["job_ids"]
-    record = site.record(job_id)
-    assert (record["JobState"], record["NumNodes"], record["NumTasks"]) == ("COMPLETED", "2", "2")
-    assert (summary["outcome"], summary["world_size"]) == ("completed", 2)
-    environment = read(folder, "environment.json")
-    hosts = {rank["host"] for rank in environment["ranks"]}
-    assert len(hosts) == 2
-    assert hosts <= set(site.cluster.hosts)
-    assert environment["fabric"]["GLOO_SOCKET_IFNAME"] == "fabric0"
-    curve = json.loads((site.home / "losses.json").read_text())  # where the command was typed
-    assert curve == pytest.approx(losses_alone("ddp.py", "--steps", "8"), rel=1e-5)
-
-
 @pytest.mark.parametrize("start", ["ranks", pytest.param("torchrun", marks=pytest.mark.full)])
 def test_a_failing_rank_is_named_with_its_host_and_line(start: str, site: Site) -> None:
     words = ("nodes=2", "launcher=slurm", "launcher.wait=true", f"script.start={start}")
@@ -57,6 +38,7 @@ def test_a_failing_rank_is_named_with_its_host_and_line(start: str, site: Site) 
     assert read(only_run(site), "summary.json")["outcome"] == "failed"
 
 
+@pytest.mark.full
 def test_a_sweep_is_an_array_in_which_each_run_has_its_own_arguments(site: Site) -> None:
     words = ("-m", "nodes=2", "launcher=slurm", "sweep.wait=true", "script.arguments.seed=1,2")
     done = site.run(*words, "script.working_directory={run}", "--", "ddp.py", "--steps", "3")
@@ -66,6 +48,7 @@ def test_a_sweep_is_an_array_in_which_each_run_has_its_own_arguments(site: Site)
     assert sorted(curves) == [pytest.approx(curve, rel=1e-5) for curve in sorted(expected)]
 
 
+@pytest.mark.full
 def test_a_single_file_with_its_own_checkpoint_runs_and_a_killed_rank_is_named(site: Site) -> None:
     words = ("nodes=2", "launcher=slurm", "launcher.wait=true", "launcher.max_restarts=0")
     done = site.run(*words, "run_dir=whole", "--", "nano.py", "--out_dir={run}/out", "--max_iters=10")
@@ -95,10 +78,10 @@ OWN_TORCHRUN = (
     ("words", "before", "logs"),
     [
         (("script.start=torchrun", "script.torchrun=[--max-restarts=0]"), (), 4),
-        pytest.param(("script.start=node",), OWN_TORCHRUN, 2, marks=pytest.mark.full),
+        *in_full([(("script.start=node",), OWN_TORCHRUN, 2), (("script.start=ranks",), (), 4)]),
     ],
 )
-def test_a_launcher_on_each_node_starts_the_ranks(
+def test_the_loss_curve_of_two_hosts_equals_that_of_one_process(
     site: Site, words: tuple[str, ...], before: tuple[str, ...], logs: int
 ) -> None:
     line = (*words, "nodes=2", "gpus_per_node=2", "launcher=slurm", "launcher.wait=true", "--", *before)
@@ -107,9 +90,15 @@ def test_a_launcher_on_each_node_starts_the_ranks(
     folder = only_run(site)
     assert len(list((folder / "logs").glob("rank-*.out"))) == logs
     assert printed_losses(folder) == pytest.approx(losses_alone("ddp.py", "--steps", "4"), rel=1e-5)
-    hosts = {rank["host"] for rank in read(folder, "environment.json")["ranks"]}
+    curve = json.loads((site.home / "losses.json").read_text())  # where the command was typed
+    assert curve == pytest.approx(printed_losses(folder), rel=1e-5)
+    environment, summary = read(folder, "environment.json"), read(folder, "summary.json")
+    hosts = {rank["host"] for rank in environment["ranks"]}
     assert len(hosts) == 2, hosts
-    assert site.record(read(folder, "summary.json")["job_ids"][0])["NumTasks"] == "4" if logs == 4 else "2"
+    assert words[0] != "script.start=ranks" or environment["fabric"]["GLOO_SOCKET_IFNAME"] == "fabric0"
+    assert (summary["outcome"], summary["world_size"]) == ("completed", logs)
+    record = site.record(*summary["job_ids"])
+    assert (record["JobState"], record["NumNodes"], record["NumTasks"]) == ("COMPLETED", "2", str(logs))
 
 
 @pytest.mark.parametrize("start", ["openmpi", pytest.param("mpich", marks=pytest.mark.full)])
@@ -179,7 +168,8 @@ while job_context.restarts == 0:
 """
 
 
-@pytest.mark.parametrize("signal", ["USR2", pytest.param("TERM", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("signal", ["USR2", "TERM"])
 def test_ranks_on_two_hosts_stop_at_the_same_step_and_the_job_starts_again(site: Site, signal: str) -> None:
     """As before the time limit, and at a preemption: Slurm signals every process of the step."""
     (site.home / "agrees.py").write_text(AGREES)

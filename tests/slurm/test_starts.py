@@ -17,7 +17,7 @@ from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.run_folder import RunFolder
 from tests.workers import Workers
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.full, pytest.mark.timeout(600)]
 
 ROOT = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 PROGRAM = {"openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich"}
@@ -45,7 +45,6 @@ def words_of(start: str, site: Site) -> list[str]:
     return ["cluster.start=mpirun", f"launcher.setup=['{ROOT}','export PATH={wrapper.parent}:$PATH']"]
 
 
-@pytest.mark.full
 def test_the_line_of_the_guide_starts_the_ranks(site: Site, workers: Workers) -> None:
     """`mpirun -np 4 python -m hpc_parallel.worker RUN_FOLDER` in an allocation, on a folder made before."""
     if shutil.which(PROGRAM["openmpi"], path="/usr/bin:/bin") is None:
@@ -69,13 +68,7 @@ def test_the_line_of_the_guide_starts_the_ranks(site: Site, workers: Workers) ->
     assert hosts == ["n1", "n1", "n2", "n2"]
 
 
-FULL = pytest.mark.full
-
-
-@pytest.mark.parametrize(
-    "start",
-    ["openmpi", *(pytest.param(start, marks=FULL) for start in ("torchrun", "mpich", "pmi2", "pmix"))],
-)
+@pytest.mark.parametrize("start", ["openmpi", "torchrun", "mpich", "pmi2", "pmix"])
 def test_each_start_reaches_the_same_world(start: str, site: Site, workers: Workers) -> None:
     words = ("strategy=hybrid", "nodes=2", "gpus_per_node=2", *SMALL, "run_dir=run", "launcher.wait=true")
     done = site.run(*words, *words_of(start, site))
@@ -90,7 +83,6 @@ def test_each_start_reaches_the_same_world(start: str, site: Site, workers: Work
     assert hosts[0] == hosts[1]  # a node's ranks are neighbours
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("start", ["torchrun", "openmpi", "mpich"])
 def test_signals_and_deaths(start: str, site: Site) -> None:
     """The signal before a time limit saves and requeues; a killed rank is named."""
