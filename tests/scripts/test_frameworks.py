@@ -15,5 +15,5 @@ pytestmark = [pytest.mark.full, pytest.mark.processes, pytest.mark.timeout(1200)
 
 @pytest.mark.parametrize("client", CLIENTS, ids=named)
 def test_a_framework_resumes_after_a_kill_and_equals_one_process(client: Client, home: Path) -> None:
-    start = partial(run, home, "launcher=local", timeout_s=900)
+    start = partial(run, home, "launcher=local")
     resumes_and_equals_one_process(client, start=start, home=home)

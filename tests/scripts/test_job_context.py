@@ -284,6 +284,7 @@ def test_nccl_names_the_rank_that_is_behind_and_all_stacks_are_kept(home: Path) 
     assert json.loads((only_run(home) / "failure.json").read_text())["kind"] == "hang"
 
 
+@pytest.mark.full
 def test_the_processes_of_each_rank_are_measured(home: Path) -> None:
     (home / "script.py").write_text("""
 import subprocess, sys, time
