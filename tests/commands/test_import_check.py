@@ -17,6 +17,7 @@ from hpc_parallel.run import main as run
 from hpc_parallel.user_code import described, failure_of
 from hpc_parallel.worker import data_check
 from tests.composed import prepared
+from tests.parity import in_full
 from tests.unit.test_snapshot import git
 
 SCRIPT = ("launcher=script", "launcher.snapshot=false")
@@ -158,6 +159,7 @@ def test_a_model_that_the_layout_can_not_split_is_refused_before_a_submission(
     assert run([*SCRIPT, "model._target_=small.Bigram", "dry_run=true"]) == 0
 
 
+@pytest.mark.full
 def test_a_table_of_local_layouts_is_built_by_this_python(here: Path) -> None:
     """A local run ignores the modules of the site, and the Python of a job."""
     (here / "little.py").write_text(BIGRAM)
@@ -227,18 +229,17 @@ class Bigram(LayeredModel):
     [
         (["model._target_=mine.Bigram"],
          "NameError: name 'wdth' is not defined (mine.py:8), raised by mine.Bigram (model)"),
-        (["data=dataset", "data.dataset._target_=points.Points", "+data.dataset.width=3"],
-         "TypeError: got an unexpected keyword argument 'width', raised by points.Points (data.dataset)."),
-        (["training.callbacks=[{_target_:torn.Note}]"],
-         "SyntaxError: '(' was never closed (torn.py:2), raised by torn.Note (training.callbacks[0])."),
-        (["optimizer=custom", "optimizer._target_=torn.Sgd"],
-         "SyntaxError: '(' was never closed (torn.py:2), raised by torn.Sgd (optimizer)."),
-        (["+optimizer.groups.slow={match:['*'],_target_:torn.Sgd}"],
-         "SyntaxError: '(' was never closed (torn.py:2), raised by torn.Sgd (optimizer.groups.slow)."),
-        (["optimizer.schedule=torn.warm"],
-         "SyntaxError: '(' was never closed (torn.py:2), raised by torn.warm (optimizer.schedule)."),
+        *in_full([
+            (["data=dataset", "data.dataset._target_=points.Points", "+data.dataset.width=3"],
+             "TypeError: got an unexpected keyword argument 'width', raised by points.Points "
+             "(data.dataset)."),
+            (["training.callbacks=[{_target_:torn.Note}]"],
+             "SyntaxError: '(' was never closed (torn.py:2), raised by torn.Note (training.callbacks[0])."),
+            (["optimizer=custom", "optimizer._target_=torn.Sgd"],
+             "SyntaxError: '(' was never closed (torn.py:2), raised by torn.Sgd (optimizer)."),
+        ]),
     ],
-    ids=["a name of the model", "an argument of the data", "callback", "optimizer", "group", "schedule"],
+    ids=["a name of the model", "an argument of the data", "callback", "optimizer"],
 )  # fmt: skip
 def test_a_run_on_this_machine_is_refused_too_and_leaves_no_folder(
     here: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
@@ -289,12 +290,14 @@ LABELLED = ["data=dataset", "data.dataset._target_=mypoints.Labelled"]
         (["data.dataset._target_=mypoints.Points"],
          "AttributeError: 'Points' object has no attribute 'modulo' (mypoints.py:17), raised by sample 87 of "
          "Points (training)"),
-        (["+data.dataset.count=0"],
-         "AssertionError: no points (mypoints.py:7), raised by mypoints.Labelled (data)"),
-        (["+data.dataset.count=1"], "Labelled has 1 samples: too few for two parts."),
-        (["+data.dataset.file=missing"],
-         "FileNotFoundError: [Errno 2] No such file or directory: 'missing' (mypoints.py:8), raised by "
-         "mypoints.Labelled (data)"),
+        *in_full([
+            (["+data.dataset.count=0"],
+             "AssertionError: no points (mypoints.py:7), raised by mypoints.Labelled (data)"),
+            (["+data.dataset.count=1"], "Labelled has 1 samples: too few for two parts."),
+            (["+data.dataset.file=missing"],
+             "FileNotFoundError: [Errno 2] No such file or directory: 'missing' (mypoints.py:8), raised by "
+             "mypoints.Labelled (data)"),
+        ]),
     ],
     ids=["a sample", "the constructor", "the number of samples", "a file"],
 )  # fmt: skip

@@ -87,6 +87,7 @@ def reported(place: Path) -> str:
     return (place / "report" / "report.csv").read_text()
 
 
+@pytest.mark.full
 def test_odd_configurations_and_timelines(pair: Path, tmp_path: Path) -> None:
     """One run each, all in one report: drawing is what takes time."""
     for place, (key, value) in enumerate(CONFIG):

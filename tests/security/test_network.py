@@ -444,6 +444,7 @@ class _Counted:
         return counted
 
 
+@pytest.mark.full
 def test_a_rank_needs_as_many_operations_in_every_world(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def test_curves_are_compared_where_both_have_a_loss() -> None:
     assert largest_difference({1: 2.0, 10: 1.0}, {1: 2.0, 2: 9.0, 10: 1.25}) == pytest.approx(0.2)
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_the_costs_of_a_world_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `make bench` measures them; their seconds say nothing beside other tests."""

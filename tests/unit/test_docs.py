@@ -99,7 +99,8 @@ class AcceptedError(Exception):
 
 def checked(line: str) -> Any:
     """A case of the test below. The pages' own classes are imported in a process, as the job imports them."""
-    marks = [pytest.mark.processes] if re.search("--config-dir .*(model|data)=", line) else []
+    imports = [text for text in CHECKED if re.search("--config-dir .*(model|data)=", text)]
+    marks = [pytest.mark.processes, *([pytest.mark.full] * (line not in imports[:2]))] * (line in imports)
     return pytest.param(*CHECKED[line], id=line, marks=marks)
 
 

@@ -175,6 +175,7 @@ def test_rows_that_are_no_multiple_of_16_keep_bfloat16() -> None:
     assert not torch.equal(float8.tensorwise(nn.Linear.forward, layer, torch.cat([x[:, :4]] * 4)), layer(x))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_code_gives_the_same(recipe: str) -> None:
     layer, x = nn.Linear(32, 48, dtype=torch.bfloat16), numbers(2, 16, 32, spread=1.0)

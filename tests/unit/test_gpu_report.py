@@ -10,7 +10,6 @@ import pytest
 
 from tests.gpu.report import parts
 from tests.gpu.report.markdown import page
-from tests.parity import in_full
 
 pytestmark = pytest.mark.processes
 
@@ -25,7 +24,8 @@ def dry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPC_PARALLEL_TEST_DEVICE", "cpu")
 
 
-@pytest.mark.parametrize("letters", [QUICK, *in_full((letter,) for letter in SLOW)])
+@pytest.mark.full
+@pytest.mark.parametrize("letters", [QUICK, *SLOW])
 def test_each_part_works_on_the_cpu(letters: str, tmp_path: Path) -> None:
     outcomes = parts.run_parts(list(letters), tmp_path, total_s=1000)
     assert {outcome.letter: outcome.error for outcome in outcomes} == dict.fromkeys(letters)

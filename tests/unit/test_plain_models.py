@@ -19,6 +19,7 @@ from hpc_parallel.worker import verify
 from hpc_parallel.worker.loss_check import check_loss
 from hpc_parallel.worker.small_model import build_small
 from tests.composed import prepared
+from tests.parity import in_full
 from tests.plain_models import Large, SharedNet, TableNet
 
 SEED = 5
@@ -84,7 +85,7 @@ def test_what_cuts_a_model_is_refused_with_what_it_needs(axis: str) -> None:
     assert str(found).startswith(f"{start} a LayeredModel, with ")
 
 
-@pytest.mark.parametrize("axis", ["replicate", "shard"])
+@pytest.mark.parametrize("axis", ["replicate", *in_full([("shard",)])])
 def test_what_does_not_cut_it_has_no_problem(axis: str) -> None:
     own = ("~model", "+model={_target_: tests.plain_models.TableNet}")
     config = prepared("launcher=local", "nodes=2", "strategy=data", *own).config
@@ -175,7 +176,6 @@ def test_its_small_copy_is_built_without_the_large_one(monkeypatch: pytest.Monke
         ("1f1b", Layout(shard=2), []),
         ("interleaved_zero_bubble", Layout(pipeline=2), []),
         ("interleaved_zero_bubble", Layout(replicate=2), [4]),
-        ("interleaved_zero_bubble", Layout(shard=2), [4]),
     ],
 )
 def test_a_small_copy_for_its_gradients_is_built_only_if_they_are_compared(

@@ -31,9 +31,9 @@ ALL_TO_ALL, GATHER = (f"strategy.context_attention={kind}" for kind in ("all_to_
 CASES = [
     f"strategy=hybrid {EIGHT} strategy.tensor=2",
     f"strategy=fsdp {FOUR} strategy.context=2 {FULL}",
-    f"strategy=pipeline {FOUR} strategy.pipeline=2 strategy.replicate=2 strategy.schedule=interleaved",
 ]
 MORE = [
+    f"strategy=pipeline {FOUR} strategy.pipeline=2 strategy.replicate=2 strategy.schedule=interleaved",
     f"strategy=context {FOUR} {ALL_TO_ALL}",
     f"strategy=data {TWO}",
     f"strategy=data {TWO} strategy.gradient_compression=bfloat16 training.precision=float32",

@@ -11,6 +11,7 @@ from hpc_parallel.data.dataset import as_data
 from hpc_parallel.worker.position_check import mixes_positions
 from hpc_parallel.worker.small_model import SmallRun, build_small
 from tests.composed import prepared
+from tests.parity import in_full
 
 SMALL = ("launcher=local", "device=cpu", "data.max_bytes=100000", "model.dim=16", "model.ffn_dim=16",
          "model.heads=4", "model.kv_heads=2", "model.layers=2")  # fmt: skip
@@ -21,8 +22,7 @@ SMALL = ("launcher=local", "device=cpu", "data.max_bytes=100000", "model.dim=16"
     [
         ("LooksBack", 64, "strategy=context", True),
         ("LooksBack", 16, "strategy=context", False),  # no sample reaches 20 positions back
-        ("LooksBack", 64, "strategy=data", False),  # no sequence is split
-        ("Decided", 64, "strategy=context", False),
+        *in_full([("LooksBack", 64, "strategy=data", False), ("Decided", 64, "strategy=context", False)]),
     ],
 )
 def test_positions_that_are_mixed_far_apart_are_found(

@@ -125,6 +125,7 @@ def test_one_that_answers_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     assert job_state(Job("7")).state == "TIMEOUT"
 
 
+@pytest.mark.full
 def test_a_late_answer_of_accounting_gives_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue answers, and has forgotten the job: it is gone only where accounting says so, too."""
     assert job_state(Job("7")).state == FORGOTTEN
