@@ -125,8 +125,9 @@ def assemble(
         parts, config=config, batch=batch, mesh=mesh, device=device, trains=trains, chunked=chunked
     )
     loss_scale = scale_of(parts, config=config, device=device)
-    loss = loss_of(model, mesh=mesh, options=config.strategy)
-    metrics = metrics_of(model, mesh=mesh, options=config.strategy)
+    of_floats = partial(precision.of_floats, precision=config.training.precision)
+    loss = of_floats(loss_of(model, mesh=mesh, options=config.strategy))
+    metrics = of_floats(metrics_of(model, mesh=mesh, options=config.strategy))
     if chunked:
         dtype = precision.HALF.get(config.training.precision)
         fuses = config.training.compile and device.type == "cuda"  # on a CPU, compiling does not pay off
@@ -332,10 +333,8 @@ def prepare(part: LayeredModel, *, config: RunConfig, mesh: DeviceMesh, device: 
     checkpointing.apply(part, keeps=training.activation_checkpointing, compiled=training.compile)
     if training.compile:
         compiling.apply(part, memory_budget=training.memory_budget, whole=training.compile_whole)
-    slices = slicing_axis(mesh) is not None
-    if not slices or training.precision == "float16":  # norms and the like need more range than float16 has
-        precision.apply(part, precision=training.precision, device_type=device.type)
-    if slices:
+    precision.apply(part, precision=training.precision, device_type=device.type)
+    if slicing_axis(mesh) is not None:
         shard.apply(
             part, mesh=data_mesh(mesh), options=config.strategy, precision=training.precision,
             staged=axis_of(mesh, "pipeline") is not None,

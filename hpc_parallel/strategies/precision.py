@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
+from torch import Tensor
 
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.replace_forward import replace_forward
@@ -11,16 +15,33 @@ WEIGHTS = {
     "float32": torch.float32, "bfloat16": torch.float32, "float16": torch.float32, "float64": torch.float64,
 }  # fmt: skip
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+Sums = TypeVar("Sums")
 
 
 def apply(model: LayeredModel, *, precision: str, device_type: str) -> LayeredModel:
     """Run the forward pass of `model` under autocast if `precision` is bfloat16 or float16.
 
     Weights, gradients and optimizer state stay float32 (Micikevicius et al. 2018). Only the forward pass is
-    wrapped, because autocast must not cover the backward passes of a pipeline's schedule.
+    wrapped, because autocast must not cover the backward passes of a pipeline's schedule. fully_shard gathers
+    weights in half precision, but a model's own buffers stay float32, and products need one dtype.
     """
     if precision in HALF:
         autocast = torch.autocast(device_type, dtype=HALF[precision])
         technique = precision.capitalize()
         replace_forward(model, autocast(lambda original, *inputs: original(*inputs)), technique=technique)
     return model
+
+
+def of_floats(function: Callable[[Any, Tensor], Sums], *, precision: str) -> Callable[[Any, Tensor], Sums]:
+    """Returns `function(output, target)`, a loss or metrics, for outputs in half precision.
+
+    It gets them in float32: a sum over a batch overflows float16 at 65,504, and has 3 digits in bfloat16.
+    """
+    return function if precision not in HALF else lambda output, target: function(_float(output), target)
+
+
+def _float(output: Any) -> Any:
+    """A tensor, or a tuple of them; indices keep their dtype."""
+    if isinstance(output, tuple):
+        return tuple(map(_float, output))
+    return output.float() if output.is_floating_point() else output

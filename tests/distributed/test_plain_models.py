@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.parity import STEPS, assert_follows, in_full
+from tests.parity import STEPS, assert_follows, in_full, largest_difference
 from tests.workers import Trained, Workers
 
 COMMON = (
@@ -52,3 +52,34 @@ def test_layout_follows_one_device(workers: Workers, one_device: Alone, model: s
     split = workers.train(*words_of(model), *LAYOUTS[layout].split())
     microbatches = 2 if "accumulating" in layout and model == "TableNet" else 1
     assert_follows(split, one_device(model, microbatches), losses=1e-10, weights=1e-9)
+
+
+MANY_TOKENS = (
+    "data.sequence_length=128",
+    "training.global_batch_size=128",
+    "training.steps=3",
+    "training.loss_scale=64",
+)
+ROUNDING = {"bfloat16": 2**-9, "float16": 2**-12}
+HALVES = [("fsdp 2", "bfloat16"), ("fsdp 2", "float16")]
+
+
+@pytest.fixture(scope="module")
+def in_float32(workers: Workers) -> Trained:
+    words = (*words_of("SharedNet"), *MANY_TOKENS)
+    return workers.train("strategy=single", *words, "training.precision=float32")
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [*HALVES, *in_full((name, precision) for name in LAYOUTS for precision in ROUNDING
+                       if (name, precision) not in HALVES)],
+)  # fmt: skip
+def test_half_precision_is_near_float32(
+    workers: Workers, in_float32: Trained, layout: str, precision: str
+) -> None:
+    """SharedNet multiplies by a buffer, which stays float32, and the loss is above the largest float16."""
+    split = workers.train(
+        *words_of("SharedNet"), *MANY_TOKENS, *LAYOUTS[layout].split(), f"training.precision={precision}"
+    )
+    assert largest_difference(split.losses, in_float32.losses) < ROUNDING[precision]
