@@ -115,13 +115,23 @@ def readable(reader: CheckpointReader, state: StateDict) -> StateDict:
     }
 
 
-def optimizer_sizes(reader: CheckpointReader) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Size and type of each tensor of the optimizer's state in a checkpoint, by its name in that state."""
-    return {
-        name.removeprefix(OPTIMIZER): (entry.size, entry.properties.dtype)
-        for name, entry in reader.entries.items()
-        if name.startswith(OPTIMIZER) and isinstance(entry, TensorStorageMetadata)
+def optimizer_sizes(reader: CheckpointReader) -> dict[str, tuple[torch.Size, torch.dtype | None]]:
+    """Size and type of each tensor of the optimizer's state in a checkpoint, by its name in that state.
+
+    None: the type of the weight, which may be another one in this run. Counts of steps keep their type.
+    """
+    entries = {
+        name: entry for name, entry in reader.entries.items() if isinstance(entry, TensorStorageMetadata)
     }
+    sizes: dict[str, tuple[torch.Size, torch.dtype | None]] = {}
+    for full_name, entry in entries.items():
+        if full_name.startswith(OPTIMIZER):
+            name = full_name.removeprefix(OPTIMIZER)
+            weight, _, key = name.rpartition("/")
+            dtype = entry.properties.dtype
+            follows = key != "step" and dtype == entries[f"weights/{weight}"].properties.dtype
+            sizes[name] = entry.size, None if follows else dtype
+    return sizes
 
 
 def random_names(reader: CheckpointReader) -> list[str]:

@@ -118,10 +118,10 @@ class ModelOptimizer:
             if isinstance(value, Tensor)
         }
 
-    def create_state(self, sizes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+    def create_state(self, sizes: Mapping[str, tuple[torch.Size, torch.dtype | None]]) -> None:
         """Create state of these sizes and types, by the names of `state`, for a checkpoint to fill.
 
-        Names of weights whose state other ranks keep are left out.
+        Without a type, it has that of its weight. Names of weights whose state other ranks keep are left out.
         """
         by_weight: defaultdict[str, list[str]] = defaultdict(list)
         for name in sizes:
@@ -130,7 +130,8 @@ class ModelOptimizer:
             (group,) = update.optimizer.param_groups
             for name, weight in update.weights.items():
                 for full_name in by_weight[name]:
-                    value = _zeros(*sizes[full_name], like=weight, group=group)
+                    size, dtype = sizes[full_name]
+                    value = _zeros(size, dtype or weight.dtype, like=weight, group=group)
                     update.optimizer.state[weight][full_name.rpartition("/")[2]] = value
 
 

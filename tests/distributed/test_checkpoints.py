@@ -11,6 +11,7 @@ import pytest
 
 from hpc_parallel.record.attempts import starts
 from hpc_parallel.record.checkpoint_index import complete
+from hpc_parallel.strategies.precision import WEIGHTS
 from tests.parity import in_full, largest_difference, weight_difference
 from tests.workers import Train, Trained, Workers
 
@@ -106,6 +107,31 @@ def test_a_convnet_goes_on_with_its_running_statistics(
     assert_goes_on(resumed, reference)
     losses = [run.lines[-1]["validation_loss"] for run in (resumed, reference)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layout", "before", "after"),
+    [
+        ("adamw", "single", "float64", "float32"),
+        *in_full(
+            [
+                ("adamw", "tensor 2", "float32", "float64"),
+                ("adamw", "fsdp 4", "float64", "bfloat16"),
+                ("muon", "fsdp 4", "float32", "float64"),
+            ]
+        ),
+    ],
+)
+def test_a_run_goes_on_in_another_precision(
+    workers: Workers, runs: Callable[..., Trained], optimizer: str, layout: str, before: str, after: str
+) -> None:
+    """The weights have another type, so the optimizer's state has too."""
+    words = (*TRANSFORMER, f"optimizer={optimizer}")
+    wrote = runs(*words, "strategy=single", f"training.precision={before}")
+    resumed = go_on(workers, wrote.folder, *words, *LAYOUTS[layout], f"training.precision={after}")
+    rounding = 2**-9 if after == "bfloat16" else 1e-5
+    assert largest_difference(resumed.losses, wrote.losses[HALF:]) < rounding
+    assert {weight.dtype for weight in resumed.weights.values()} == {WEIGHTS[after]}
 
 
 def go_on(workers: Workers, wrote: Path, *words: str) -> Trained:
