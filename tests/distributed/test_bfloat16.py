@@ -10,7 +10,7 @@ import torch
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.strategies.working_weights import cast, cast_for_good, cast_weights
-from tests.parity import COMMON, in_full, largest_difference
+from tests.parity import COMMON, SHARED, in_full, largest_difference
 from tests.workers import Train, Workers
 
 HALF = "training.precision=bfloat16"
@@ -65,14 +65,34 @@ def test_the_gradient_of_a_cast_is_that_of_torch() -> None:
     assert torch.equal(weights[0].grad, weights[1].grad)
 
 
-LAYOUTS = ["strategy=data nodes=2", "strategy=pipeline nodes=2", "strategy=fsdp nodes=2"]
+TWO, FOUR = "nodes=2", "nodes=2 gpus_per_node=2"
+PIPELINE = f"strategy=pipeline {TWO}"
+LAYOUTS = [
+    f"strategy=data {TWO}",
+    f"strategy=fsdp {TWO}",
+    f"strategy=hsdp {FOUR}",
+    f"strategy=tensor {TWO}",
+    f"strategy=tensor {FOUR} strategy.tensor=2 strategy.shard=2",
+    f"strategy=pipeline {TWO} strategy.schedule=interleaved_zero_bubble strategy.stages_per_rank=2",
+    f"strategy=hybrid {FOUR}",
+    f"strategy=model {TWO}",
+    f"strategy=context {TWO}",
+    f"strategy=context {TWO} strategy.context_attention=gather",
+    f"strategy=context {TWO} strategy.context_attention=all_to_all",
+    f"strategy=expert {TWO} model=moe_tiny",
+    f"strategy=expert {FOUR} strategy.expert=2 strategy.replicate=2 model=moe_tiny",
+    "strategy=parameter_server nodes=3",
+    "strategy=dataparallel gpus_per_node=2",
+]
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[1], *in_full([(LAYOUTS[0],), (LAYOUTS[2],)])])
+@pytest.mark.parametrize("layout", [PIPELINE, *in_full((layout,) for layout in LAYOUTS)])
 def test_the_curve_is_that_of_one_device_in_bfloat16(trained: Train, layout: str) -> None:
     """A bfloat16 has 8 bits, so one rounding is up to 2^-9. A mean over hundreds of tokens differs by less
     than one rounding of a single number, although layouts round in another order."""
-    reference, split = (trained(*COMMON, HALF, *words.split()) for words in ("strategy=single", layout))
+    shared = (word for word in layout.split() if word.startswith(SHARED))
+    reference = trained(*COMMON, HALF, "strategy=single", *shared)
+    split = trained(*COMMON, HALF, *layout.split())
     assert largest_difference(split.losses, reference.losses) < 2**-9
     assert all(weight.dtype == torch.float32 for weight in split.weights.values())
 
@@ -98,15 +118,22 @@ def test_a_weight_that_another_kind_of_module_shares_stays_shared() -> None:
 
 def test_activations_between_stages_have_two_bytes_a_number(trained: Train) -> None:
     precisions = (HALF, "training.precision=float32")
-    runs = [trained(*COMMON, precision, *LAYOUTS[1].split()) for precision in precisions]
+    runs = [trained(*COMMON, precision, *PIPELINE.split()) for precision in precisions]
     half, whole = (run.summary["traffic"]["send"] for run in runs)
     assert half * 2 == whole
 
 
-@pytest.mark.parametrize("layout", ["strategy=single", *in_full([("strategy=pipeline nodes=2",)])])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "strategy=single",
+        *in_full([(PIPELINE,), (f"strategy=expert {TWO} model=moe_tiny",)]),
+    ],
+)
 def test_inference_holds_cast_weights_and_equals_the_validation(workers: Workers, layout: str) -> None:
     """The weights come from the float32 weights of a training run."""
-    words = (*COMMON, HALF, "training.checkpoint_every=3")
+    shared = (word for word in layout.split() if word.startswith(SHARED))
+    words = (*COMMON, HALF, "training.checkpoint_every=3", *shared)
     trained = workers.train(*words, "strategy=single")
     asked = "task=infer", "task.batch_sizes=[4]", "task.repeats=1", f"weights={trained.folder}"
     inferred = workers.do(*words, *asked, *layout.split())
