@@ -123,11 +123,11 @@ def test_a_convnet_goes_on_with_its_running_statistics(
     ],
 )
 def test_a_run_goes_on_in_another_precision(
-    workers: Workers, runs: Callable[..., Trained], optimizer: str, layout: str, before: str, after: str
+    workers: Workers, trained: Train, optimizer: str, layout: str, before: str, after: str
 ) -> None:
     """The weights have another type, so the optimizer's state has too."""
     words = (*TRANSFORMER, f"optimizer={optimizer}")
-    wrote = runs(*words, "strategy=single", f"training.precision={before}")
+    wrote = trained(*COMMON, *words, "strategy=single", f"training.precision={before}")
     resumed = go_on(workers, wrote.folder, *words, *LAYOUTS[layout], f"training.precision={after}")
     rounding = 2**-9 if after == "bfloat16" else 1e-5
     assert largest_difference(resumed.losses, wrote.losses[HALF:]) < rounding

@@ -20,6 +20,8 @@ from tests.parity import (
 )
 from tests.workers import Train, Trained, Workers, agreed, train_here
 
+COMMON = (*TRAINING, "training.loss_scale=1024")  # of float16: where a step overflows depends on the layout
+
 NETS = {
     # 40 x 56 pixels halve to 5 x 7 places, which no grid divides
     "convnet": ("model=convnet", "data=digits", "model.channels=[8,16,16,24]",
@@ -96,7 +98,12 @@ CLASSIFIER = {
         ("strategy=hybrid", "nodes=2", "gpus_per_node=2", "strategy.microbatches=4"), 4,
     ),
 }  # fmt: skip
-EXACTNESS = {"float32": (1e-5, 1e-4), "float64": (1e-10, 1e-9)}  # bounds of losses, of weights
+EXACTNESS = {  # bounds of losses, of weights
+    "float64": (1e-10, 1e-9),
+    "float32": (1e-5, 1e-4),
+    "float16": (2**-9, 0.1),  # a bias begins with zero: it is nothing but the rounding of a few gradients
+    "bfloat16": (2**-7, 0.3),
+}
 # As for text, rounding hides nothing in float64, so all is proven there.
 SLOW = [
     "data over 4, accumulating 2", "pipeline 2 x replicate 2", "hsdp 2 x 2", "tensor 2 x replicate 2",
@@ -127,6 +134,8 @@ CASES = [
     *in_full(case for case in FLOAT64 if is_slow(case)),
     *in_full(product(["convnet"], IN_FLOAT32, ["float32"])),
     *in_full([("segmenter", "tile 2 x 2", "float32")]),
+    *in_full(product(["convnet"], IN_FLOAT32, ["bfloat16", "float16"])),
+    *in_full([("segmenter", "tile 2 x 2", "bfloat16"), ("segmenter", "tile 2 x 2", "float16")]),
 ]
 LAYOUTS |= CLASSIFIER
 FULL, SELECTIVE = (f"training.activation_checkpointing={keeps}" for keeps in ("full", "selective"))
@@ -181,7 +190,7 @@ def test_convolutions_in_the_order_of_gpus_follow_one_device(
     split, microbatches = LAYOUTS[layout]
     options = (*NETS[net], "training.precision=float64")
     reference = one_device(trained, options, microbatches=microbatches)
-    run = workers.prepare(*TRAINING, *options, *split)
+    run = workers.prepare(*COMMON, *options, *split)
     found = workers.run(run.processes, train_in_channels_last, str(run.folder.path))
     losses = [line["loss"] for line in workers.lines(run)]
     assert largest_difference(losses, reference.losses) < 1e-10
@@ -194,7 +203,7 @@ def train_in_channels_last(run_folder: str) -> dict[str, Tensor]:
 
 
 def one_device(trained: Train, options: tuple[str, ...], *, microbatches: int) -> Trained:
-    return trained(*TRAINING, *options, "strategy=single", f"training.microbatch_size={16 // microbatches}")
+    return trained(*COMMON, *options, "strategy=single", f"training.microbatch_size={16 // microbatches}")
 
 
 def follow(
@@ -203,7 +212,7 @@ def follow(
 ) -> None:  # fmt: skip
     """Train on the layout `split` and compare with one device of as many microbatches."""
     reference = one_device(trained, options, microbatches=microbatches)
-    found = trained(*TRAINING, *options, *split)
+    found = trained(*COMMON, *options, *split)
     assert len(reference.losses) == STEPS
     assert largest_difference(found.losses, reference.losses) < losses
     assert weight_difference(found, reference) < weights
