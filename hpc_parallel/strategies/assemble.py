@@ -333,8 +333,12 @@ def prepare(part: LayeredModel, *, config: RunConfig, mesh: DeviceMesh, device: 
     checkpointing.apply(part, keeps=training.activation_checkpointing, compiled=training.compile)
     if training.compile:
         compiling.apply(part, memory_budget=training.memory_budget, whole=training.compile_whole)
-    precision.apply(part, precision=training.precision, device_type=device.type)
-    if slicing_axis(mesh) is not None:
+    slices = slicing_axis(mesh) is not None
+    # fully_shard gathers weights in half precision, so our models need no autocast in bfloat16. float16 lacks
+    # the range for norms and the like. The user's own may have float32 buffers, and products need one dtype.
+    if not slices or training.precision == "float16" or is_own(config):
+        precision.apply(part, precision=training.precision, device_type=device.type)
+    if slices:
         shard.apply(
             part, mesh=data_mesh(mesh), options=config.strategy, precision=training.precision,
             staged=axis_of(mesh, "pipeline") is not None,

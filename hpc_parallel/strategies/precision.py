@@ -22,8 +22,7 @@ def apply(model: LayeredModel, *, precision: str, device_type: str) -> LayeredMo
     """Run the forward pass of `model` under autocast if `precision` is bfloat16 or float16.
 
     Weights, gradients and optimizer state stay float32 (Micikevicius et al. 2018). Only the forward pass is
-    wrapped, because autocast must not cover the backward passes of a pipeline's schedule. fully_shard gathers
-    weights in half precision, but a model's own buffers stay float32, and products need one dtype.
+    wrapped, because autocast must not cover the backward passes of a pipeline's schedule.
     """
     if precision in HALF:
         autocast = torch.autocast(device_type, dtype=HALF[precision])
