@@ -113,9 +113,9 @@ FAULTS = [
         "experts count equally, on one device too, and the router learns nothing", ["unit/test_experts.py"],
     ),
     Fault(
-        "sent-bytes", "size //= share.tensor", "pass",
+        "sent-bytes", "size = hidden_bytes / share.tensor if", "size = hidden_bytes if",
         "the planner counts messages between stages too often with sequence parallelism",
-        ["unit/test_plan_exact.py"],
+        ["unit/test_plan_traced.py"],
     ),
     Fault(
         "mean-of-ranks", "usual_s = median_low(time.own_s for time in peers)",

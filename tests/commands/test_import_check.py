@@ -237,9 +237,13 @@ class Bigram(LayeredModel):
              "SyntaxError: '(' was never closed (torn.py:2), raised by torn.Note (training.callbacks[0])."),
             (["optimizer=custom", "optimizer._target_=torn.Sgd"],
              "SyntaxError: '(' was never closed (torn.py:2), raised by torn.Sgd (optimizer)."),
+            (["+optimizer.groups.slow={match:['*'],_target_:torn.Sgd}"],
+             "SyntaxError: '(' was never closed (torn.py:2), raised by torn.Sgd (optimizer.groups.slow)."),
+            (["optimizer.schedule=torn.warm"],
+             "SyntaxError: '(' was never closed (torn.py:2), raised by torn.warm (optimizer.schedule)."),
         ]),
     ],
-    ids=["a name of the model", "an argument of the data", "callback", "optimizer"],
+    ids=["a name of the model", "an argument of the data", "callback", "optimizer", "group", "schedule"],
 )  # fmt: skip
 def test_a_run_on_this_machine_is_refused_too_and_leaves_no_folder(
     here: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str

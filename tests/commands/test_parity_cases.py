@@ -21,7 +21,9 @@ from hpc_parallel.parity.cases import plan, without_refused
 from hpc_parallel.parity.compare import TOLERANCES, Verdict, compare
 from hpc_parallel.parity.pace import Pace
 from hpc_parallel.parity.rows import ROWS
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
+from tests.parity import in_full
 
 
 def test_every_strategy_has_a_row() -> None:
@@ -105,6 +107,17 @@ def test_a_key_of_one_network_leaves_the_others_out() -> None:
         ("strategy=fsdp task=train", "Try task=proof."),
         ("strategy=tensor nodes=4 model.kv_heads=2", "strategy.tensor = 4 does not divide model.heads"),
         ("--config-dir nowhere strategy=fsdp", "--config-dir nowhere: this folder does not exist"),
+        *in_full(
+            [
+                (
+                    "strategy=fsdp training.precision=bfloat16",
+                    "Try training.precision=float32 or training.precision=float64.",
+                ),
+                ("strategy=fsdp launcher=script", "Try launcher=local."),
+                ("strategy=fsdp training.steps=0", "Try training.steps=1."),
+                ("strategy=pipeline nodes=2,4", "several values are a sweep"),
+            ]
+        ),
     ],
 )
 def test_a_wrong_configuration_starts_nothing(
@@ -133,6 +146,13 @@ def test_the_command_itself_needs_no_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "shard 2" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.full
+def test_all_problems_are_printed_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(["strategy=fsdp", "nodez=2", "training.precison=float64", "optimizer.name=sgd"])
+    assert len(error.value.problems) == 3
 
 
 EXACT = TOLERANCES["float64"]

@@ -151,6 +151,12 @@ def test_a_later_edit_changes_neither_a_module_that_runs_nor_its_repetition(home
         ("import sys; sys.exit('which file?')", r"the script ended with exit code 1: which file\?"),
         ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
         ("import nowhere_to_be_found", r"ModuleNotFoundError: No module named .* \(script\.py:1\)"),
+        *in_full(
+            [
+                ("import sys; sys.exit(75)", "the script ended with exit code 75"),
+                ("raise MemoryError('no')", r"MemoryError: no \(script\.py:1\)"),
+            ]
+        ),
     ],
 )
 def test_a_failure_is_one_clear_line(home: Path, body: str, line: str) -> None:

@@ -176,6 +176,7 @@ def test_its_small_copy_is_built_without_the_large_one(monkeypatch: pytest.Monke
         ("1f1b", Layout(shard=2), []),
         ("interleaved_zero_bubble", Layout(pipeline=2), []),
         ("interleaved_zero_bubble", Layout(replicate=2), [4]),
+        *in_full([("interleaved_zero_bubble", Layout(shard=2), [4])]),
     ],
 )
 def test_a_small_copy_for_its_gradients_is_built_only_if_they_are_compared(
