@@ -54,13 +54,13 @@ FAULTS = [
     Fault(
         "summed-mean", "(flat, op=dist.ReduceOp.AVG", "(flat, op=dist.ReduceOp.SUM",
         "schedules that split the backward pass learn from gradients that are too large by the replicas",
-        ["distributed/test_schedules.py"],
+        ["distributed/test_expert.py"],
     ),
     Fault(
         "swapped-axes", ".reshape(tuple(used.values()))",
         ".reshape(tuple(used.values())[::-1]).permute(*reversed(range(len(used))))",
         "the innermost axis crosses nodes, and the ranks read samples of other replicas",
-        ["unit/test_layout.py", "distributed/test_groups.py"],
+        ["distributed/test_groups.py"],
     ),
     Fault(
         "sample-order", "offset = step * self.global_batch_size + before",
@@ -79,12 +79,12 @@ FAULTS = [
     Fault(
         "unquoted-log", """f'{shlex.quote(str(run.folder.slurm))}/"{JOB}"{log_suffix}'""",
         """f'{run.folder.slurm}/"{JOB}"{log_suffix}'""",
-        "a run folder with a space or `$(...)` breaks the job, or executes", ["unit/test_quoting.py"],
+        "a run folder with a space or `$(...)` breaks the job, or executes", ["unit/test_batch_script.py"],
     ),
     Fault(
         "unknown-completed", """return State(BROKEN_OFF, "its job ended without a summary", ended=True)""",
         "return State(word, ended=True)",
-        "`status` calls a run completed that wrote no summary", ["unit/test_status.py"],
+        "`status` calls a run completed that wrote no summary", ["unit/test_slurm_answers.py"],
     ),
     Fault(
         "dropout-seed", "torch.tensor(tensor_seed(seed, name) >> 1,",
@@ -110,7 +110,7 @@ FAULTS = [
     ),
     Fault(
         "combine-weights", "by_token * gates.to(outputs.dtype).unsqueeze(-1)", "by_token",
-        "experts count equally, on one device too, and the router learns nothing", ["unit/test_experts.py"],
+        "experts count equally, on one device too, and the router learns nothing", ["distributed/test_expert.py"],
     ),
     Fault(
         "sent-bytes", "size = hidden_bytes / share.tensor if", "size = hidden_bytes if",
@@ -128,7 +128,7 @@ FAULTS = [
     ),
     Fault(
         "unescaped-page", "autoescape=True,\n", "autoescape=False,\n",
-        "a name of a run acts as HTML in its report", ["report/test_page.py"],
+        "a name of a run acts as HTML in its report", ["report/test_verdict.py"],
     ),
     Fault(
         "deep-json", "_limit_json(text)\n", "pass\n",
@@ -160,7 +160,7 @@ FAULTS = [
     ),
     Fault(
         "server-mean", "total /= len(self._workers) + self._server_trains", "total /= len(self._workers)",
-        "a server that trains divides by one rank too few", ["distributed/test_parameter_server.py"],
+        "a server that trains divides by one rank too few", ["distributed/test_served_parity.py"],
     ),
 ]  # fmt: skip
 
