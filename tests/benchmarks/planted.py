@@ -110,7 +110,8 @@ FAULTS = [
     ),
     Fault(
         "combine-weights", "by_token * gates.to(outputs.dtype).unsqueeze(-1)", "by_token",
-        "experts count equally, on one device too, and the router learns nothing", ["distributed/test_expert.py"],
+        "experts count equally, on one device too, and the router learns nothing",
+        ["distributed/test_expert.py"],
     ),
     Fault(
         "sent-bytes", "size = hidden_bytes / share.tensor if", "size = hidden_bytes if",
