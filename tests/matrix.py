@@ -13,7 +13,8 @@ from tests.distributed import (
     test_schedules,
     test_served_parity,
 )
-from tests.parity import COMMON, TIED, TRAINING, in_full
+from tests.marks import in_full
+from tests.parity import COMMON, TIED, TRAINING
 
 _TEXTS = {
     "one device": ("strategy=single",),

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor
 
@@ -39,11 +35,6 @@ EXACTNESS = {
     "float64, untied head": (("training.precision=float64", "model.tied_head=false"), 1e-10, 1e-10),
     LONG: ((*TIED, "training.steps=20", "training.validate_every=10"), 1e-10, 1e-10),
 }
-
-
-def in_full(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Cases of a parametrised test that `make test` leaves to `make test-full`."""
-    return [pytest.param(*case, marks=pytest.mark.full) for case in cases]
 
 
 def follow_one_device(trained: Train, layout: tuple[str, ...], *, exactness: str = "float64") -> Trained:

@@ -21,7 +21,7 @@ from hpc_parallel.record.sweep_folder import Sweep, read_sweep
 from hpc_parallel.run import main
 from hpc_parallel.supervise.summary import MEASURED, summarise
 from tests.composed import prepared
-from tests.parity import in_full
+from tests.marks import in_full
 
 NOTED: list[JobReturn] = []
 ASKED: list[PreparedRun] = []

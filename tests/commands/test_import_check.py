@@ -17,7 +17,7 @@ from hpc_parallel.run import main as run
 from hpc_parallel.user_code import described, failure_of
 from hpc_parallel.worker import data_check
 from tests.composed import prepared
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.unit.test_snapshot import git
 
 SCRIPT = ("launcher=script", "launcher.snapshot=false")

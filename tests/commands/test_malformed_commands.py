@@ -17,7 +17,7 @@ from hpc_parallel.config.resolve import resolve
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.run import main
 from tests.composed import composed
-from tests.parity import in_full
+from tests.marks import in_full
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from hpc_parallel.parity.pace import Pace
 from hpc_parallel.parity.rows import ROWS
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
-from tests.parity import in_full
+from tests.marks import in_full
 
 
 def test_every_strategy_has_a_row() -> None:

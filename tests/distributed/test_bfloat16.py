@@ -10,7 +10,8 @@ import torch
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.strategies.working_weights import cast, cast_for_good, cast_weights
-from tests.parity import COMMON, SHARED, in_full, largest_difference
+from tests.marks import in_full
+from tests.parity import COMMON, SHARED, largest_difference
 from tests.workers import Train, Workers
 
 HALF = "training.precision=bfloat16"

@@ -13,7 +13,8 @@ from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies import checkpointing
-from tests.parity import follow_one_device, in_full
+from tests.marks import in_full
+from tests.parity import follow_one_device
 from tests.workers import Train
 
 FULL, SELECTIVE = (f"training.activation_checkpointing={keeps}" for keeps in ("full", "selective"))

@@ -12,7 +12,8 @@ import pytest
 from hpc_parallel.record.attempts import starts
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.strategies.precision import WEIGHTS
-from tests.parity import in_full, largest_difference, weight_difference
+from tests.marks import in_full
+from tests.parity import largest_difference, weight_difference
 from tests.workers import Train, Trained, Workers
 
 STEPS, HALF = 4, 2

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from hpc_parallel.config.model_bytes import LOSS_CHUNK_BYTES
 from hpc_parallel.strategies.chunked_loss import ChunkedCrossEntropy, ProjectionRows
-from tests.parity import COMMON, assert_follows, in_full
+from tests.marks import in_full
+from tests.parity import COMMON, assert_follows
 from tests.workers import Workers
 
 TOKENS, DIM, VOCABULARY = 30, 12, 17  # the first device has 9 rows, the second 8

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.parity import LONG, follow_one_device, in_full
+from tests.marks import in_full
+from tests.parity import LONG, follow_one_device
 from tests.workers import Train, Workers
 
 WAYS = ("ring", "gather", "all_to_all")

@@ -11,7 +11,8 @@ import pytest
 
 from hpc_parallel.record.checkpoint_index import complete
 from tests.distributed.test_models_of_others import words_of
-from tests.parity import assert_follows, in_full, weight_difference
+from tests.marks import in_full
+from tests.parity import assert_follows, weight_difference
 from tests.workers import Workers
 
 STEPS = 4

@@ -7,8 +7,9 @@ import yaml
 
 from hpc_parallel.config.exchanges import COPY, Exchange, Often, exchanges
 from hpc_parallel.config.setup import recorded_setup
+from tests.marks import in_full
 from tests.matrix import IMAGES, TEXTS, cases
-from tests.parity import COMMON, TIED, in_full
+from tests.parity import COMMON, TIED
 from tests.workers import Train, Trained
 
 LOGITS = "strategy.loss_parallel=false strategy.sequence_parallel=false"  # gathered on the last stage only

@@ -23,7 +23,8 @@ from hpc_parallel.strategies.expert import ExpertReplicas
 from hpc_parallel.torch_internals import group_of, operator_arguments, operator_name
 from hpc_parallel.worker.session import Session
 from tests.composed import prepared
-from tests.parity import LONG, follow_one_device, in_full
+from tests.marks import in_full
+from tests.parity import LONG, follow_one_device
 from tests.workers import Train, Workers
 
 MODEL = ("model=moe_tiny", "model.layers=2", "model.ffn_dim=48", "model.balance=0.1")

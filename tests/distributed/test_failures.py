@@ -13,7 +13,8 @@ import pytest
 from hpc_parallel.record.safe_read import read_json
 from tests.composed import prepared
 from tests.distributed.test_local_launcher import HOST, AgentServer, agent_server, session
-from tests.parity import in_full, largest_difference, weight_difference
+from tests.marks import in_full
+from tests.parity import largest_difference, weight_difference
 from tests.workers import Train, Workers, train_here
 
 SMALL = (

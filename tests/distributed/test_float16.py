@@ -11,7 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from hpc_parallel.record.checkpoint_index import complete
-from tests.parity import in_full, largest_difference, weight_difference
+from tests.marks import in_full
+from tests.parity import largest_difference, weight_difference
 from tests.workers import Trained, Workers
 
 STEPS, HALF = 8, 4

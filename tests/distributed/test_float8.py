@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity import COMMON, in_full, largest_difference
+from tests.marks import in_full
+from tests.parity import COMMON, largest_difference
 from tests.workers import Train
 
 HALF, TENSORWISE = "training.precision=bfloat16", "training.fp8=tensorwise"

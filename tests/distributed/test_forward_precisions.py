@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.worker.session import read_config
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.workers import Trained, Workers
 
 SAMPLES, NEW_TOKENS = 32, 12

@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.worker.session import read_config
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.workers import Workers, do_here
 
 PROMPTS = ("def", "class Generation:", "import torch", "return x", "é")  # of unequal length, in bytes too

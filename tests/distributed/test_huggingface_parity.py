@@ -12,7 +12,8 @@ from hydra.utils import instantiate
 
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.worker.session import read_config
-from tests.parity import STEPS, assert_follows, in_full
+from tests.marks import in_full
+from tests.parity import STEPS, assert_follows
 from tests.workers import Trained, Workers
 
 AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM

@@ -20,7 +20,8 @@ from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.worker.session import read_config
 from tests.datasets import Masked
-from tests.parity import COMMON, in_full, largest_difference, tensor_difference
+from tests.marks import in_full
+from tests.parity import COMMON, largest_difference, tensor_difference
 from tests.workers import Trained, Workers, train_here
 
 SAMPLES, SHARE, HELD_OUT = 100, 0.35, 35

@@ -10,14 +10,8 @@ import pytest
 from torch import Tensor
 
 from hpc_parallel.strategies import channels_last
-from tests.parity import (
-    STEPS,
-    TRAINING,
-    in_full,
-    largest_difference,
-    tensor_difference,
-    weight_difference,
-)
+from tests.marks import in_full
+from tests.parity import STEPS, TRAINING, largest_difference, tensor_difference, weight_difference
 from tests.workers import Train, Trained, Workers, agreed, train_here
 
 COMMON = (*TRAINING, "training.loss_scale=1024")  # of float16: where a step overflows depends on the layout

@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.worker.inference import LEAST_PASSES
 from hpc_parallel.worker.session import read_config
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.workers import Workers
 
 SAMPLES = 27  # not a multiple of any batch

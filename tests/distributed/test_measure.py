@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.marks import in_full
 from tests.matrix import TEXTS
-from tests.parity import COMMON, in_full
+from tests.parity import COMMON
 from tests.workers import Train, Workers
 
 DIM, HIDDEN, VOCABULARY, BATCH, LENGTH = 64, 160, 256, 16, 32

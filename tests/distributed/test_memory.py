@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.workers import Workers
 
 # An uneven width and feed-forward: 4 devices can't have equal slices of every weight.

@@ -19,13 +19,14 @@ from hpc_parallel.models.layered import materialise
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.tile_maps import measure
 from tests import models_of_others
+from tests.marks import in_full
 from tests.models_of_others.gpt import GPT, GPTConfig
 from tests.models_of_others.gpt_adapter import Stem
 from tests.models_of_others.resnet import ResNet
 from tests.models_of_others.unet import UNet
 from tests.models_of_others.vit import SimpleViT
 from tests.models_of_others.vit_adapter import CutViT, Head
-from tests.parity import STEPS, assert_follows, in_full
+from tests.parity import STEPS, assert_follows
 from tests.workers import Trained, Workers, train_here
 
 MOST_LINES = 25

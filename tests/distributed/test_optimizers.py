@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from hpc_parallel.record.checkpoint_index import complete
-from tests.parity import in_full, largest_difference, weight_difference
+from tests.marks import in_full
+from tests.parity import largest_difference, weight_difference
 from tests.workers import Trained, Workers
 
 STEPS, HALF = 4, 2

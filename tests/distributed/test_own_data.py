@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.record.checkpoint_index import complete
-from tests.parity import in_full, largest_difference, weight_difference
+from tests.marks import in_full
+from tests.parity import largest_difference, weight_difference
 from tests.workers import Trained, Workers
 
 STEPS, HALF = 6, 3

@@ -17,7 +17,8 @@ import pytest
 from allpairspy import AllPairs
 
 from hpc_parallel.problems import ConfigError
-from tests.parity import in_full, tensor_difference
+from tests.marks import in_full
+from tests.parity import tensor_difference
 from tests.workers import Trained, Workers
 
 Words = tuple[str, ...]

@@ -7,13 +7,13 @@ from itertools import product
 import pytest
 import torch
 
+from tests.marks import in_full
 from tests.parity import (
     COMMON,
     EXACTNESS,
     LONG,
     TIED,
     follow_one_device,
-    in_full,
     largest_difference,
     weight_difference,
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity import in_full
+from tests.marks import in_full
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("training.steps=3", "run_dir=proof")

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.parity import STEPS, assert_follows, in_full, largest_difference
+from tests.marks import in_full
+from tests.parity import STEPS, assert_follows, largest_difference
 from tests.workers import Trained, Workers
 
 COMMON = (

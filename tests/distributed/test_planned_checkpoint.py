@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning.storage_times import checkpoint_bytes
 from tests.composed import composed
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.workers import Workers
 
 SMALL = ("model.layers=2", "training.steps=1", "training.checkpoint_every=1", "training.validate_every=null")

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning.memory import COUNTED, plan
 from tests.composed import composed
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.workers import Workers
 
 TWO, FULL = "nodes=2", "training.activation_checkpointing=full"

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from hpc_parallel.profiling import measurement, rank_times
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.workers import Workers, train_here
 
 WORDS = (

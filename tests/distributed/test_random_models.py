@@ -16,7 +16,8 @@ from hpc_parallel.config.batch_plan import batch_of
 from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import ConfigError, spell
-from tests.parity import in_full, largest_difference
+from tests.marks import in_full
+from tests.parity import largest_difference
 from tests.random_models import CHOICES, CHOICES_OF_ROWS, RIGHT, RIGHT_ROWS
 from tests.workers import Workers, do_here, train_here
 

@@ -13,8 +13,9 @@ import pytest
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning.memory import plan
 from tests.composed import composed
+from tests.marks import in_full
 from tests.matrix import TEXTS, cases
-from tests.parity import COMMON, in_full
+from tests.parity import COMMON
 from tests.workers import Train, Workers, train_here
 
 FLOAT = 8

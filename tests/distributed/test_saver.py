@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from hpc_parallel.record.checkpoint_index import Checkpoint
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.workers import Workers, do_here
 
 

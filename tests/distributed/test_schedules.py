@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.models.transformer import Transformer
-from tests.parity import follow_one_device, in_full
+from tests.marks import in_full
+from tests.parity import follow_one_device
 from tests.workers import Train, Workers
 
 TWO_BY_TWO = ("strategy=pipeline", "nodes=4", "strategy.pipeline=2", "model.layers=4")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity import LONG, follow_one_device, in_full
+from tests.marks import in_full
+from tests.parity import LONG, follow_one_device
 from tests.workers import Train
 
 SHALLOW = ("model.layers=2",)

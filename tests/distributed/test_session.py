@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hpc_parallel.profiling.rank_times import FIRST_STEP
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.workers import Workers
 
 SMALL = (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.benchmarks.peers import entries
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.workers import Workers
 
 SMALL = ("model.layers=2", "model.dim=32", "model.ffn_dim=64", "data.sequence_length=16")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.workers import Workers
 
 MODEL = ("model.layers=2", "model.dim=36", "model.heads=2", "model.kv_heads=2", "model.ffn_dim=46")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hpc_parallel.record.checkpoint_index import complete
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.workers import Workers
 
 pytestmark = pytest.mark.processes

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies import batch_norm, halo, tile, tile_layers, tile_maps
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.workers import Workers
 
 GRIDS = [(2, 2), *in_full([((1, 2),), ((2, 1),)])]

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from hpc_parallel.commands.export import main as export
 from hpc_parallel.problems import ConfigError
-from tests.parity import in_full, largest_difference
+from tests.marks import in_full
+from tests.parity import largest_difference
 from tests.workers import Trained, Workers
 
 STEPS = 6

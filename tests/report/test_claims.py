@@ -31,7 +31,7 @@ from hpc_parallel.report.page import render
 from hpc_parallel.report.rank_state import RankState, fullest, rank_states
 from hpc_parallel.report.tables import scaling
 from hpc_parallel.sweep.sweep_plan import plan_sweep
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.report.measured_runs import ended, state
 
 CLAIMS = [claim for approach in APPROACHES for claim in approach.claims]

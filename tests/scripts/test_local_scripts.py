@@ -20,7 +20,7 @@ import pytest
 
 from hpc_parallel.__main__ import main as command_main
 from hpc_parallel.run import main as run_main
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.scripts.loops import losses_alone, printed_losses
 
 pytestmark = pytest.mark.processes

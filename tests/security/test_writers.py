@@ -41,6 +41,8 @@ ALLOWED = {
     ("record/safe_read.py", "open"): "flags that read",
     ("shell.py", "open"): "/dev/null",
     ("sweep/arrays.py", "symlink_to"): "into the sweep's own 0700 folder, which was empty",
+    ("supervise/flight_recorder.py", "mkfifo"): "in a 0700 folder of its own",
+    ("supervise/flight_recorder.py", "open"): "that pipe",
     ("terminal.py", "open"): "/dev/null",
     ("training/saver.py", "save"): "torch's streams, into a checkpoint folder of the run's own 0700 folder",
     ("machine/host_facts.py", "TemporaryFile"): "has no name, and is gone when it is closed",

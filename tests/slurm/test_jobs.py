@@ -23,7 +23,7 @@ from hpc_parallel.record import owner
 from hpc_parallel.record.attempts import starts
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.workers import Workers
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]

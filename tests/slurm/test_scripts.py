@@ -14,7 +14,7 @@ from cluster import Cluster
 from test_jobs import Site, only_run, read
 from test_starts import words_of
 
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.scripts.loops import CLIENTS, losses_alone, printed_losses
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]

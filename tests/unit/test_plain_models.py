@@ -19,7 +19,7 @@ from hpc_parallel.worker import verify
 from hpc_parallel.worker.loss_check import check_loss
 from hpc_parallel.worker.small_model import build_small
 from tests.composed import prepared
-from tests.parity import in_full
+from tests.marks import in_full
 from tests.plain_models import Large, SharedNet, TableNet
 
 SEED = 5

@@ -7,8 +7,8 @@ import pytest
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning.memory import plan
 from tests.composed import composed
+from tests.marks import in_full
 from tests.oracle.traced_rank import measure
-from tests.parity import in_full
 
 SMALL = "model.layers=2 data.sequence_length=64"
 MOE = f"model=moe_tiny model.ffn_dim=176 {SMALL}"  # grouped products in bfloat16 need a multiple of 8

@@ -31,7 +31,7 @@ from hpc_parallel.planning.search import Candidate, search
 from hpc_parallel.planning.step_time import StepTerms, step_time
 from tests.benchmarks.calibrate_plan import FOLDERS
 from tests.composed import composed, prepared
-from tests.parity import in_full
+from tests.marks import in_full
 
 H100 = "h100_sxm_node8_3200gbit"
 SMALL = (

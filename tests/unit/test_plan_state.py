@@ -15,8 +15,8 @@ from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning.memory import plan
 from hpc_parallel.planning.optimizer_state import KINDS
 from tests.composed import composed
+from tests.marks import in_full
 from tests.oracle.traced_rank import measure
-from tests.parity import in_full
 
 SMALL = "model.layers=2"
 EXPERTS = f"model=moe_tiny {SMALL}"

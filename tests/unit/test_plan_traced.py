@@ -17,9 +17,9 @@ from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.step_time import StepTerms
 from tests.benchmarks.calibrate_plan import FOLDERS
 from tests.composed import composed
+from tests.marks import in_full
 from tests.oracle.sent_bytes import sent_by_axes
 from tests.oracle.traced_rank import measure
-from tests.parity import in_full
 
 GPU = read_hardware("a100_80gb_node8_800gbit", folders=FOLDERS)
 SMALL = (

@@ -11,7 +11,7 @@ from hpc_parallel.data.dataset import as_data
 from hpc_parallel.worker.position_check import mixes_positions
 from hpc_parallel.worker.small_model import SmallRun, build_small
 from tests.composed import prepared
-from tests.parity import in_full
+from tests.marks import in_full
 
 SMALL = ("launcher=local", "device=cpu", "data.max_bytes=100000", "model.dim=16", "model.ffn_dim=16",
          "model.heads=4", "model.kv_heads=2", "model.layers=2")  # fmt: skip

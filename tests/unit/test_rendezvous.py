@@ -17,7 +17,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.worker import rendezvous
 from hpc_parallel.worker.rendezvous import StartError, hosts, meet
-from tests.parity import in_full
+from tests.marks import in_full
 
 pytestmark = pytest.mark.processes
 

@@ -19,7 +19,7 @@ from hpc_parallel.launch.batch_script import needs_own_script, render, render_ar
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import ConfigError, spell
 from tests.composed import prepared
-from tests.parity import in_full
+from tests.marks import in_full
 
 PROFILES = sorted(path.stem for path in (find_folder("conf") / "cluster").glob("*.yaml"))
 STARTS = ("srun", "torchrun", "mpirun")
