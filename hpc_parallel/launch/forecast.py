@@ -100,14 +100,12 @@ def _overflow(config: RunConfig, planned: MemoryPlan, hardware: Hardware, *, is_
     room, device = hardware.device.memory_bytes, hardware.device.name
     certain = partial(certain_bytes, compiled=config.training.compile)
     least = max(planned.devices, key=certain)
-    if planned.unknown or certain(least) <= room:
+    if certain(least) <= room:
         if planned.fullest.total <= room:
             return None
-        needed = size(planned.fullest.total)
-        return (
-            f"warning     a device may need {needed}, and one {device} has {size(room)}: the run may not fit"
-        )
-    third = "gradients" if config.training.compile else "activations"
+        needed = f"{'needs at least' if planned.unknown else 'may need'} {size(planned.fullest.total)}"
+        return f"warning     a device {needed}, and one {device} has {size(room)}: the run may not fit"
+    third = "activations" if least.kinds["activations"] and not config.training.compile else "gradients"
     text = (
         f"memory: parameters, optimizer state and {third} need {size(certain(least))} on device "
         f"{least.device}, and one {device} has {size(room)}."

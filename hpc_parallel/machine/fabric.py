@@ -253,9 +253,9 @@ def share_gpu(environment: MutableMapping[str, str], *, rank: int) -> dict[str, 
     NCCL refuses two ranks on one GPU of a host, so each rank counts as a host of its own (NCCL_HOSTID). Their
     data goes through NCCL's sockets. Call this before the first communicator.
     """
-    reason = "ranks share a GPU"
-    environment["NCCL_HOSTID"] = f"rank-{rank}"  # a value that all ranks have in common can't be kept
-    return {"NCCL_HOSTID": reason} | set_unset(environment, {"NCCL_NET": "Socket"}, reason=reason)
+    values = {"NCCL_HOSTID": f"rank-{rank}", "NCCL_NET": "Socket"}
+    environment.update(values)  # others that the site has set are for ranks on hosts of their own
+    return dict.fromkeys(values, "ranks share a GPU")
 
 
 def backend(device: str) -> str:

@@ -260,7 +260,7 @@ class PipelineDriver:
 
         Raises ConfigError if torch is too old for the schedule.
         """
-        if problem := version_problem(schedule):
+        if problem := version_problem(schedule, legal=("interleaved" if len(stages) > 1 else "1f1b",)):
             raise ConfigError([problem])
         delay_averaging(runners)
         axis = groups.mesh["pipeline"]

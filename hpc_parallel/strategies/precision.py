@@ -40,7 +40,9 @@ def of_floats(function: Callable[[Any, Tensor], Sums], *, precision: str) -> Cal
 
 
 def _float(output: Any) -> Any:
-    """A tensor, or a tuple of them; indices keep their dtype."""
+    """A tensor in half precision, or those in a tuple; all else stays as it is."""
     if isinstance(output, tuple):
-        return tuple(map(_float, output))
-    return output.float() if output.is_floating_point() else output
+        items = map(_float, output)
+        return type(output)(*items) if hasattr(output, "_fields") else tuple(items)
+    is_half = isinstance(output, Tensor) and output.dtype in HALF.values()
+    return output.float() if is_half else output

@@ -136,11 +136,11 @@ class DumpRequest:
         """Ask for a new dump; False if no NCCL listens in the process."""
         try:
             pipe = os.open(self.pipe, os.O_WRONLY | os.O_NONBLOCK)
+            with open(pipe, "wb", buffering=0) as file:
+                self.dump.unlink(missing_ok=True)
+                file.write(b"dump")
         except OSError:  # ENXIO: nobody has opened the pipe to read
             return False
-        with open(pipe, "wb", buffering=0) as file:
-            self.dump.unlink(missing_ok=True)
-            file.write(b"dump")
         return True
 
     def ranks_without_answer(self, world_size: int) -> set[int]:

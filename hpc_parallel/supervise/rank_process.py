@@ -114,10 +114,11 @@ def _run_script(
     pipes = ExitStack()
     try:
         script_rank.set_variables(folder, config, world=world, environment=variables)
-        if timeout_s is not None and script["start"] == "ranks":  # else a script has ranks of its own
+        # Otherwise a script has ranks of its own, or a command enters a container that lacks the folder.
+        if timeout_s is not None and script["start"] == "ranks" and not script["command"]:
             with suppress(OSError):  # a full disk, or one without pipes: NCCL is not asked then
-                place = pipes.enter_context(tempfile.TemporaryDirectory(prefix="hpc_parallel-"))
-                flight_recorder.add_pipe(variables, folder=place, rank=world.rank)
+                place = tempfile.TemporaryDirectory(prefix="hpc_parallel-", ignore_cleanup_errors=True)
+                flight_recorder.add_pipe(variables, folder=pipes.enter_context(place), rank=world.rank)
         if world.rank == 0:
             script_rank.begin(folder, config, world=world, environment=variables)
         command, working = script_rank.command_of(folder, config, rank=world.rank, variables=variables)

@@ -90,9 +90,12 @@ def set_variables(
     fabric.set_interfaces(environment, world=world, hosts=world.hosts, suffix=cluster["master_suffix"])
     fabric.require_interfaces(environment, host=world.host, nccl=nccl)
     environment.pop("PYTHONSAFEPATH", None)  # only for our modules: a script imports what lies beside it
-    if world.one_machine and config["nodes"] > 1:  # simulated nodes: each has its own GPUs
-        visible = visible_devices(environment, node=world.node, per_node=per_node)
-        if visible is not None:
+    if world.one_machine and config["nodes"] > 1:  # simulated nodes: each has its own GPUs, or none has
+        visible, last = (
+            visible_devices(environment, node=node, per_node=per_node)
+            for node in (world.node, world.nodes - 1)
+        )
+        if visible is not None and last is not None:
             environment["CUDA_VISIBLE_DEVICES"] = visible
         elif nccl:
             fabric.share_gpu(environment, rank=world.rank)

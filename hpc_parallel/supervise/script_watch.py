@@ -78,7 +78,8 @@ class ScriptSupervisor(Supervisor):
         self.process = python_of(self.process)
         self._was_stopped = state_of(self.process) == "T"
         if not self._was_stopped:
-            self._look()
+            with suppress(OSError):  # a file server may fail: the rank is stopped and reported all the same
+                self._look()
             with suppress(OSError):
                 os.kill(self.process, signal.SIGSTOP)
             self.alarmed_at = time.monotonic()  # the other ranks may be stopped as late as this one

@@ -129,7 +129,8 @@ def optimizer_sizes(reader: CheckpointReader) -> dict[str, tuple[torch.Size, tor
             name = full_name.removeprefix(OPTIMIZER)
             weight, _, key = name.rpartition("/")
             dtype = entry.properties.dtype
-            follows = key != "step" and dtype == entries[f"weights/{weight}"].properties.dtype
+            of_weight = entries.get(f"weights/{weight}")
+            follows = key != "step" and of_weight is not None and dtype == of_weight.properties.dtype
             sizes[name] = entry.size, None if follows else dtype
     return sizes
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.transformer import Transformer
+from hpc_parallel.strategies.precision import of_floats
 from hpc_parallel.strategies.working_weights import cast, cast_for_good, cast_weights
 from tests.marks import in_full
 from tests.parity import COMMON, SHARED, largest_difference
@@ -96,6 +98,21 @@ def test_the_curve_is_that_of_one_device_in_bfloat16(trained: Train, layout: str
     split = trained(*COMMON, HALF, *layout.split())
     assert largest_difference(split.losses, reference.losses) < 2**-9
     assert all(weight.dtype == torch.float32 for weight in split.weights.values())
+
+
+class Output(NamedTuple):
+    logits: torch.Tensor
+    experts: torch.Tensor
+    cache: None = None
+
+
+def test_a_loss_gets_numbers_in_half_precision_as_float32_and_all_else_as_it_is() -> None:
+    half, whole = torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.float64)
+    seen = of_floats(lambda output, _: output, precision="bfloat16")
+    output = seen(Output(half, torch.tensor([3])), half)
+    assert (output.logits.dtype, output.experts.dtype, output.cache) == (torch.float32, torch.int64, None)
+    assert seen(whole, half) is whole
+    assert seen({"logits": half}, half)["logits"] is half
 
 
 class TiedHead(torch.nn.Module):

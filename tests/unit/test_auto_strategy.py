@@ -109,6 +109,15 @@ def test_a_run_that_cannot_fit_is_stopped_with_layouts_that_do(on_overflow: str)
     assert len(warned) == (on_overflow == "warn")
 
 
+def test_a_run_whose_state_alone_cannot_fit_is_stopped_although_its_activations_are_not_known() -> None:
+    """The widest convolution of this U-Net has 3 x 3 weights of 16,384 x 16,384 channels."""
+    with pytest.raises(ConfigError) as error:
+        checked(*SITE, "model=unet", "data=cells", "model.channels=[4096,8192,16384]", "strategy=data")
+    text = str(error.value.problems[0])
+    assert "parameters, optimizer state and gradients need" in text
+    assert float(text.partition(" need ")[2].split()[0]) > 4 * 4 * 9 * 16384**2 / 2**30
+
+
 def test_an_estimate_does_not_stop_a_run() -> None:
     """What is certain fits, and the sum with its estimates does not."""
     words = ("strategy=data", "model=1b", "data.sequence_length=2048", "training.global_batch_size=128")
@@ -122,7 +131,7 @@ def test_an_estimate_does_not_stop_a_run() -> None:
 
 
 def test_a_server_without_room_names_layouts_without_one() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer state and activations need .* Try strategy="):
+    with pytest.raises(ConfigError, match=r"optimizer state and gradients need .* Try strategy="):
         checked(*SITE, "strategy=parameter_server", "model=8b", "nodes=2", "training.global_batch_size=15")
 
 

@@ -22,16 +22,13 @@ MOST_COUNT, MOST_INTEGER = 2**31, MAX_INTEGER
 
 
 def find_problems(config: RunConfig) -> Iterator[Problem]:
+    has_open_axis = -1 in (getattr(config.strategy, axis) for axis in AXES)
     for key, value, rule in refused(_parts(config)):
-        near = choice_near(key, str(value), rule.choices, most=1)
-        is_degree = key.removeprefix("strategy.") in AXES
-        legal = _degree(config) if is_degree else tuple(near) or rule.legal
+        legal = tuple(choice_near(key, str(value), rule.choices, most=1)) or rule.legal
+        if key.removeprefix("strategy.") in AXES:
+            legal = (1,) if has_open_axis else (-1,)  # -1, what is left, can be the degree of one axis only
+            has_open_axis = True
         yield Problem(key, value, rule.text, legal)
-
-
-def _degree(config: RunConfig) -> tuple[int]:
-    """-1, what is left, can be the degree of one axis only."""
-    return (1,) if -1 in (getattr(config.strategy, axis) for axis in AXES) else (-1,)
 
 
 def foreign_tables(config: RunConfig) -> Iterator[str]:

@@ -35,7 +35,7 @@ def decoder_problems(config: RunConfig) -> Problems:
             along.append(f"model.kv_heads={max(d for d in divisors(legal[0]) if d <= kv_heads)}")
         rule = f"does not split model.dim = {dim} into heads of an even width (rotary positions rotate pairs)"
         yield Problem("model.heads", heads, rule, legal, tuple(along))
-    if heads % kv_heads:
+    elif heads % kv_heads:
         rule = f"does not divide model.heads = {heads}: each key-value head serves the same number of heads"
         yield Problem("model.kv_heads", kv_heads, rule, near(kv_heads, divisors(heads)))
 
