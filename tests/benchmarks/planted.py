@@ -116,7 +116,7 @@ FAULTS = [
     Fault(
         "sent-bytes", "size = hidden_bytes / share.tensor if", "size = hidden_bytes if",
         "the planner counts messages between stages too often with sequence parallelism",
-        ["unit/test_plan_traced.py"],
+        ["unit/test_plan_time.py"],
     ),
     Fault(
         "mean-of-ranks", "usual_s = median_low(time.own_s for time in peers)",
