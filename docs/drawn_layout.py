@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from docs.svg import Svg, width_of
-from hpc_parallel.config.exchanges import (
+from hpc_parallel.layout.exchanges import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -24,7 +24,7 @@ from hpc_parallel.config.exchanges import (
     Phase,
     exchanges,
 )
-from hpc_parallel.config.holdings import (
+from hpc_parallel.layout.holdings import (
     BATCH,
     COLUMN,
     EXPERTS,
@@ -42,11 +42,11 @@ from hpc_parallel.config.holdings import (
     Part,
     holdings,
 )
-from hpc_parallel.config.holdings import (
+from hpc_parallel.layout.holdings import (
     COPY as COPY_OF_WEIGHTS,
 )
-from hpc_parallel.config.layout import DATAPARALLEL
-from hpc_parallel.config.setup import Setup
+from hpc_parallel.layout.layout import DATAPARALLEL
+from hpc_parallel.layout.setup import Setup
 
 MOST_DEVICES = 8
 LABELS = 252  # the width of the column on the left

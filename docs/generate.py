@@ -28,13 +28,13 @@ ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT))  # the package of this checkout
 
 from hpc_parallel.config import schema  # noqa: E402
-from hpc_parallel.config.model_data_schema import DATA, MODELS  # noqa: E402
-from hpc_parallel.config.rules import Rule, default_of, rules_of  # noqa: E402
 from hpc_parallel.config.task_schema import TASKS, TaskConfig  # noqa: E402
+from hpc_parallel.failure import failure  # noqa: E402
+from hpc_parallel.failure.summary import FIGURES, summarise  # noqa: E402
+from hpc_parallel.layout.model_data_schema import DATA, MODELS  # noqa: E402
 from hpc_parallel.problems import spell  # noqa: E402
 from hpc_parallel.record.run_folder import RunFolder  # noqa: E402
-from hpc_parallel.supervise import failure  # noqa: E402
-from hpc_parallel.supervise.summary import FIGURES, summarise  # noqa: E402
+from hpc_parallel.rules import Rule, default_of, rules_of  # noqa: E402
 
 CONFIGURATION, RUN_FOLDER = DOCS / "configuration.md", DOCS / "run-folder.md"
 INTRODUCTION = """\

@@ -24,6 +24,8 @@ from typing import Any
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.hydra_internals import borrowed_hydra
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.failure.end_runs import Target, end_runs
+from hpc_parallel.failure.run_state import State, states
 from hpc_parallel.launch.checked_run import checked_run, with_resumed
 from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.recompose import Origin, recompose, remember
@@ -33,8 +35,6 @@ from hpc_parallel.record.names import RUNS
 from hpc_parallel.record.recorded import RecordedRun, find_runs, read_run
 from hpc_parallel.slurm.jobs import Job, job_state
 from hpc_parallel.slurm.submit import SiteRefusedError
-from hpc_parallel.supervise.end_runs import Target, end_runs
-from hpc_parallel.supervise.run_state import State, states
 
 __all__ = ["ConfigError", "Run", "RunConfig", "SiteRefusedError", "State", "compose", "runs", "submit"]
 

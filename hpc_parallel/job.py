@@ -14,28 +14,28 @@ from collections.abc import Callable, Sequence
 
 def rank(run_folder: str, place: str = "job") -> None:
     """Run one rank to its end, in a job or for the `local` agent. submitit pickles this name."""
-    from hpc_parallel.supervise import rank_process
+    from hpc_parallel.failure import rank_process
 
     rank_process.run(run_folder, is_local=place == "local")
 
 
 def agent(arguments: Sequence[str]) -> None:
     """Run all ranks of a local run to their end."""
-    from hpc_parallel.supervise import local_agent
+    from hpc_parallel.failure import local_agent
 
     local_agent.main(arguments, load_entry=worker_main)
 
 
 def conclude(arguments: Sequence[str]) -> None:
     """Find and record the cause after a job has failed."""
-    from hpc_parallel.supervise import conclude_run
+    from hpc_parallel.failure import conclude_run
 
     conclude_run.main(arguments)
 
 
 def send_signal(arguments: Sequence[str]) -> None:
     """Send a signal to the ranks of a run on this host."""
-    from hpc_parallel.supervise import signal_ranks
+    from hpc_parallel.failure import signal_ranks
 
     signal_ranks.main(arguments)
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
+from hpc_parallel.failure.end_runs import Target, end_runs
+from hpc_parallel.failure.run_state import states, waits
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.find import find_all, is_one, unique_runs
 from hpc_parallel.record.names import label
 from hpc_parallel.record.sweep_folder import MANIFEST, is_sweep_folder
 from hpc_parallel.shell import command_parser, run_command
-from hpc_parallel.supervise.end_runs import Target, end_runs
-from hpc_parallel.supervise.run_state import states, waits
 from hpc_parallel.terminal import print_json, say, warn
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from hpc_parallel.config.axes import AXES, with_all_axes
-from hpc_parallel.config.layout import (
+from hpc_parallel.config.script import TASK as SCRIPT
+from hpc_parallel.layout.axes import AXES, with_all_axes
+from hpc_parallel.layout.layout import (
     EXECUTIONS,
     PARAMETER_SERVER,
     Layout,
@@ -16,7 +17,6 @@ from hpc_parallel.config.layout import (
     processes_per_node,
     servers,
 )
-from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.problems import printable
 from hpc_parallel.record.environment_file import Place
 from hpc_parallel.record.recorded import RecordedRun
@@ -115,7 +115,7 @@ def _holds(place: int, degrees: Layout, strategy: Any) -> dict[str, str]:
     """What the device at a position of the layout holds; a negative position is a parameter server."""
     if place < 0:
         return {"server": ""}
-    from hpc_parallel.config.schedules import schedule_of, stages_of, stages_per_rank  # imports Hydra
+    from hpc_parallel.layout.schedules import schedule_of, stages_of, stages_per_rank  # imports Hydra
 
     both = strategy.execution == PARAMETER_SERVER and place == 0 and not servers(strategy)
     held = {"server": ""} if both else {}

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from hpc_parallel.commands.run_rows import failure_line
 from hpc_parallel.exit_codes import DONE, WRONG
+from hpc_parallel.failure.run_state import State, states
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.find import find_run
 from hpc_parallel.record.log_noise import is_noise
@@ -26,7 +27,6 @@ from hpc_parallel.record.names import label
 from hpc_parallel.record.recorded import RecordedRun, read_run
 from hpc_parallel.record.safe_read import MIB, DamagedError, list_folder, open_regular
 from hpc_parallel.shell import command_parser, run_command
-from hpc_parallel.supervise.run_state import State, states
 from hpc_parallel.terminal import say, warn
 
 ALL = "all"

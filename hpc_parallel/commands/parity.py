@@ -17,18 +17,18 @@ from typing import Any
 
 from hpc_parallel.config.schema import register
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
+from hpc_parallel.failure.failure import CONFIGURATION
 from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.parity.cases import Case, plan, without_refused
-from hpc_parallel.parity.compare import TOLERANCES, Tolerance, Verdict, compare
-from hpc_parallel.parity.pace import Pace
-from hpc_parallel.parity.parity_table import Table
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.proof.cases import Case, plan, without_refused
+from hpc_parallel.proof.compare import TOLERANCES, Tolerance, Verdict, compare
+from hpc_parallel.proof.pace import Pace
+from hpc_parallel.proof.parity_table import Table
 from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.shell import command_parser, complain, refuse
 from hpc_parallel.slurm.submit import SiteRefusedError
-from hpc_parallel.supervise.failure import CONFIGURATION
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -10,10 +10,10 @@ from hpc_parallel.commands.plan_figures import figures, memory_figure, notes
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import compose_run
-from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig, register
 from hpc_parallel.launch.checked_run import reporting_all_problems
+from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.auto_strategy import choose, is_auto, on_nodes_of
 from hpc_parallel.planning.hardware import Hardware

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from hpc_parallel.commands.plan_run import planned_run
-from hpc_parallel.config.layout import Layout, layout_of
+from hpc_parallel.layout.layout import Layout, layout_of
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.ranking import mfu

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.commands import grid
 from hpc_parallel.record.recorded import RecordedRun
 
 if TYPE_CHECKING:
-    from hpc_parallel.config.exchanges import Exchange
-    from hpc_parallel.config.setup import Setup
+    from hpc_parallel.layout.exchanges import Exchange
+    from hpc_parallel.layout.setup import Setup
 
 MOST_ROWS = 12  # of the table of holdings
 MOST_GROUPS = 4  # groups of ranks in one line
@@ -22,8 +22,6 @@ def setup_of(run: RecordedRun) -> tuple[Setup | None, str | None]:
     """The setup of a training run, or why its exchanges are not known; for other tasks, both are None."""
     if run.task != COVERED or grid.layout(run) is None or not grid.hosts(run):
         return None, None
-    from hpc_parallel.config.setup import recorded_setup  # imports Hydra
-
     devices = (run.nodes or 0) * (run.gpus_per_node or 0)
     config = {**(run.config or {}), "strategy": run.head.get("strategy")}  # the strategy that `grid` checked
     setup = recorded_setup(config, devices=devices, device=_device(run))
@@ -32,13 +30,35 @@ def setup_of(run: RecordedRun) -> tuple[Setup | None, str | None]:
     return (None, setup.uncovered) if setup.uncovered else (setup, None)
 
 
+def recorded_setup(config: Mapping[str, Any], *, devices: int, device: str | None = None) -> Setup | None:
+    """The setup of a recorded configuration, whose values may be of any type; None without a strategy.
+
+    device: the kind of device that the ranks recorded, if the run has started.
+
+    `devices` must be the product that `Layout.resolve` accepts for this configuration.
+    """
+    from hpc_parallel.config.typed_config import strategy_of  # imports Hydra
+    from hpc_parallel.layout.layout import layout_of
+    from hpc_parallel.layout.setup import Setup, model_facts
+
+    strategy = strategy_of(config.get("strategy"))
+    if strategy is None:
+        return None
+    return Setup(
+        strategy,
+        layout_of(strategy, devices=devices),
+        model=model_facts(config.get("model")),
+        gpus={"cpu": False, "cuda": True}.get(device or str(config.get("device"))),
+    )
+
+
 def as_values(run: RecordedRun) -> dict[str, Any]:
     """`holdings` and `exchanges` for --json; null where they are not known. Long lists of groups are cut."""
     setup, _ = setup_of(run)
     if setup is None:
         return {"holdings": None, "exchanges": None}
-    from hpc_parallel.config.exchanges import exchanges
-    from hpc_parallel.config.holdings import holdings
+    from hpc_parallel.layout.exchanges import exchanges
+    from hpc_parallel.layout.holdings import holdings
 
     return {
         "holdings": [
@@ -61,8 +81,8 @@ def as_values(run: RecordedRun) -> dict[str, Any]:
 
 def holding_rows(setup: Setup) -> list[tuple[str, ...]]:
     """Devices, what they hold, and their samples; at most MOST_ROWS."""
-    from hpc_parallel.config.holdings import holdings
-    from hpc_parallel.config.layout import DATAPARALLEL
+    from hpc_parallel.layout.holdings import holdings
+    from hpc_parallel.layout.layout import DATAPARALLEL
 
     noun = "device" if setup.strategy.execution == DATAPARALLEL else "rank"
     rows: list[tuple[str, ...]] = []
@@ -75,7 +95,7 @@ def holding_rows(setup: Setup) -> list[tuple[str, ...]]:
 
 def exchange_rows(setup: Setup) -> list[tuple[str, ...]]:
     """What is sent, how, how often and among whom. Exchanges that differ only in their phase share a row."""
-    from hpc_parallel.config.exchanges import exchanges
+    from hpc_parallel.layout.exchanges import exchanges
 
     rows: dict[tuple[str, ...], list[str]] = {}
     for exchange in exchanges(setup):
@@ -87,8 +107,8 @@ def exchange_rows(setup: Setup) -> list[tuple[str, ...]]:
 
 def groups_text(exchange: Exchange) -> str:
     """The ranks of each group, or each sender and its receiver: `ranks 0-3; 4-7`, `0 -> 1; 1 -> 2`."""
-    from hpc_parallel.config.exchanges import DIRECTED
-    from hpc_parallel.config.holdings import ranges
+    from hpc_parallel.layout.exchanges import DIRECTED
+    from hpc_parallel.layout.holdings import ranges
 
     groups: Sequence[Sequence[int]] = exchange.groups
     directed = exchange.how in DIRECTED

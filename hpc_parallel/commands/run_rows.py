@@ -8,13 +8,13 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 from hpc_parallel.config.script import TASK as SCRIPT
+from hpc_parallel.failure.run_state import DAMAGED, RUNNING, State, despite_damage, states
 from hpc_parallel.record.metrics_file import MetricsLine, duration, figure, per_second
 from hpc_parallel.record.names import label
 from hpc_parallel.record.rank_output import last_output
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.recorded_slow_ranks import slow_lines
 from hpc_parallel.record.values import integer, number, table
-from hpc_parallel.supervise.run_state import DAMAGED, RUNNING, State, despite_damage, states
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from hpc_parallel.commands.run_rows import HEADINGS, RIGHT, RunRow, cells, count_states, rows_of
 from hpc_parallel.exit_codes import DONE
+from hpc_parallel.failure.run_state import NO_ANSWER, NOT_STARTED
 from hpc_parallel.problems import printable
 from hpc_parallel.record.find import Match, find_all, newest_first, sweep_of, unique_runs
 from hpc_parallel.record.names import RUNS
 from hpc_parallel.record.recorded import RecordedRun, find_runs, read_run
 from hpc_parallel.record.sweep_folder import Sweep
 from hpc_parallel.shell import command_parser, run_command
-from hpc_parallel.supervise.run_state import NO_ANSWER, NOT_STARTED
 from hpc_parallel.terminal import console, print_json, say
 
 if TYPE_CHECKING:

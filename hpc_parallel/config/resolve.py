@@ -11,15 +11,15 @@ from typing import Any, NamedTuple, cast
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpc_parallel.config.batch_plan import default_batch_size, usual_batch_size
 from hpc_parallel.config.gpu_defaults import OF_CPUS, default_precision, default_share
 from hpc_parallel.config.key_suggestions import suggest
-from hpc_parallel.config.layout import DATAPARALLEL, SPMD
 from hpc_parallel.config.node_devices import AUTO, choose_launcher, devices_of_a_node
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.config.script import KINDS, NODE, RANKS, TASK, TORCHRUN, name_of
 from hpc_parallel.config.task_schema import JOB_SECONDS, LOCAL_SECONDS
 from hpc_parallel.config.typed_config import filled, typed
+from hpc_parallel.layout.batch_plan import default_batch_size, usual_batch_size
+from hpc_parallel.layout.layout import DATAPARALLEL, SPMD
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.slurm.limits import NodeShare
 

@@ -15,11 +15,6 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from hpc_parallel.config.axes import DegreesConfig
-from hpc_parallel.config.layout import EXECUTIONS
-from hpc_parallel.config.model_data_schema import DATA, MODELS
-from hpc_parallel.config.rules import Rule, above, at_least, between, count, key, one_of
-from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.config.script_schema import ScriptConfig
 from hpc_parallel.config.site_schema import (
     ClusterConfig,
@@ -29,6 +24,11 @@ from hpc_parallel.config.site_schema import (
     PreflightConfig,
 )
 from hpc_parallel.config.task_schema import TASKS, TaskConfig
+from hpc_parallel.layout.axes import DegreesConfig
+from hpc_parallel.layout.layout import EXECUTIONS
+from hpc_parallel.layout.model_data_schema import DATA, MODELS
+from hpc_parallel.layout.schedules import SCHEDULES
+from hpc_parallel.rules import Rule, above, at_least, between, count, key, one_of
 
 BETAS = Rule(
     lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpc_parallel.config.rules import key, one_of
 from hpc_parallel.config.script import STARTS, STOP_SIGNALS, STYLES
+from hpc_parallel.rules import key, one_of
 
 
 @dataclass

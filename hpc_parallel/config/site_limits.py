@@ -11,10 +11,10 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 
-from hpc_parallel.config.layout import layout_of, processes_per_node
-from hpc_parallel.config.model_bytes import GIB, least_bytes
 from hpc_parallel.config.node_devices import launcher_kind, visible_gpus
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.layout import layout_of, processes_per_node
+from hpc_parallel.layout.model_bytes import GIB, least_bytes
 from hpc_parallel.slurm.limits import Limits, limits
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from hpc_parallel.config import fabric_kinds
-from hpc_parallel.config.rules import above, at_least, between, count, key, line, matches, one_of
+from hpc_parallel.rules import above, at_least, between, count, key, line, matches, one_of
 
 RUNTIMES = ("apptainer", "pyxis")  # of containers
 

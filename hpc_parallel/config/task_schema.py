@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from omegaconf import MISSING
 
-from hpc_parallel.config.rules import above, at_least, key, one_of, some_of
+from hpc_parallel.rules import above, at_least, key, one_of, some_of
 
 NAMES = (
     "train", "infer", "generate", "proof", "collectives", "preflight", "calibrate", "script",

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import LOGS, TASK, may_mention
 from hpc_parallel.config.task_schema import (
@@ -17,6 +16,7 @@ from hpc_parallel.config.task_schema import (
     PreflightTaskConfig,
 )
 from hpc_parallel.data.codec import encode, reads_bytes
+from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.problems import Problem, Problems, nearest
 
 # Numbers of `summary.json` that `sweep.objective` may name; the measured steps of a training give _WATCHED.

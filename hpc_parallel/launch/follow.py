@@ -10,6 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from hpc_parallel.failure.conclude_run import cancelled_by
+from hpc_parallel.failure.failure import CONFIGURATION, signal_name
 from hpc_parallel.problems import printable, quoted
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Failure, Stop
@@ -29,8 +31,6 @@ from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_tail, size_of
 from hpc_parallel.record.summary_file import Summary
-from hpc_parallel.supervise.conclude_run import cancelled_by
-from hpc_parallel.supervise.failure import CONFIGURATION, signal_name
 from hpc_parallel.terminal import progress_bars, room_beside_bar
 
 _TAIL_LINES = 12

@@ -1,4 +1,4 @@
-"""The local launcher: starts the run's agent (supervise/local_agent.py), follows it, and ends with it."""
+"""The local launcher: starts the run's agent (failure/local_agent.py), follows it, and ends with it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from concurrent.futures import Future
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING
 
+from hpc_parallel.failure.failure import signal_name
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import open_append
 from hpc_parallel.record.summary_file import Summary
-from hpc_parallel.supervise.failure import signal_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -130,7 +130,7 @@ def watched_agent(run: PreparedRun) -> threading.Thread:
 
 
 class Agent:
-    """The process that runs a run's ranks (`supervise/local_agent.py`), from start to exit."""
+    """The process that runs a run's ranks (`failure/local_agent.py`), from start to exit."""
 
     def __init__(
         self, folder: RunFolder, *, variables: Mapping[str, str], agent: Sequence[str] = AGENT
@@ -177,7 +177,7 @@ def _signal(process: subprocess.Popen[bytes], signals: list[int]) -> None:
     if len(signals) == 1:
         process.send_signal(signals[0])
     else:
-        from hpc_parallel.supervise.process_tree import kill_tree
+        from hpc_parallel.failure.process_tree import kill_tree
 
         kill_tree(process.pid)
         os.killpg(process.pid, signal.SIGKILL)  # also processes whose parent has ended

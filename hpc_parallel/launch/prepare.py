@@ -15,14 +15,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from hpc_parallel.config import job_python
-from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.checks import starting_weights
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.checks.data_checks import data_warnings
 from hpc_parallel.config.checks.script_checks import script_warnings
 from hpc_parallel.config.container_paths import container_warnings
-from hpc_parallel.config.layout import processes_per_node, servers
-from hpc_parallel.config.model_bytes import trains
 from hpc_parallel.config.resolve import resolve, with_values
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK, kind_of
@@ -31,6 +28,9 @@ from hpc_parallel.config.tasks import total_steps
 from hpc_parallel.launch import resume
 from hpc_parallel.launch.import_check import check_imports
 from hpc_parallel.launch.script_places import imports_here, kept_notes, script_folders, script_places
+from hpc_parallel.layout.batch_plan import Plan
+from hpc_parallel.layout.layout import processes_per_node, servers
+from hpc_parallel.layout.model_bytes import trains
 from hpc_parallel.machine import fabric
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record import attempts, owner
@@ -45,7 +45,7 @@ from hpc_parallel.record.snapshot import Snapshot, in_place, plan_snapshot
 from hpc_parallel.record.trust import require_trusted
 
 if TYPE_CHECKING:
-    from hpc_parallel.launch.forecast import Forecast
+    from hpc_parallel.planning.forecast import Forecast
 
 # The libyaml dumper, if PyYAML was built with it, writes the same text in a quarter of the time.
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -341,7 +341,7 @@ def _forecast(config: RunConfig, plan: Plan, user_folder: Path | None) -> Foreca
     """The plan of the run. Without known hardware, nothing is planned and no planning module is loaded."""
     if not _is_planned(config) or not trains(config):
         return None
-    from hpc_parallel.launch.forecast import forecast
+    from hpc_parallel.planning.forecast import forecast
 
     return forecast(config, plan, user_folder=user_folder)
 

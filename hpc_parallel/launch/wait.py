@@ -7,6 +7,7 @@ import sys
 import time
 
 from hpc_parallel.exit_codes import DONE, FAILED
+from hpc_parallel.failure.conclude_run import conclude
 from hpc_parallel.launch.follow import RunFollower
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record import owner
@@ -15,7 +16,6 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_tail
 from hpc_parallel.record.summary_file import Summary, has_final_summary
 from hpc_parallel.slurm.jobs import SILENT, UNKNOWN, Job, JobState, job_state
-from hpc_parallel.supervise.conclude_run import conclude
 
 PERIOD_S = 0.3  # between two reads of the run folder
 ASK_EVERY_S = 2.0  # between two queries to Slurm, whose controller serves many users

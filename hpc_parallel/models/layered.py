@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpc_parallel.config.part_costs import PartCosts, PartFlops
+from hpc_parallel.failure.error_place import mark
+from hpc_parallel.layout.part_costs import PartCosts, PartFlops
 from hpc_parallel.models.attention import Positions
 from hpc_parallel.models.drawn_weights import Drawing, by_rows, draw
 from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.supervise.error_place import mark
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 

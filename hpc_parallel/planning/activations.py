@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_parallel.config.counts import is_reference_decoder
-from hpc_parallel.config.layout import DATAPARALLEL, Layout
-from hpc_parallel.config.model_bytes import HALF
-from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.counts import is_reference_decoder
+from hpc_parallel.layout.layout import DATAPARALLEL, Layout
+from hpc_parallel.layout.model_bytes import HALF
+from hpc_parallel.layout.schedules import schedule_of
 
 INDEX = 8  # bytes of an int64
 

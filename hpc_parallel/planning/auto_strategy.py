@@ -15,10 +15,10 @@ from hpc_parallel.config.checks import layout_checks
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.checks.suggestions import multiples_near
 from hpc_parallel.config.gpu_defaults import OF_CPUS, default_precision
-from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.resolve import resolve
-from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
+from hpc_parallel.layout.layout import Layout
+from hpc_parallel.layout.schedules import SCHEDULES
 from hpc_parallel.planning.hardware import Hardware, named_hardware
 from hpc_parallel.planning.layouts import AXES, CHECKPOINTING, FREE, Choices, layouts
 from hpc_parallel.planning.measured_links import with_measured_links

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from hpc_parallel.config.checks.axis_checks import sequence_problems, tensor_problems
-from hpc_parallel.config.counts import count
-from hpc_parallel.config.layout import Layout, divisors
-from hpc_parallel.config.schedules import SCHEDULES
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
+from hpc_parallel.layout.counts import count
+from hpc_parallel.layout.layout import Layout, divisors
+from hpc_parallel.layout.schedules import SCHEDULES
 
 FREE = -1  # the degree of an axis that the search chooses
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.checks import layout_checks
-from hpc_parallel.config.counts import count
-from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.typed_config import filled
+from hpc_parallel.layout.counts import count
+from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.run_work import unplanned, work_of_run
 from hpc_parallel.planning.step_time import step_time

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 
-from hpc_parallel.config.batch_plan import batch_of
-from hpc_parallel.config.counts import count, is_reference_decoder
-from hpc_parallel.config.holdings import FIRST, OTHER, STAGE, Holding, first_holdings, holdings
-from hpc_parallel.config.layout import PARAMETER_SERVER, SPMD, Layout, layout_of
-from hpc_parallel.config.model_bytes import bytes_of_a_weight
-from hpc_parallel.config.model_weights import ModelWeights, sample_shape_of, weights_of
-from hpc_parallel.config.schedules import schedule_of, stages_per_rank
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.setup import Setup, model_facts
+from hpc_parallel.layout.batch_plan import batch_of
+from hpc_parallel.layout.counts import count, is_reference_decoder
+from hpc_parallel.layout.holdings import FIRST, OTHER, STAGE, Holding, first_holdings, holdings
+from hpc_parallel.layout.layout import PARAMETER_SERVER, SPMD, Layout, layout_of
+from hpc_parallel.layout.model_bytes import bytes_of_a_weight
+from hpc_parallel.layout.model_weights import ModelWeights, sample_shape_of, weights_of
+from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
+from hpc_parallel.layout.setup import Setup, model_facts
 from hpc_parallel.planning import working_memory
 from hpc_parallel.planning.activations import kept_of
 from hpc_parallel.planning.pipeline_orders import live_microbatches

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from hpc_parallel.config.schedules import SCHEDULES, schedule_of, stages_of, stages_per_rank
 from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.layout.schedules import SCHEDULES, schedule_of, stages_of, stages_per_rank
 
 
 class ActionKind(IntEnum):

@@ -11,7 +11,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hpc_parallel.config.holdings import (
+from hpc_parallel.config.optimizer_rules import Settings, settings_for
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.holdings import (
     COPY,
     EXPERTS,
     GRADIENTS,
@@ -24,12 +26,10 @@ from hpc_parallel.config.holdings import (
     Holding,
     Part,
 )
-from hpc_parallel.config.layout import Layout
-from hpc_parallel.config.model_weights import STEM, ModelWeights, Weight
-from hpc_parallel.config.optimizer_rules import Settings, settings_for
-from hpc_parallel.config.schedules import stages_per_rank
-from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.stage_cuts import divide_blocks
+from hpc_parallel.layout.layout import Layout
+from hpc_parallel.layout.model_weights import STEM, ModelWeights, Weight
+from hpc_parallel.layout.schedules import stages_per_rank
+from hpc_parallel.layout.stage_cuts import divide_blocks
 from hpc_parallel.planning.optimizer_state import KINDS, Place, Shape, owners
 
 WHOLE = Part()

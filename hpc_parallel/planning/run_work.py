@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.checks.training_checks import OFF
-from hpc_parallel.config.counts import count, sequence_length
-from hpc_parallel.config.holdings import sliced_over
-from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, servers
-from hpc_parallel.config.model_bytes import parameters, trains
-from hpc_parallel.config.model_weights import ModelWeights, weights_of
-from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.batch_plan import Plan
+from hpc_parallel.layout.counts import count, sequence_length
+from hpc_parallel.layout.holdings import sliced_over
+from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, servers
+from hpc_parallel.layout.model_bytes import parameters, trains
+from hpc_parallel.layout.model_weights import ModelWeights, weights_of
+from hpc_parallel.layout.schedules import stages_per_rank
 from hpc_parallel.planning.activations import types_of
 from hpc_parallel.planning.decoder import DecoderSizes
 from hpc_parallel.planning.float8_rounding import Rounding

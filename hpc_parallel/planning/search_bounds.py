@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
-from hpc_parallel.config.layout import Layout
-from hpc_parallel.config.model_weights import ModelWeights
-from hpc_parallel.config.schedules import SCHEDULES, stages_per_rank
 from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.layout.layout import Layout
+from hpc_parallel.layout.model_weights import ModelWeights
+from hpc_parallel.layout.schedules import SCHEDULES, stages_per_rank
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.kernels import Kernels
 from hpc_parallel.planning.layouts import Variants

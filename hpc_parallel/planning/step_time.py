@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
-from hpc_parallel.config.schedules import SCHEDULES
+from hpc_parallel.layout.schedules import SCHEDULES
 from hpc_parallel.planning.decoder import Share
 from hpc_parallel.planning.exchange_times import ExchangeTimes
 from hpc_parallel.planning.hardware import Hardware

@@ -9,12 +9,12 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hpc_parallel.config.holdings import ALL, first_holdings
-from hpc_parallel.config.layout import PARAMETER_SERVER, Layout, layout_of
-from hpc_parallel.config.model_data_schema import TextDataConfig, TokensDataConfig
-from hpc_parallel.config.model_weights import ModelWeights, sample_shape_of, weights_of
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.setup import Setup, model_facts
+from hpc_parallel.layout.holdings import ALL, first_holdings
+from hpc_parallel.layout.layout import PARAMETER_SERVER, Layout, layout_of
+from hpc_parallel.layout.model_data_schema import TextDataConfig, TokensDataConfig
+from hpc_parallel.layout.model_weights import ModelWeights, sample_shape_of, weights_of
+from hpc_parallel.layout.setup import Setup, model_facts
 from hpc_parallel.planning.hardware import CPU, MEASURED_BY, Hardware
 from hpc_parallel.planning.planned_state import Division, StateBytes, States
 from hpc_parallel.planning.shared_cores import contended

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from hpc_parallel.config.holdings import Holding
-from hpc_parallel.config.layout import PARAMETER_SERVER, SPMD
-from hpc_parallel.config.model_bytes import HALF, LOSS_CHUNK_BYTES
-from hpc_parallel.config.model_weights import HEAD, STEM, Weight
-from hpc_parallel.config.schedules import schedule_of
+from hpc_parallel.layout.holdings import Holding
+from hpc_parallel.layout.layout import PARAMETER_SERVER, SPMD
+from hpc_parallel.layout.model_bytes import HALF, LOSS_CHUNK_BYTES
+from hpc_parallel.layout.model_weights import HEAD, STEM, Weight
+from hpc_parallel.layout.schedules import schedule_of
 from hpc_parallel.planning.activations import casts_once, chunks_loss, types_of
 from hpc_parallel.planning.planned_state import Division
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_parallel.profiling.links import Pair, slow_hosts, slow_pairs
+from hpc_parallel.start.start_times import synchronize
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.groups import backend_of
 
@@ -77,8 +78,3 @@ def fastest_s(run: Callable[[], object], *, device: torch.device) -> float:
         synchronize(device)
         times.append(time.perf_counter() - started)
     return min(times[1:])
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -13,11 +13,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpc_parallel.config.schema import ProfileConfig
-from hpc_parallel.profiling.left_out import left_out
 from hpc_parallel.profiling.recorded_summary import describe
 from hpc_parallel.profiling.timeline import STEP, events_of, marked_waits
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.torch_internals import record_memory, write_memory
+from hpc_parallel.training.left_out import left_out
 
 PROFILE = "the profile of this rank is"
 

@@ -27,7 +27,7 @@ class Failure:
     rank: int | None = None
     host: str | None = None
     node: int | None = None
-    kind: str | None = None  # a constant of supervise/failure.py
+    kind: str | None = None  # a constant of failure/failure.py
     message: str | None = None
     signal: str | None = None  # its name
     time: str | None = None  # ISO 8601, UTC
@@ -57,7 +57,7 @@ class Stop:
     kept: str | None = None  # what was kept of a task that can't continue
     code: int | None = None  # exit code of a script, as in subprocess
     time: str | None = None  # ISO 8601, UTC
-    how: str | None = None  # a constant of supervise/restart.py; known only after the job has ended
+    how: str | None = None  # a constant of failure/restart.py; known only after the job has ended
     line: str | None = None  # known only after the job has ended
 
     @classmethod

@@ -1,4 +1,4 @@
-"""How a run ended, from `summary.json`, which anybody may have written. `supervise/summary.py` writes it."""
+"""How a run ended, from `summary.json`, which anybody may have written. `failure/summary.py` writes it."""
 
 from __future__ import annotations
 

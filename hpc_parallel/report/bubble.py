@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from hpc_parallel.config.batch_plan import plan_batch
-from hpc_parallel.config.layout import Layout
-from hpc_parallel.config.schedules import SCHEDULES
+from hpc_parallel.layout.batch_plan import plan_batch
+from hpc_parallel.layout.layout import Layout
+from hpc_parallel.layout.schedules import SCHEDULES
 from hpc_parallel.report.drawing import Note, add_legend, annotate, canvas, ink, spread, style
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row, identity

@@ -14,10 +14,12 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config.axes import AXES, with_all_axes
-from hpc_parallel.config.layout import Layout, layout_of, recorded_strategy
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK as SCRIPT
+from hpc_parallel.failure.run_state import states
+from hpc_parallel.failure.summary import summarise
+from hpc_parallel.layout.axes import AXES, with_all_axes
+from hpc_parallel.layout.layout import Layout, layout_of, recorded_strategy
 from hpc_parallel.problems import printable
 from hpc_parallel.record import attempts
 from hpc_parallel.record.credentials import without_secret_values
@@ -30,8 +32,6 @@ from hpc_parallel.report.figures import is_count, number
 from hpc_parallel.report.labels import OPTIMIZER_SPEEDLESS, SPEEDLESS, Label, labels_of
 from hpc_parallel.report.rank_state import fullest
 from hpc_parallel.report.spread import Spread, throughput_spread
-from hpc_parallel.supervise.run_state import states
-from hpc_parallel.supervise.summary import summarise
 
 COMPLETED = "completed"
 FIGURES = (  # of summary.json, with the keys and units of its contract

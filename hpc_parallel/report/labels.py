@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_parallel.config.axes import AXES
+from hpc_parallel.layout.axes import AXES
 from hpc_parallel.problems import printable, spell
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.values import flatten

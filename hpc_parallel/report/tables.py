@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from hpc_parallel.config.axes import AXES
+from hpc_parallel.layout.axes import AXES
 from hpc_parallel.report.gather import FIGURES, PARTS, Row, identity, without
 from hpc_parallel.report.labels import OPTIMIZER_SPEEDLESS, RUN_KEYS, SPEEDLESS
 from hpc_parallel.report.spread import NOISE, ROUNDING

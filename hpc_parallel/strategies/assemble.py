@@ -10,11 +10,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module, Parameter
 
-from hpc_parallel.config.axes import AVERAGED_AXES, BATCH_AXES, SAMPLE_AXES
-from hpc_parallel.config.batch_plan import BatchPlan
-from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, tile_grid
-from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
+from hpc_parallel.layout.axes import AVERAGED_AXES, BATCH_AXES, SAMPLE_AXES
+from hpc_parallel.layout.batch_plan import BatchPlan
+from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, tile_grid
+from hpc_parallel.layout.schedules import schedule_of
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss, materialise
 from hpc_parallel.planning.activations import casts_once

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from hpc_parallel.config.layout import DATAPARALLEL
-from hpc_parallel.config.model_bytes import LOSS_CHUNK_BYTES
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.layout import DATAPARALLEL
+from hpc_parallel.layout.model_bytes import LOSS_CHUNK_BYTES
 from hpc_parallel.models.language import LanguageHead, LanguageModel
 from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.strategies.loss import MetricsOf

@@ -15,10 +15,10 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpc_parallel.config.axes import AVERAGED_AXES, BATCH_AXES, SAMPLE_AXES
-from hpc_parallel.config.layout import DATAPARALLEL, Layout, servers
-from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.axes import AVERAGED_AXES, BATCH_AXES, SAMPLE_AXES
+from hpc_parallel.layout.layout import DATAPARALLEL, Layout, servers
+from hpc_parallel.layout.schedules import schedule_of
 from hpc_parallel.strategies.mesh import axis_of, build_mesh, joint, slicing_axis
 from hpc_parallel.torch_internals import set_timeout
 

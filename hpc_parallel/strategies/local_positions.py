@@ -1,7 +1,7 @@
 """Finds modules that count positions themselves or mix positions outside `CausalAttention`.
 
 Such a module gives wrong results if a device has only a part of a sequence: under `context`, or if the model
-continues a text with cached keys and values. Not every such module is recognised; `worker/verify.py` compares
+continues a text with cached keys and values. Not every such module is recognised; `proof/verify.py` compares
 results.
 """
 

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpc_parallel import torch_internals
-from hpc_parallel.config.axes import SAMPLE_AXES
-from hpc_parallel.config.layout import Layout
+from hpc_parallel.layout.axes import SAMPLE_AXES
+from hpc_parallel.layout.layout import Layout
 
 
 def build_mesh(layout: Layout, *, device_type: str, first: int = 0) -> DeviceMesh:

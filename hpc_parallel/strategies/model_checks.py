@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hpc_parallel.config.layout import Layout
-from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.layout import Layout
+from hpc_parallel.layout.schedules import stages_per_rank
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.plain import PlainModel
 from hpc_parallel.problems import ConfigError, Problem, Problems
@@ -24,9 +24,19 @@ NEEDS = {  # an axis that can't split a plain module -> what it needs
 }
 
 
+class DifferenceError(ConfigError):
+    """The layout computes other results than one device."""
+
+
 def is_own(config: RunConfig) -> bool:
     """Whether the model's class is the user's own."""
     return not config.model["_target_"].startswith(PACKAGE)
+
+
+def is_compared(config: RunConfig) -> bool:
+    """Whether results of the model of `config` are compared, on the model's weights of the run too."""
+    mode = config.strategy.verify
+    return mode == "always" or (is_own(config) and mode != "never")
 
 
 def find_problems(

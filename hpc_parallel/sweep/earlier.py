@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_parallel.config.command_line import CommandLine
+from hpc_parallel.failure.run_state import State, states
 from hpc_parallel.launch.resume import value_of
 from hpc_parallel.problems import ConfigError, Problem, nearest, quoted
 from hpc_parallel.record.checkpoint_index import complete
@@ -18,7 +19,6 @@ from hpc_parallel.record.recorded_start import SHARED_FOLDER, grants_trust, key_
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, SweepRun, is_sweep_folder, read_sweep
 from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
-from hpc_parallel.supervise.run_state import State, states
 
 KEY = "sweep.resume="
 _MAX_NAMES = 3  # runs in one error message

@@ -10,12 +10,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from hpc_parallel.config.batch_plan import usual_batch_size
 from hpc_parallel.config.compose import Cell, SweepCells
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.resolve import UnresolvedError
 from hpc_parallel.config.schema import SweepConfig
 from hpc_parallel.launch.prepare import PreparedRun, prepare
+from hpc_parallel.layout.batch_plan import usual_batch_size
 from hpc_parallel.problems import ConfigError, Problem, quoted, spell
 from hpc_parallel.record.snapshot import Snapshot, plan_snapshot
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, is_sweep_folder

@@ -6,14 +6,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
-from hpc_parallel.profiling.measurement import Measurement
-from hpc_parallel.profiling.rank_times import RankTimes
-from hpc_parallel.profiling.recording import Recording
+from hpc_parallel.failure.error_place import mark_step
 from hpc_parallel.strategies.ranges import marked
-from hpc_parallel.supervise.error_place import mark_step
 from hpc_parallel.training.callbacks import Callbacks
 from hpc_parallel.training.metrics import Metrics
 from hpc_parallel.training.writers import Writer
@@ -30,15 +26,12 @@ class Progress:
     latest: tuple[float, str, int] = (0.0, "start", 0)  # time.monotonic(), phase, step
 
     def mark(self, phase: str, step: int) -> None:
-        """Record that `phase` (one of `supervise.hang_report.PHASES`) begins or has completed a part."""
+        """Record that `phase` (one of `failure.hang_report.PHASES`) begins or has completed a part."""
         self.latest = (time.monotonic(), phase, step)
 
 
 class Profiler(Protocol):
     """Looks closely at some steps, which are numbered from 1 in this process."""
-
-    on: bool
-    """Whether it looks at any step on any rank."""
 
     def loading(self, step: int) -> AbstractContextManager[None]:
         """Returns the context in which to fetch the batch of `step`."""
@@ -54,18 +47,10 @@ class Observers:
     """The observers of this rank. `around` wraps each part of a step."""
 
     metrics: Metrics
-    measurement: Measurement
-    rank_times: RankTimes
-    recording: Recording
+    profilers: Sequence[Profiler]  # those that are on, in the order in which they enter a step
     writers: Sequence[Writer]  # empty on every rank except rank 0
     progress: Progress  # for a watchdog
     callbacks: Callbacks  # the user's; they may end the training
-
-    @cached_property
-    def _profilers(self) -> Sequence[Profiler]:
-        """The profilers that are on, in the order in which they enter a step."""
-        profilers: Sequence[Profiler] = (self.recording, self.measurement, self.rank_times)
-        return [profiler for profiler in profilers if profiler.on]
 
     @contextmanager
     def around(self, phase: str, step: int) -> Iterator[None]:
@@ -73,13 +58,13 @@ class Observers:
         self.progress.mark(phase, step)
         number = 1 + step - self.progress.first_step
         if phase == "data":
-            contexts = [profiler.loading(number) for profiler in self._profilers]
+            contexts = [profiler.loading(number) for profiler in self.profilers]
             started = time.perf_counter()
             with _inside(contexts), marked("data"):
                 yield
             self.metrics.data_s.append(time.perf_counter() - started)
             return
-        contexts = [profiler.watch(number) for profiler in self._profilers]
+        contexts = [profiler.watch(number) for profiler in self.profilers]
         try:
             with _inside(contexts), marked(f"step {step}"):
                 yield

@@ -17,7 +17,7 @@ import torch
 
 from hpc_parallel.data.generators import GeneratorStates, generator_states
 from hpc_parallel.data.sampler import Batch, Batches, QuietSamples
-from hpc_parallel.supervise.hang_report import READER
+from hpc_parallel.failure.hang_report import READER
 
 
 @dataclass

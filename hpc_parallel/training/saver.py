@@ -18,11 +18,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from hpc_parallel.config.schema import TrainingConfig
+from hpc_parallel.failure import failure
+from hpc_parallel.failure.desync import name_ranks
 from hpc_parallel.record import checkpoint_index
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.exchange import FollowerError
-from hpc_parallel.supervise import failure
-from hpc_parallel.supervise.desync import name_ranks
 from hpc_parallel.torch_internals import forget_plans, planner_with_memory
 from hpc_parallel.training.checkpoint import CheckpointWriter, StateDict, random_state
 from hpc_parallel.training.stager import Stager, stager_for

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from hpc_parallel.data.sampler import Batch
+from hpc_parallel.failure.error_place import mark
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.forward_backward import place_in_backward
 from hpc_parallel.strategies.gradients import GradientNorm, clip, local_gradients
 from hpc_parallel.strategies.mesh import weight_axes
 from hpc_parallel.strategies.ranges import marked
-from hpc_parallel.supervise.error_place import mark
 from hpc_parallel.training.checkpoint import statistics
 from hpc_parallel.training.metrics import StepResult
 from hpc_parallel.training.nonfinite import Guard

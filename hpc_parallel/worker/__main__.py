@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from hpc_parallel.supervise.rank_process import run
+from hpc_parallel.failure.rank_process import run
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:

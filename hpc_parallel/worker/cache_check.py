@@ -12,8 +12,8 @@ from torch import Tensor
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.decode import Decoder
+from hpc_parallel.strategies.model_checks import DifferenceError
 from hpc_parallel.strategies.precision import HALF, WEIGHTS
-from hpc_parallel.worker.verify import DifferenceError
 
 
 @dataclass(frozen=True)

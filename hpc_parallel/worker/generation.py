@@ -23,15 +23,16 @@ from hpc_parallel.record import attempts
 from hpc_parallel.record.results import results
 from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.record.task_files import Continued, write_generated
+from hpc_parallel.start.start_times import synchronize
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.decode import Decoder
 from hpc_parallel.strategies.exchange import all_gather_numbers
+from hpc_parallel.strategies.model_checks import is_compared
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import peak_memory_bytes
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.cache_check import Text, require_whole_texts
 from hpc_parallel.worker.session import Session, TaskContext, complete, phases_of
-from hpc_parallel.worker.verify import is_compared
 
 
 class Choose(Protocol):
@@ -234,8 +235,7 @@ class Clock:
 
     def line(self, step: int) -> dict[str, Any]:
         """Returns the record of this step, the same on all ranks."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         step_time_s = (time.perf_counter() - self._since) / (step - self._last_step)
         times, peaks = all_gather_numbers(
             [step_time_s, float(peak_memory_bytes(self.device))], device=self.device

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_parallel.config.batch_plan import BatchPlan, plan_batch
-from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.task_schema import InferConfig
 from hpc_parallel.config.tasks import batch_sizes
 from hpc_parallel.data.sampler import to_device
-from hpc_parallel.profiling.link_rates import synchronize
+from hpc_parallel.layout.batch_plan import BatchPlan, plan_batch
+from hpc_parallel.layout.schedules import schedule_of
 from hpc_parallel.record import attempts
 from hpc_parallel.record.results import results
 from hpc_parallel.record.summary_file import Summary
+from hpc_parallel.start.start_times import synchronize
 from hpc_parallel.strategies.exchange import all_gather_numbers
 from hpc_parallel.strategies.forward_backward import ForwardBackward
 from hpc_parallel.training.load_weights import start_from

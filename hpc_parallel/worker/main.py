@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 if __name__ == "__main__":
@@ -21,45 +22,44 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.config.layout import processes_per_node
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.failure import failure, flight_recorder
+from hpc_parallel.layout.layout import processes_per_node
 from hpc_parallel.machine import fabric, fabric_kind, nccl_log, torch_variables
 from hpc_parallel.machine.fabric_kind import FabricDevices
 from hpc_parallel.machine.topology import alike, nvml_module, topology
 from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents
-from hpc_parallel.profiling.left_out import left_out
 from hpc_parallel.record.owner import hold_by_job
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.slurm.jobs import job_of
+from hpc_parallel.start import start_checks, transport
+from hpc_parallel.start.rendezvous import hosts, meet
+from hpc_parallel.start.signed_objects import require_signatures
+from hpc_parallel.start.signed_store import SignedStore
 from hpc_parallel.strategies import exchange
-from hpc_parallel.supervise import failure, flight_recorder
 from hpc_parallel.torch_internals import set_default_timeout
+from hpc_parallel.training.left_out import left_out
 from hpc_parallel.training.observers import Progress
-from hpc_parallel.worker import rank_files, start_checks, stop, transport
-from hpc_parallel.worker.calibrate import calibrate
-from hpc_parallel.worker.collectives import measure_collectives
+from hpc_parallel.worker import rank_files, stop
 from hpc_parallel.worker.environment_facts import describe, tf32
-from hpc_parallel.worker.generation import generate
-from hpc_parallel.worker.inference import infer
-from hpc_parallel.worker.preflight_task import check_machine
-from hpc_parallel.worker.proof import prove
 from hpc_parallel.worker.rank_files import redirect
-from hpc_parallel.worker.rendezvous import hosts, meet
 from hpc_parallel.worker.session import TaskContext, phases_of, read_config
-from hpc_parallel.worker.signed_objects import require_signatures
-from hpc_parallel.worker.signed_store import SignedStore
-from hpc_parallel.worker.train import train
 from hpc_parallel.worker.watchdog import watch
 
-# Keys are the names in conf/task/.
-TASKS: dict[str, Callable[[TaskContext], object]] = {
-    "train": train, "infer": infer, "generate": generate, "proof": prove,
-    "collectives": measure_collectives, "preflight": check_machine, "calibrate": calibrate,
-}  # fmt: skip
-WATCHED = (train, infer, generate)
+TASKS = {
+    "train": "worker.train:train",
+    "infer": "worker.inference:infer",
+    "generate": "worker.generation:generate",
+    "proof": "proof.task:prove",
+    "collectives": "measure.collectives:measure_collectives",
+    "preflight": "measure.preflight_task:check_machine",
+    "calibrate": "measure.calibrate:calibrate",
+}
+"""What runs for each name in conf/task/, below `hpc_parallel`: a rank imports its own task only."""
+WATCHED = ("train", "infer", "generate")
 
 
 def main(run_folder: str) -> int:
@@ -72,6 +72,7 @@ def main(run_folder: str) -> int:
     xids = None
     try:
         config, values = read_config(folder.config)
+        task: Callable[[TaskContext], object] = resolve_name(f"hpc_parallel.{TASKS[config.task.name]}")
         require_devices(config, world)
         reasons = fabric.site_variables(config.cluster.environment, os.environ)
         reasons |= fabric.use_scratch(config.cluster.scratch, os.environ, host=world.host)
@@ -94,13 +95,13 @@ def main(run_folder: str) -> int:
         store = join(folder, config=config, world=world, device=device, reasons=reasons)
         on_phase("checks of the hosts")
         start_checks.check(folder, config=config, world=world, device=device, xids=xids)
-        task = TASKS[config.task.name]
         watched = watch(
             folder, world=world, timeout_s=config.cluster.hang_timeout_s, store=store,
             compiles=config.training.compile,
         )  # fmt: skip
         with watched as progress:
-            marks = progress if task in WATCHED else Progress()  # the other tasks report no progress
+            reports = config.task.name in WATCHED
+            marks = progress if reports else Progress()
             task(TaskContext(config, values, folder, device, os.environ, marks))
         dist.destroy_process_group()
     except BaseException as error:

@@ -20,8 +20,8 @@ from typing import Any
 if __name__ == "__main__":
     gc.disable()  # as in worker/main.py; this process ends soon
 
-from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.typed_config import typed
+from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.model_checks import find_problems
 from hpc_parallel.strategies.whole_model import build_model

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
@@ -15,15 +16,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.config.batch_plan import BatchPlan, Plan, batch_of
 from hpc_parallel.config.build import build
-from hpc_parallel.config.layout import Layout, layout_of, share_of
-from hpc_parallel.config.model_bytes import fitting_samples
-from hpc_parallel.config.schedules import schedule_of, stages_per_rank
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.typed_config import typed
 from hpc_parallel.data.dataset import as_data
 from hpc_parallel.data.sampler import Batches, Data, Samples
+from hpc_parallel.failure.error_place import located
+from hpc_parallel.failure.summary import summarise
+from hpc_parallel.layout.batch_plan import BatchPlan, Plan, batch_of
+from hpc_parallel.layout.layout import Layout, layout_of, share_of
+from hpc_parallel.layout.model_bytes import fitting_samples
+from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
 from hpc_parallel.record import attempts
 from hpc_parallel.record.endings import Stop
 from hpc_parallel.record.phase import note_phase
@@ -31,18 +34,17 @@ from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_yaml
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.start.device_speeds import with_measured_shares
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.groups import Groups, make_groups
 from hpc_parallel.strategies.model_checks import is_own, require
 from hpc_parallel.strategies.precision import WEIGHTS
 from hpc_parallel.strategies.whole_model import build_model
-from hpc_parallel.supervise.error_place import located
-from hpc_parallel.supervise.summary import summarise
 from hpc_parallel.training.observers import Progress
 from hpc_parallel.training.writers import Writer
-from hpc_parallel.worker.device_speeds import with_measured_shares
-from hpc_parallel.worker.verify import verify
+
+LAYOUT_CHECK = "hpc_parallel.proof.verify:verify"  # by name: the worker imports no annex
 
 
 def read_config(path: Path) -> tuple[RunConfig, dict[str, Any]]:
@@ -113,7 +115,7 @@ class Session:
         require(model, config=config, layout=layout, sample_shape=data.sample_shape, dtype=dtype)
         if is_own(config) or strategy.verify == "always":
             on_phase("comparing the layout with one device")
-        comparison = verify(config, plan=plan, data=data, groups=groups, device=device)
+        comparison = resolve_name(LAYOUT_CHECK)(config, plan=plan, data=data, groups=groups, device=device)
         on_phase("distributing the model")
         assembled = assemble(
             model, config=config, batch=plan.batch, sample_shape=data.sample_shape, groups=groups,

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from hpc_parallel.config.checks.profile_checks import measured_steps
-from hpc_parallel.config.layout import servers
-from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.machine.device_state import device_state
-from hpc_parallel.machine.topology import nvml_module
-from hpc_parallel.profiling.left_out import left_out
-from hpc_parallel.profiling.measurement import Measurement
-from hpc_parallel.profiling.rank_times import RankTimes
-from hpc_parallel.profiling.recording import Recording
-from hpc_parallel.profiling.slow_ranks import Accusations
 from hpc_parallel.record import attempts
 from hpc_parallel.record.checkpoint_index import clear, set_aside_after
 from hpc_parallel.record.metrics_file import MetricsReader
-from hpc_parallel.record.recorded_slow_ranks import accusations
-from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.device_traffic import figures, ring_all_reduce
@@ -38,7 +25,7 @@ from hpc_parallel.training.checkpoint import CheckpointReader, optimizer_sizes, 
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
 from hpc_parallel.training.nonfinite import NonFiniteError
-from hpc_parallel.training.observers import Observers
+from hpc_parallel.training.observers import Observers, Profiler
 from hpc_parallel.training.optimizer import ModelOptimizer, build_optimizer
 from hpc_parallel.training.read_ahead import ReadAhead
 from hpc_parallel.training.replicas import ReplicaCheck, ReplicaError
@@ -50,9 +37,13 @@ from hpc_parallel.training.trainer import RankBatches, Trainer
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.run_plots import draw_plots, span_s
 from hpc_parallel.worker.session import Session, TaskContext, complete, note_stop, phases_of
-from hpc_parallel.worker.start_checks import gpu_uuid
 from hpc_parallel.worker.stop import StopFlag
 from hpc_parallel.worker.time_limit import time_limit_of
+
+if TYPE_CHECKING:
+    from hpc_parallel.profiling.profilers import Profilers
+
+PROFILERS = "hpc_parallel.profiling.profilers:open_profilers"  # by name: the worker imports no annex
 
 
 def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | None = None) -> Assembled:
@@ -76,7 +67,11 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     check = replicas_check(session)
     check(steps_done)
     samples = samples_of(session)
-    observers = open_observers(session, context, replicas=samples.validation.replicas, steps_done=steps_done)
+    metrics = Metrics(scale_of(session, replicas=samples.validation.replicas), device=device)
+    profilers: Profilers = resolve_name(PROFILERS)(session, folder, metrics=metrics, steps_done=steps_done)
+    observers = open_observers(
+        session, context, metrics=metrics, profilers=profilers.on, steps_done=steps_done
+    )
     saver = Saver(
         folder.checkpoints, state=state, about={"config": context.values, "data": session.data.digest},
         training=config.training, device=device, saving=saving_of(session), saved_step=steps_done,
@@ -94,45 +89,33 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     on_phase("first steps (torch.compile)" if config.training.compile else "first steps")
     with contextlib.closing(samples.train), stop:
         signalled = fit(trainer, saver=saver)
-        observers.recording.close()
+        profilers.recording.close()
         observers.callbacks.end(trainer.steps_done)
         if signalled is None:
             finish(
-                session, context, observers=observers, ended_early=trainer.ended_early,
-                state_bytes=state_by_rank(step.held_bytes, optimizer),
+                session, context, observers=observers, profilers=profilers,
+                ended_early=trainer.ended_early, state_bytes=state_by_rank(step.held_bytes, optimizer),
             )  # fmt: skip
         else:
             note_stop(folder, observers.writers, signalled=signalled, about={"step": trainer.steps_done})
     return assembled
 
 
-def open_observers(session: Session, context: TaskContext, *, replicas: int, steps_done: int) -> Observers:
+def open_observers(
+    session: Session,
+    context: TaskContext,
+    *,
+    metrics: Metrics,
+    profilers: Sequence[Profiler],
+    steps_done: int,
+) -> Observers:
     config, folder = session.config, context.folder
     reads = config.training.callbacks and dist.get_rank() == 0
     lines = MetricsReader(folder.metrics).read() if reads else []
     earlier = [line for line in lines if line["step"] <= steps_done]  # later steps are trained again
-    metrics = Metrics(scale_of(session, replicas=replicas), device=session.device)
-    if (measured := measured_steps(config)) < config.training.measure_steps and dist.get_rank() == 0:
-        print(unmeasured(config), flush=True)
-    measurement = Measurement(
-        steps=measured,
-        mesh=session.assembled.mesh,
-        device=session.device,
-        leave_out=partial(metrics.leave_out, steps=1),
-    )
     return Observers(
         metrics=metrics,
-        measurement=measurement,
-        rank_times=rank_times_of(
-            session, folder, measurement=measurement, metrics=metrics, steps_done=steps_done
-        ),
-        recording=Recording(
-            config.profile,
-            folder=folder.profile,
-            rank=dist.get_rank(),
-            device=session.device,
-            leave_out=partial(metrics.leave_out, steps=1),
-        ),
+        profilers=profilers,
         writers=open_writers(config, folder=folder, values=context.values) if dist.get_rank() == 0 else [],
         progress=context.progress,
         callbacks=Callbacks(
@@ -140,35 +123,6 @@ def open_observers(session: Session, context: TaskContext, *, replicas: int, ste
             folder=folder.path,
             lines=earlier,
         ),
-    )
-
-
-def unmeasured(config: RunConfig) -> str:
-    why = "because CUPTI serves one profiler of a process"
-    return f"profile={config.profile.kind}: no step is measured and no rank is timed, {why}"
-
-
-def rank_times_of(
-    session: Session, folder: RunFolder, *, measurement: Measurement, metrics: Metrics, steps_done: int
-) -> RankTimes:
-    config, device = session.config, session.device
-    stages = axis_of(session.assembled.mesh, "pipeline")
-    is_server = bool(servers(config.strategy)) and dist.get_rank() == 0
-    nvml = nvml_module() if device.type == "cuda" else None
-    profile = config.profile
-    window = range(profile.first_step, profile.first_step + profile.steps)
-    earlier = accusations(folder) if dist.get_rank() == 0 else None
-    return RankTimes(
-        on=measured_steps(config) > 0,
-        host=socket.gethostname(),
-        role=-1 if is_server else stages.get_local_rank() if stages is not None else 0,
-        device=device,
-        expected_s=lambda: measurement.last_step_s,
-        profiled=[measurement.steps, window if profile.kind != "none" else range(0)],
-        leave_out=partial(metrics.leave_out, steps=1),
-        device_state=partial(device_state, nvml, gpu_uuid(device)),
-        accusations=Accusations(earlier or [], steps_done=steps_done),
-        write=partial(write_json, folder.rank_times),
     )
 
 
@@ -268,24 +222,20 @@ def finish(
     context: TaskContext,
     *,
     observers: Observers,
+    profilers: Profilers,
     ended_early: str | None,
     state_bytes: Sequence[Mapping[str, int]] | None,
 ) -> None:
-    """Write the timeline and the summary after the last step, and draw the losses.
+    """Write the summary after the last step, and draw the losses.
 
     `state_bytes`: what `state_by_rank` returned.
     """
     folder = context.folder
-    measured = observers.measurement.figures() | traffic_of(session)
+    measured = profilers.figures(folder) | traffic_of(session)
     measured |= {"comparison": session.comparison, "ended_early": ended_early}
     measured["shares"] = session.config.strategy.shares
     measured |= {"rank_memory_bytes": observers.metrics.rank_memory_bytes, "rank_state_bytes": state_bytes}
-    measured["slow_ranks"] = accusations(folder) if dist.get_rank() == 0 else None
-    chart = observers.measurement.schedule_chart()
     rank = dist.get_rank()
-    if rank == 0 and chart is not None:
-        with left_out("the chart of the schedule is"):
-            chart.write(folder)
     lines = MetricsReader(folder.metrics).read() if rank == 0 else []
     complete(context, lines=lines, writers=observers.writers, measured=measured)
     if rank == 0:

@@ -1,7 +1,7 @@
 """A thread in each rank that detects a hang, reports where the rank is, and ends the rank.
 
 Each rank detects the time-out by itself, because a rank that waits in a collective makes no progress either.
-supervise/hang_cause.py finds the rank that is behind after all ranks have reported.
+failure/hang_cause.py finds the rank that is behind after all ranks have reported.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import Any
 
 import torch
 
+from hpc_parallel.failure import failure, hang_report
+from hpc_parallel.failure.flight_recorder import Collective, collective_of, device_progress, recorded
+from hpc_parallel.failure.hang_report import READER, WAITS_FOR_REQUEST, HangReport
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import replacing
 from hpc_parallel.record.typed import read_record
+from hpc_parallel.start.rendezvous import Published
 from hpc_parallel.strategies.groups import SAVING
-from hpc_parallel.supervise import failure, hang_report
-from hpc_parallel.supervise.flight_recorder import Collective, collective_of, device_progress, recorded
-from hpc_parallel.supervise.hang_report import READER, WAITS_FOR_REQUEST, HangReport
 from hpc_parallel.training.observers import Progress
 from hpc_parallel.worker.hang_meeting import HangStore, meet_hang
-from hpc_parallel.worker.rendezvous import Published
 
 _POLL_S = 0.2
 COMPILES = 6  # a first step that compiles may take this many times the time-out

@@ -28,8 +28,8 @@ def ratios() -> dict[int, tuple[float, list[float]]]:
     import torch
     import torch.distributed as dist
 
-    from hpc_parallel.profiling.collective_cases import OPERATIONS, Patterns, group_of
-    from hpc_parallel.worker.collectives import Bench
+    from hpc_parallel.measure.collective_cases import OPERATIONS, Patterns, group_of
+    from hpc_parallel.measure.collectives import Bench
 
     world = dist.group.WORLD
     assert world is not None

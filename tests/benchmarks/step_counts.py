@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # after that of an older commit
 
-from hpc_parallel.config.schedules import SCHEDULES
+from hpc_parallel.layout.schedules import SCHEDULES
 from hpc_parallel.profiling.traffic import KINDS, place_of
 from hpc_parallel.torch_internals import operator_arguments, operator_name
 
@@ -355,11 +355,11 @@ def counts_of(config: Any, fakes: AbstractContextManager[object]) -> dict[str, A
 
 def planned(config: Any) -> tuple[Any, Any, dict[str, Any]]:
     """The model, the batch, and where this rank stands, by the names that this tree and older ones have."""
-    from hpc_parallel.config.layout import layout_of
+    from hpc_parallel.layout.layout import layout_of
 
     layout = layout_of(config.strategy, devices=config.devices)
     try:
-        from hpc_parallel.config.batch_plan import batch_of
+        from hpc_parallel.layout.batch_plan import batch_of
         from hpc_parallel.strategies.groups import make_groups
         from hpc_parallel.strategies.whole_model import build_model
     except ImportError:
@@ -372,8 +372,8 @@ def planned(config: Any) -> tuple[Any, Any, dict[str, Any]]:
 
 def planned_before(config: Any, layout: Any) -> tuple[Any, Any, dict[str, Any]]:
     """The same at 07695be."""
-    from hpc_parallel.config import layout as layouts
-    from hpc_parallel.config.schedules import schedule_of
+    from hpc_parallel.layout import layout as layouts
+    from hpc_parallel.layout.schedules import schedule_of
     from hpc_parallel.strategies import assemble, mesh
 
     batch = layouts.plan_batch(  # type: ignore[attr-defined]

@@ -21,8 +21,8 @@ from hpc_parallel.config.site_schema import ClusterConfig
 from hpc_parallel.machine import fabric
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.worker import rendezvous
-from hpc_parallel.worker.signed_store import SignedStore
+from hpc_parallel.start import rendezvous
+from hpc_parallel.start.signed_store import SignedStore
 
 FORK = multiprocessing.get_context("fork")
 METHODS = ("set", "get", "multi_set", "multi_get", "append", "add", "compare_set", "check", "wait")

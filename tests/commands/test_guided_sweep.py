@@ -13,13 +13,13 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from hpc_parallel.config.tasks import FIGURES, objective_problems
+from hpc_parallel.failure.summary import MEASURED, summarise
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.recorded import find_runs
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import Sweep, read_sweep
 from hpc_parallel.run import main
-from hpc_parallel.supervise.summary import MEASURED, summarise
 from tests.composed import prepared
 from tests.marks import in_full
 

@@ -16,12 +16,12 @@ from hpc_parallel.commands import parity as command
 from hpc_parallel.commands.parity import main, prove
 from hpc_parallel.config.checks.key_checks import choices_of
 from hpc_parallel.config.places import find_folder
-from hpc_parallel.parity import parity_table
-from hpc_parallel.parity.cases import plan, without_refused
-from hpc_parallel.parity.compare import TOLERANCES, Verdict, compare
-from hpc_parallel.parity.pace import Pace
-from hpc_parallel.parity.rows import ROWS
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.proof import parity_table
+from hpc_parallel.proof.cases import plan, without_refused
+from hpc_parallel.proof.compare import TOLERANCES, Verdict, compare
+from hpc_parallel.proof.pace import Pace
+from hpc_parallel.proof.rows import ROWS
 from hpc_parallel.record.run_folder import RunFolder
 from tests.marks import in_full
 

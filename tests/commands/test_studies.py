@@ -13,9 +13,9 @@ import yaml
 from hpc_parallel.config import resolve
 from hpc_parallel.config.compose import compose_cells
 from hpc_parallel.config.places import find_folder
+from hpc_parallel.measure.collectives import requested_bytes
 from hpc_parallel.run import main
 from hpc_parallel.sweep.sweep_plan import SweepPlan, plan_sweep
-from hpc_parallel.worker.collectives import requested_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "jobs").glob("*.yaml"))

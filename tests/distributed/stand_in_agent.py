@@ -15,11 +15,11 @@ import sys
 import time
 from pathlib import Path
 
+from hpc_parallel.failure import local_agent
 from hpc_parallel.job import worker_main
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json, write_text
-from hpc_parallel.supervise import local_agent
 from hpc_parallel.worker import rank_files
 
 VICTIM = 2
@@ -30,7 +30,7 @@ def play(run_folder: str) -> int:
     import torch.distributed as dist
 
     from hpc_parallel.config.site_schema import ClusterConfig
-    from hpc_parallel.worker.rendezvous import meet
+    from hpc_parallel.start.rendezvous import meet
 
     folder = RunFolder(Path(run_folder))
     world = World.discover(os.environ)
@@ -77,7 +77,7 @@ def serve() -> None:
     import torch.distributed.elastic.multiprocessing  # noqa: F401
 
     import hpc_parallel.config.schema
-    import hpc_parallel.worker.rendezvous  # noqa: F401
+    import hpc_parallel.start.rendezvous  # noqa: F401
 
     for line in sys.stdin:
         child = os.fork()

@@ -19,9 +19,9 @@ import yaml
 
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.launch.checked_run import checked_run
+from hpc_parallel.measure.collectives import Bench, group_of
 from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.worker.collectives import Bench, group_of
 from tests.workers import Workers, do_here
 
 FACTORS = {  # of nccl-tests (PERFORMANCE.md), by the number of ranks

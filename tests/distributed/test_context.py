@@ -209,8 +209,8 @@ def _cost(*overrides: str) -> tuple[int, int, int]:
     """FLOPs of one step, bytes kept for its backward pass, and the most bytes allocated at once."""
     from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-    from hpc_parallel.config.batch_plan import plan_batch
     from hpc_parallel.config.typed_config import typed
+    from hpc_parallel.layout.batch_plan import plan_batch
     from hpc_parallel.strategies.assemble import assemble
     from hpc_parallel.strategies.groups import make_groups
     from hpc_parallel.strategies.whole_model import build_model

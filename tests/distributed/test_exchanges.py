@@ -1,12 +1,12 @@
-"""Who sends what to whom, as `config/exchanges.py` derives it, against the collectives of real steps."""
+"""Who sends what to whom, as `layout/exchanges.py` derives it, against the collectives of real steps."""
 
 from __future__ import annotations
 
 import pytest
 import yaml
 
-from hpc_parallel.config.exchanges import COPY, Exchange, Often, exchanges
-from hpc_parallel.config.setup import recorded_setup
+from hpc_parallel.commands.roles import recorded_setup
+from hpc_parallel.layout.exchanges import COPY, Exchange, Often, exchanges
 from tests.marks import in_full
 from tests.matrix import IMAGES, TEXTS, cases
 from tests.parity import COMMON, TIED

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import Parameter
 
-from hpc_parallel.config.exchanges import ALL_GATHER
+from hpc_parallel.layout.exchanges import ALL_GATHER
 from hpc_parallel.strategies.gradients import local_gradients
 from tests.distributed.test_parity import LAYOUTS
 from tests.parity import COMMON, TIED

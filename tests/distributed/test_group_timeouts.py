@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.config.layout import layout_of
+from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.strategies.groups import make_groups
 from hpc_parallel.torch_internals import set_default_timeout

@@ -19,15 +19,8 @@ import torch.distributed as dist
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.machine.host_findings import Finding
-from hpc_parallel.record.machine_check_table import DirectReads, MeasuredMachine, machine_lines
-from hpc_parallel.record.metrics_file import MetricsReader
-from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.typed import build
-from hpc_parallel.report import run_plot
-from hpc_parallel.strategies.exchange import FollowerError
-from hpc_parallel.worker import direct_storage, preflight_findings, preflight_task
-from hpc_parallel.worker.accused_hosts import PreflightError
-from hpc_parallel.worker.preflight_findings import (
+from hpc_parallel.measure import direct_storage, preflight_findings, preflight_task
+from hpc_parallel.measure.preflight_findings import (
     MachineMeasurement,
     slow_copies,
     slow_devices,
@@ -35,8 +28,15 @@ from hpc_parallel.worker.preflight_findings import (
     slow_links,
     slow_storage,
 )
-from hpc_parallel.worker.preflight_task import check_machine
-from hpc_parallel.worker.read_scaling import ReadingError, powers
+from hpc_parallel.measure.preflight_task import check_machine
+from hpc_parallel.measure.read_scaling import ReadingError, powers
+from hpc_parallel.record.machine_check_table import DirectReads, MeasuredMachine, machine_lines
+from hpc_parallel.record.metrics_file import MetricsReader
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.typed import build
+from hpc_parallel.report import run_plot
+from hpc_parallel.start.accused_hosts import PreflightError
+from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.worker.session import TaskContext, read_config
 from tests.composed import composed
 from tests.workers import Workers

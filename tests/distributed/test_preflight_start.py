@@ -18,7 +18,7 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents
 from hpc_parallel.record.recorded_preflight import difference_lines
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.worker import start_checks, start_times
+from hpc_parallel.start import start_checks, start_times
 from tests.workers import Workers
 
 LATE_S = 0.05

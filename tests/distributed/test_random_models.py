@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from hpc_parallel.config.batch_plan import batch_of
-from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.batch_plan import batch_of
+from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.problems import ConfigError, spell
 from tests.marks import in_full
 from tests.parity import largest_difference
@@ -102,7 +102,7 @@ def alike_batches(config: RunConfig, spec: dict[str, Any]) -> tuple[str, ...]:
 
 def train_or_refuse(run_folder: str, cache: str) -> str:
     """Returns an empty text, or why the model does not train on this layout."""
-    from hpc_parallel.worker.verify import DifferenceError
+    from hpc_parallel.proof.verify import DifferenceError
 
     os.environ["XDG_CACHE_HOME"] = cache
     try:
@@ -328,7 +328,7 @@ def test_positions_that_are_mixed_far_apart_are_refused(workers: Workers, tmp_pa
 
 
 def do_or_refuse(run_folder: str, cache: str) -> str:
-    from hpc_parallel.worker.verify import DifferenceError
+    from hpc_parallel.proof.verify import DifferenceError
 
     os.environ["XDG_CACHE_HOME"] = cache
     try:

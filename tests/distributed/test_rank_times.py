@@ -19,11 +19,11 @@ from torch.profiler import record_function
 
 from hpc_parallel.__main__ import main
 from hpc_parallel.commands import run_rows
+from hpc_parallel.failure.run_state import RUNNING, State
 from hpc_parallel.profiling import link_rates, rank_times
 from hpc_parallel.profiling.slow_ranks import Accusations
 from hpc_parallel.profiling.timeline import WAIT
 from hpc_parallel.record.recorded import read_run
-from hpc_parallel.supervise.run_state import RUNNING, State
 from tests.workers import Workers, train_here
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_parallel.config.schedules import SCHEDULES
+from hpc_parallel.layout.schedules import SCHEDULES
 from hpc_parallel.models.transformer import Transformer
 from tests.marks import in_full
 from tests.parity import follow_one_device

@@ -18,9 +18,9 @@ def _first_weights(*overrides: str) -> Mapping[str, Tensor]:
     """As drawn, before any step."""
     from torch.distributed.tensor import DTensor
 
-    from hpc_parallel.config.batch_plan import plan_batch
-    from hpc_parallel.config.layout import Layout
     from hpc_parallel.config.typed_config import typed
+    from hpc_parallel.layout.batch_plan import plan_batch
+    from hpc_parallel.layout.layout import Layout
     from hpc_parallel.strategies.assemble import assemble
     from hpc_parallel.strategies.groups import make_groups
     from hpc_parallel.strategies.whole_model import build_model

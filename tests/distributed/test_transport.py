@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hpc_parallel.profiling.traffic import Traffic
-from hpc_parallel.worker.transport import use_connections
+from hpc_parallel.start.transport import use_connections
 from tests.workers import Workers
 
 MIB = 2**20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -42,8 +43,8 @@ def marks_of(run_folder: str) -> list[tuple[str, int]]:
     marks: list[tuple[str, int]] = []
     folder = RunFolder(Path(run_folder))
     config, values = read_config(folder.config)
-    task = TASKS[config.task.name]
-    assert task in WATCHED
+    assert config.task.name in WATCHED
+    task = resolve_name(f"hpc_parallel.{TASKS[config.task.name]}")
     task(TaskContext(config, values, folder, torch.device("cpu"), environment={}, progress=Kept()))
     return marks
 

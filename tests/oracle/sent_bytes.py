@@ -9,10 +9,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpc_parallel.config.axes import AVERAGED_AXES
-from hpc_parallel.config.holdings import sliced_over
-from hpc_parallel.config.layout import Layout, layout_of
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.axes import AVERAGED_AXES
+from hpc_parallel.layout.holdings import sliced_over
+from hpc_parallel.layout.layout import Layout, layout_of
 from hpc_parallel.planning.collective_times import bus_factor
 from hpc_parallel.planning.group_times import GroupExchange, GroupShape
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Pipeline

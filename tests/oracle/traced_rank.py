@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from hpc_parallel.config.batch_plan import Plan
-from hpc_parallel.config.layout import DATAPARALLEL, SPMD, servers
-from hpc_parallel.config.model_weights import sample_shape_of
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
+from hpc_parallel.layout.batch_plan import Plan
+from hpc_parallel.layout.layout import DATAPARALLEL, SPMD, servers
+from hpc_parallel.layout.model_weights import sample_shape_of
 from hpc_parallel.models.drawn_weights import without_values
 from hpc_parallel.models.experts import Experts
 from hpc_parallel.models.layered import LayeredModel

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hpc_parallel.config.layout import Layout
+from hpc_parallel.layout.layout import Layout
 from hpc_parallel.profiling.traffic import Moved, Traffic
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
+from hpc_parallel.failure.summary import summarise
 from hpc_parallel.record import attempts
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json, write_text
-from hpc_parallel.supervise.summary import summarise
 from tests.composed import prepared
 
 BEGAN = datetime(2026, 11, 22, 1, tzinfo=UTC)

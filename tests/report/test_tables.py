@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from hpc_parallel.commands import grid
-from hpc_parallel.config.axes import AXES
+from hpc_parallel.layout.axes import AXES
 from hpc_parallel.record import owner
 from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.run_folder import RunFolder

@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from hpc_parallel.__main__ import main
+from hpc_parallel.failure.summary import summarise
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.report import bubble, latency
 from hpc_parallel.report.gather import gather
-from hpc_parallel.supervise.summary import summarise
 from tests.report.measured_runs import BEGAN, ended, note, written
 
 SIZES = {1: (0.004, 0.0051), 4: (0.0102, 0.02), 16: (0.031, 0.0325)}  # median and 99th percentile, seconds

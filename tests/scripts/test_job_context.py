@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from hpc_parallel.failure import event_files
+from hpc_parallel.failure.event_files import EventFiles
+from hpc_parallel.failure.script_metrics import MetricsWriter
+from hpc_parallel.failure.supervisor import watching
 from hpc_parallel.job_context import Agreement, has_agreed, request_stop
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise import event_files
-from hpc_parallel.supervise.event_files import EventFiles
-from hpc_parallel.supervise.script_metrics import MetricsWriter
-from hpc_parallel.supervise.supervisor import watching
 from tests.scripts.test_local_scripts import ROOT, TWO_NODES, command, ended, only_run, run
 
 GUIDE = Path(ROOT) / "docs/own-script.md"

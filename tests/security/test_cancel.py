@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.__main__ import main
+from hpc_parallel.failure.end_runs import is_script_of
 from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import Sweep, SweepRun, write_sweep
 from hpc_parallel.slurm.jobs import Job
-from hpc_parallel.supervise.end_runs import is_script_of
 from tests.recorded_runs import GONE, living, own, started
 from tests.security.users import ATTACKER, VICTIM, call_as, give, needs_root
 

@@ -30,11 +30,12 @@ from hpc_parallel.machine import fabric
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.start import rendezvous, signed_objects
+from hpc_parallel.start.rendezvous import StartError, hosts, meet
+from hpc_parallel.start.signed_objects import ForeignObjectError, require_signatures
+from hpc_parallel.start.signed_store import ForgedError, SignedStore
 from hpc_parallel.strategies import exchange
-from hpc_parallel.worker import main, rendezvous, signed_objects
-from hpc_parallel.worker.rendezvous import StartError, hosts, meet
-from hpc_parallel.worker.signed_objects import ForeignObjectError, require_signatures
-from hpc_parallel.worker.signed_store import ForgedError, SignedStore
+from hpc_parallel.worker import main
 from tests.composed import prepared
 from tests.security.users import ATTACKER, call_as, needs_root
 

@@ -13,8 +13,8 @@ import pytest
 
 import hpc_parallel
 from hpc_parallel.commands import tokenize
+from hpc_parallel.proof import task as proof  # noqa: F401  (what a forked child imports it could not read)
 from hpc_parallel.record.safe_write import open_append, replacing
-from hpc_parallel.worker import proof  # noqa: F401  (what a forked child imports it could not read)
 from tests.security.users import ATTACKER, VICTIM, call_as, give, needs_root
 
 PACKAGE = Path(hpc_parallel.__file__).parent
@@ -41,20 +41,20 @@ ALLOWED = {
     ("record/safe_read.py", "open"): "flags that read",
     ("shell.py", "open"): "/dev/null",
     ("sweep/arrays.py", "symlink_to"): "into the sweep's own 0700 folder, which was empty",
-    ("supervise/flight_recorder.py", "mkfifo"): "in a 0700 folder of its own",
-    ("supervise/flight_recorder.py", "open"): "that pipe",
+    ("failure/flight_recorder.py", "mkfifo"): "in a 0700 folder of its own",
+    ("failure/flight_recorder.py", "open"): "that pipe",
     ("terminal.py", "open"): "/dev/null",
     ("training/saver.py", "save"): "torch's streams, into a checkpoint folder of the run's own 0700 folder",
     ("machine/host_facts.py", "TemporaryFile"): "has no name, and is gone when it is closed",
-    ("worker/preflight_task.py", "TemporaryFile"): "has no name, and is gone when it is closed",
-    ("worker/storage_rates.py", "TemporaryFile"): "has no name, and is gone when it is closed",
+    ("measure/preflight_task.py", "TemporaryFile"): "has no name, and is gone when it is closed",
+    ("measure/storage_rates.py", "TemporaryFile"): "has no name, and is gone when it is closed",
     ("profiling/recording.py", "export_chrome_trace"): "torch's, into the run's own 0700 folder",
     ("torch_internals.py", "_dump_snapshot"): "torch's, into the run's own 0700 folder",
     ("training/trainer.py", "save"): "asks the saver",
     ("torch_internals.py", "dump"): "in memory",
-    ("worker/signed_objects.py", "dump"): "in memory",
+    ("start/signed_objects.py", "dump"): "in memory",
     ("training/export_weights.py", "from_file"): "maps the descriptor of replacing()",
-    ("worker/proof.py", "savez"): "to the file of replacing()",
+    ("proof/task.py", "savez"): "to the file of replacing()",
     ("training/writers.py", "SummaryWriter"): "names of its own, in the run's own 0700 folder",
 }
 

@@ -12,15 +12,15 @@ from hpc_parallel.commands import run_command, show
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import compose_cells
 from hpc_parallel.config.resolve import resolve
+from hpc_parallel.failure.summary import summarise
 from hpc_parallel.launch.checked_run import checked_run, with_resumed
-from hpc_parallel.launch.forecast import certain_bytes
 from hpc_parallel.planning import memory
+from hpc_parallel.planning.forecast import certain_bytes
 from hpc_parallel.planning.hardware import read_hardware
 from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.step_time import step_time
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.recorded import read_run
-from hpc_parallel.supervise.summary import summarise
 from hpc_parallel.sweep.sweep_plan import plan_sweep
 from tests.benchmarks.calibrate_plan import FOLDERS
 from tests.composed import composed, prepared

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_parallel.failure import failure, oom
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise import failure, oom
 
 EVENTS = "low 0\nhigh 0\nmax 9\noom 1\noom_kill {kills}\noom_group_kill 0\n"
 CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n"

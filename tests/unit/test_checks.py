@@ -10,22 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_parallel.config.batch_plan import plan_batch
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.class_paths import missing_part
-from hpc_parallel.config.layout import Layout
-from hpc_parallel.config.model_data_schema import (
+from hpc_parallel.config.resolve import resolve
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.failure.hang_report import grace_s
+from hpc_parallel.layout.batch_plan import plan_batch
+from hpc_parallel.layout.layout import Layout
+from hpc_parallel.layout.model_data_schema import (
     ConvNetConfig,
     DigitsDataConfig,
     MoeTransformerConfig,
     ParquetDataConfig,
     TransformerConfig,
 )
-from hpc_parallel.config.resolve import resolve
-from hpc_parallel.config.schedules import SCHEDULES, schedule_of, stages_per_rank, unfit
-from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.schedules import SCHEDULES, schedule_of, stages_per_rank, unfit
 from hpc_parallel.problems import Problem, nearest, spell
-from hpc_parallel.supervise.hang_report import grace_s
 from tests.composed import composed
 
 

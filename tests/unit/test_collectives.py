@@ -17,14 +17,14 @@ import torch
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.task_schema import COLLECTIVES
-from hpc_parallel.profiling.collective_cases import OPERATIONS, Group, Patterns, elements, sizes
-from hpc_parallel.profiling.machine_profile import fit_link, machine_profile
+from hpc_parallel.measure.collective_cases import OPERATIONS, Group, Patterns, elements, sizes
+from hpc_parallel.measure.collectives import FEW_BATCHES, Bench
+from hpc_parallel.measure.collectives_plan import BATCHES, CollectivesPlan, PlannedRow, RowTime, coarse_first
+from hpc_parallel.measure.machine_profile import fit_link, machine_profile
 from hpc_parallel.record.collectives_file import CollectiveRow, Collectives, rows_of
 from hpc_parallel.record.collectives_table import COLUMNS, as_csv, full_table, short_table
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.typed import build
-from hpc_parallel.worker.collectives import FEW_BATCHES, Bench
-from hpc_parallel.worker.collectives_plan import BATCHES, CollectivesPlan, PlannedRow, RowTime, coarse_first
 from hpc_parallel.worker.time_budget import rounded_up
 from tests.composed import composed
 

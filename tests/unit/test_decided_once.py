@@ -14,11 +14,11 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 import hpc_parallel
 from hpc_parallel.commands.run_command import main
-from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.command_line import CommandLine
-from hpc_parallel.config.layout import _resolve
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.launch.prepare import prepare
+from hpc_parallel.layout.batch_plan import Plan
+from hpc_parallel.layout.layout import _resolve
 from tests.composed import composed
 
 ONCE: dict[str, Callable[..., object]] = {

@@ -18,7 +18,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_parallel.config.layout import Layout
+from hpc_parallel.failure import failure, flight_recorder, normal_end, restart, root_cause
+from hpc_parallel.failure.conclude_run import conclude, find_root_cause
+from hpc_parallel.failure.desync import compare
+from hpc_parallel.failure.error_place import located, mark_step
+from hpc_parallel.failure.failure import Record
+from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record import attempts
@@ -27,11 +32,6 @@ from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.supervise import failure, flight_recorder, normal_end, restart, root_cause
-from hpc_parallel.supervise.conclude_run import conclude, find_root_cause
-from hpc_parallel.supervise.desync import compare
-from hpc_parallel.supervise.error_place import located, mark_step
-from hpc_parallel.supervise.failure import Record
 from hpc_parallel.user_code import causes_of, hint
 
 SUMMARY_KEYS = {

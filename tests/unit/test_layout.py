@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_parallel.config.axes import AXES
-from hpc_parallel.config.batch_plan import plan_batch
-from hpc_parallel.config.layout import Layout, divisors
+from hpc_parallel.layout.axes import AXES
+from hpc_parallel.layout.batch_plan import plan_batch
+from hpc_parallel.layout.layout import Layout, divisors
 from hpc_parallel.slurm.short_forms import minutes_of
 
 DEGREES = st.lists(st.integers(1, 3), min_size=len(AXES), max_size=len(AXES))

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.batch_plan import Plan
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.worker.layout_check_key import layout_check_key
-from hpc_parallel.worker.small_model import SmallRun, build_small
+from hpc_parallel.proof.layout_check_key import layout_check_key
+from hpc_parallel.proof.small_model import SmallRun, build_small
 from tests.composed import prepared
 
 PIPELINE = ("strategy=pipeline", "nodes=2", "training.global_batch_size=16")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_parallel.config.layout import Layout
+from hpc_parallel.layout.layout import Layout
 from hpc_parallel.models.attention import CausalAttention
 from hpc_parallel.models.convnet import ConvNet
 from hpc_parallel.models.layered import Column, LayeredModel, with_ties

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from hpc_parallel.config.layout import Layout
+from hpc_parallel.layout.layout import Layout
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.models.plain import plain_model
 from hpc_parallel.strategies.model_checks import find_problems

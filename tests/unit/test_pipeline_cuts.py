@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_parallel.config.schema import StrategyConfig
-from hpc_parallel.config.stage_cuts import balance
+from hpc_parallel.layout.stage_cuts import balance
 from hpc_parallel.models.layered import PartCosts, PartFlops
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError

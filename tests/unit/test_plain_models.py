@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_parallel.config.layout import Layout
+from hpc_parallel.layout.layout import Layout
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.proof import verify
+from hpc_parallel.proof.loss_check import check_loss
+from hpc_parallel.proof.small_model import build_small
 from hpc_parallel.strategies.model_checks import find_problems
 from hpc_parallel.strategies.whole_model import build_whole
 from hpc_parallel.user_code import UserCodeError
-from hpc_parallel.worker import verify
-from hpc_parallel.worker.loss_check import check_loss
-from hpc_parallel.worker.small_model import build_small
 from tests.composed import prepared
 from tests.marks import in_full
 from tests.plain_models import Large, SharedNet, TableNet

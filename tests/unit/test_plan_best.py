@@ -17,9 +17,9 @@ import pytest
 
 from hpc_parallel.__main__ import main as command
 from hpc_parallel.config.checks.all_checks import find_problems
-from hpc_parallel.config.layout import Layout, layout_of
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.layout import Layout, layout_of
 from hpc_parallel.planning import memory
 from hpc_parallel.planning import search as planning_search
 from hpc_parallel.planning.auto_strategy import ask

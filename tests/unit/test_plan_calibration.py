@@ -347,7 +347,7 @@ def test_processes_on_the_cores_of_a_machine_with_gpus_take_turns() -> None:
     import torch
 
     from hpc_parallel.config.resolve import resolve
-    from hpc_parallel.worker import calibrate as module
+    from hpc_parallel.measure import calibrate as module
 
     config, *_ = resolve(composed("nodes=2", "gpus_per_node=4", "device=cpu"))
     with (

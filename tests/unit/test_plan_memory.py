@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from hpc_parallel.config.resolve import resolve
-from hpc_parallel.config.schedules import SCHEDULES, stages_of
 from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.layout.schedules import SCHEDULES, stages_of
 from hpc_parallel.planning.memory import KINDS, MemoryPlan, plan, text_table
 from hpc_parallel.planning.pipeline_orders import live_microbatches
 from hpc_parallel.record.metrics_file import size

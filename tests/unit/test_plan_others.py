@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from hpc_parallel.__main__ import main as command
-from hpc_parallel.config.model_weights import weights_of
 from hpc_parallel.config.resolve import resolve
+from hpc_parallel.layout.model_weights import weights_of
 from hpc_parallel.planning.hardware import Hardware, read_hardware
 from hpc_parallel.planning.operations import MatrixProduct
 from hpc_parallel.planning.run_work import work_of_run

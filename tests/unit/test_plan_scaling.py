@@ -9,7 +9,7 @@ import pytest
 from hpc_parallel.commands.plan import main
 from hpc_parallel.commands.plan_run import planned_run
 from hpc_parallel.commands.plan_scaling import Size, efficiency, verdict
-from hpc_parallel.config.layout import Layout
+from hpc_parallel.layout.layout import Layout
 from hpc_parallel.planning.hardware import named_hardware
 
 HARDWARE = "h100_sxm_node8_3200gbit"

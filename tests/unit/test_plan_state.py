@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hpc_parallel.config.build import build
-from hpc_parallel.config.model_weights import sample_shape_of, weights_of
 from hpc_parallel.config.resolve import resolve
+from hpc_parallel.layout.model_weights import sample_shape_of, weights_of
 from hpc_parallel.planning.memory import plan
 from hpc_parallel.planning.optimizer_state import KINDS
 from tests.composed import composed

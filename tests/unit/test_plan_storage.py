@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.__main__ import main as command
-from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.resolve import resolve
-from hpc_parallel.launch.forecast import Forecast, forecast
+from hpc_parallel.layout.batch_plan import Plan
+from hpc_parallel.planning.forecast import Forecast, forecast
 from hpc_parallel.planning.hardware import Hardware, Storage, read_hardware
 from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.storage_times import StorageTimes, checkpoint_bytes

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.__main__ import main as command
-from hpc_parallel.config.exchanges import groups_over
-from hpc_parallel.config.layout import Layout, layout_of
-from hpc_parallel.config.model_weights import weights_of
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import StrategyConfig
-from hpc_parallel.config.setup import Setup
 from hpc_parallel.config.site_schema import MachineConfig
+from hpc_parallel.layout.exchanges import groups_over
+from hpc_parallel.layout.layout import Layout, layout_of
+from hpc_parallel.layout.model_weights import weights_of
+from hpc_parallel.layout.setup import Setup
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.group_times import GroupExchange, GroupShape, bus_bytes_per_s
 from hpc_parallel.planning.hardware import hardware_names, read_hardware

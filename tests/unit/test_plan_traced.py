@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_parallel.config.layout import layout_of
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.planning.hardware import read_hardware
 from hpc_parallel.planning.memory import plan
 from hpc_parallel.planning.run_work import work_of_run

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpc_parallel.config.batch_plan import Plan
 from hpc_parallel.config.build import build
 from hpc_parallel.data.dataset import as_data
-from hpc_parallel.worker.position_check import mixes_positions
-from hpc_parallel.worker.small_model import SmallRun, build_small
+from hpc_parallel.layout.batch_plan import Plan
+from hpc_parallel.proof.position_check import mixes_positions
+from hpc_parallel.proof.small_model import SmallRun, build_small
 from tests.composed import prepared
 from tests.marks import in_full
 

@@ -16,8 +16,11 @@ import psutil
 import pytest
 import torch
 
-from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.site_schema import PreflightConfig
+from hpc_parallel.failure import failure
+from hpc_parallel.failure.conclude_run import conclude, may_restart
+from hpc_parallel.failure.restart import MOST_EXCLUSIONS, allowed, hosts_to_exclude
+from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine import host_facts
 from hpc_parallel.machine.cpu_facts import cpu_facts
 from hpc_parallel.machine.host_facts import different_packages, disk, driver_version
@@ -28,13 +31,11 @@ from hpc_parallel.record import attempts
 from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.recorded_preflight import difference_lines, difference_table
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.start import start_checks
+from hpc_parallel.start.accused_hosts import PreflightError, act_on, warn
+from hpc_parallel.start.transport import FabricError
 from hpc_parallel.strategies.exchange import FollowerError
-from hpc_parallel.supervise import failure
-from hpc_parallel.supervise.conclude_run import conclude, may_restart
-from hpc_parallel.supervise.restart import MOST_EXCLUSIONS, allowed, hosts_to_exclude
-from hpc_parallel.worker import main, start_checks
-from hpc_parallel.worker.accused_hosts import PreflightError, act_on, warn
-from hpc_parallel.worker.transport import FabricError
+from hpc_parallel.worker import main
 
 GIB = 2**30
 HEALTHY_GPU = {"uncorrected_errors": 0, "throttled": [], "bad_rows": False, "foreign": []}

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from hpc_parallel.config.checks.profile_checks import measured_steps
 from hpc_parallel.config.schema import ProfileConfig, RunConfig
+from hpc_parallel.failure import failure, rank_process
+from hpc_parallel.failure.nvidia_profiler import ProfilerError, profiler_words
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.profiling.recorded_summary import describe, parts
 from hpc_parallel.profiling.timeline import STEP, WAIT, Event
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.strategies import ranges
-from hpc_parallel.supervise import failure, rank_process
-from hpc_parallel.supervise.nvidia_profiler import ProfilerError, profiler_words
 from tests.composed import prepared
 
 MS = 1_000_000

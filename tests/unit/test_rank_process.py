@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from hpc_parallel.config.command_line import CommandLine
+from hpc_parallel.failure import failure, hang_report, rank_process
+from hpc_parallel.failure.hang_report import HangReport
 from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise import failure, hang_report, rank_process
-from hpc_parallel.supervise.hang_report import HangReport
 
 pytestmark = pytest.mark.processes
 
@@ -29,7 +29,7 @@ ENVIRONMENT = {
 }  # fmt: skip
 SUPERVISOR = """
 import sys
-from hpc_parallel.supervise import rank_process
+from hpc_parallel.failure import rank_process
 rank_process.run(sys.argv[1], worker=(sys.executable, "-c", sys.argv[2]))
 """
 # Ready only when it has its own handler: the file holds its process number.
@@ -146,7 +146,7 @@ def test_the_worker_ends_with_its_supervisor(folder: RunFolder) -> None:
 LATE = """
 import os, sys
 from functools import partial
-from hpc_parallel.supervise import rank_process
+from hpc_parallel.failure import rank_process
 class SignalToItself:
     def __del__(self, send=partial(os.kill, os.getpid(), int(sys.argv[2]))): send()
 late = SignalToItself()  # deleted after Python has removed its handlers
@@ -179,7 +179,7 @@ def test_under_submitit(folder: RunFolder, tmp_path: Path, worker: str, code: in
     """srun sees the code, without a traceback, and only a success leaves a result."""
     from submitit.core.utils import DelayedSubmission
 
-    from hpc_parallel.supervise import rank_process
+    from hpc_parallel.failure import rank_process
 
     command = (sys.executable, "-c", worker)
     DelayedSubmission(rank_process.run, str(folder.path), worker=command).dump(tmp_path / "1_submitted.pkl")

@@ -15,8 +15,8 @@ from hpc_parallel.config.site_schema import ClusterConfig
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.worker import rendezvous
-from hpc_parallel.worker.rendezvous import StartError, hosts, meet
+from hpc_parallel.start import rendezvous
+from hpc_parallel.start.rendezvous import StartError, hosts, meet
 from tests.marks import in_full
 
 pytestmark = pytest.mark.processes

@@ -7,11 +7,11 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from hpc_parallel.failure import failure, restart
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.slurm import submit
 from hpc_parallel.slurm.jobs import Job
-from hpc_parallel.supervise import failure, restart
 
 LAUNCHER = {"max_requeues": 2, "max_restarts": 1, "exclude": None, "resubmit": False, "partition": None}
 

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from docs.drawn_layout import draw
 from docs.svg import COLOURS, Svg
 from hpc_parallel.__main__ import main
-from hpc_parallel.commands.roles import MOST_ROWS
-from hpc_parallel.config.axes import AXES
-from hpc_parallel.config.exchanges import DIRECTED, exchanges, groups_over
-from hpc_parallel.config.holdings import BATCH, EXPERTS, Part, holdings, ranges
-from hpc_parallel.config.layout import Layout, layout_of
+from hpc_parallel.commands.roles import MOST_ROWS, recorded_setup
 from hpc_parallel.config.schema import StrategyConfig
-from hpc_parallel.config.setup import ModelFacts, Setup, model_facts, recorded_setup
+from hpc_parallel.layout.axes import AXES
+from hpc_parallel.layout.exchanges import DIRECTED, exchanges, groups_over
+from hpc_parallel.layout.holdings import BATCH, EXPERTS, Part, holdings, ranges
+from hpc_parallel.layout.layout import Layout, layout_of
+from hpc_parallel.layout.setup import ModelFacts, Setup, model_facts
 from tests.composed import prepared as composed_run
 from tests.recorded_runs import foreign, half_written, prepared
 

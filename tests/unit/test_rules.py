@@ -10,9 +10,11 @@ import pytest
 from omegaconf import MISSING, OmegaConf
 
 from hpc_parallel.config.checks.key_checks import choices_of, find_problems
-from hpc_parallel.config.model_data_schema import CHANNELS, DATA, MODELS
 from hpc_parallel.config.resolve import resolve
-from hpc_parallel.config.rules import (
+from hpc_parallel.config.schema import AdamWConfig, OptimizerConfig, RunConfig
+from hpc_parallel.config.task_schema import TASKS
+from hpc_parallel.layout.model_data_schema import CHANNELS, DATA, MODELS
+from hpc_parallel.rules import (
     Rule,
     above,
     at_least,
@@ -27,8 +29,6 @@ from hpc_parallel.config.rules import (
     rules_of,
     some_of,
 )
-from hpc_parallel.config.schema import AdamWConfig, OptimizerConfig, RunConfig
-from hpc_parallel.config.task_schema import TASKS
 from tests.composed import composed
 
 

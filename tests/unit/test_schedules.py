@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from hpc_parallel.config.batch_plan import plan_batch
 from hpc_parallel.config.checks import training_checks
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.checks.pipeline_checks import cuts_problem, version_problem
-from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.resolve import resolve
-from hpc_parallel.config.schedules import SCHEDULES, stages_of, unfit
 from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.layout.batch_plan import plan_batch
+from hpc_parallel.layout.layout import Layout
+from hpc_parallel.layout.schedules import SCHEDULES, stages_of, unfit
 from hpc_parallel.strategies.pipeline import KINDS
 from tests.composed import composed
 

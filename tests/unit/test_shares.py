@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_parallel.config.batch_plan import BatchPlan
 from hpc_parallel.config.checks.all_checks import find_problems
-from hpc_parallel.config.layout import Layout
 from hpc_parallel.config.resolve import resolve
-from hpc_parallel.config.shares import apportion, batch_shares, slowdown
-from hpc_parallel.config.stage_cuts import balance
 from hpc_parallel.data.sampler import Batches
+from hpc_parallel.layout.batch_plan import BatchPlan
+from hpc_parallel.layout.layout import Layout
+from hpc_parallel.layout.shares import apportion, batch_shares, slowdown
+from hpc_parallel.layout.stage_cuts import balance
 from hpc_parallel.models.layered import PartCosts
-from hpc_parallel.worker.device_speeds import shares_of
+from hpc_parallel.start.device_speeds import shares_of
 from tests.composed import composed
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from hpc_parallel.__main__ import main
+from hpc_parallel.failure import end_runs
+from hpc_parallel.failure.run_state import states
 from hpc_parallel.record import owner
 from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.run_folder import RunFolder
@@ -25,8 +27,6 @@ from hpc_parallel.slurm.client import MISSING, UNANSWERED
 from hpc_parallel.slurm.jobs import Job, job_state, job_states
 from hpc_parallel.slurm.submit import SiteRefusedError, job_in
 from hpc_parallel.slurm.submitit_executor import Executor
-from hpc_parallel.supervise import end_runs
-from hpc_parallel.supervise.run_state import states
 from tests.recorded_runs import finished, started
 
 

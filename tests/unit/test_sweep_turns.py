@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 
 from hpc_parallel.__main__ import main as command
+from hpc_parallel.failure.end_runs import Target, end_runs
+from hpc_parallel.failure.run_state import states
 from hpc_parallel.launch import local_launcher
 from hpc_parallel.record import owner
 from hpc_parallel.record.recorded import read_run
@@ -26,8 +28,6 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import read_sweep
 from hpc_parallel.run import main
-from hpc_parallel.supervise.end_runs import Target, end_runs
-from hpc_parallel.supervise.run_state import states
 from tests.recorded_runs import prepared
 
 pytestmark = pytest.mark.processes
@@ -40,7 +40,7 @@ from hpc_parallel.launch import local_launcher
 from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.supervise.conclude_run import conclude
+from hpc_parallel.failure.conclude_run import conclude
 folder = RunFolder(Path(sys.argv[1]))
 def leave(number, frame):
     conclude(folder, returncode=-number, cancelled=True, environment={})

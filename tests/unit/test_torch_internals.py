@@ -34,10 +34,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.serialization import config as serialization
 
 from hpc_parallel import torch_internals
-from hpc_parallel.config.schedules import SCHEDULES
+from hpc_parallel.failure import flight_recorder
+from hpc_parallel.layout.schedules import SCHEDULES
 from hpc_parallel.profiling.traffic import COLLECTIVES, KINDS, WITHOUT_BYTES, Traffic
 from hpc_parallel.strategies import pipeline
-from hpc_parallel.supervise import flight_recorder
 from hpc_parallel.training.checkpoint import CheckpointWriter
 from tests.oracle.fakes import fake_tensors, fake_world, memory_key, replicas_in_buckets
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import pytest
 
+from hpc_parallel.failure.summary import summarise
 from hpc_parallel.record import attempts
 from hpc_parallel.record.endings import Failure, Follower, Stop
 from hpc_parallel.record.environment_file import Environment
@@ -17,7 +18,6 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.summary_file import Latency, RankState, Summary
 from hpc_parallel.record.typed import WHOLE, build, first, read_record
-from hpc_parallel.supervise.summary import summarise
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from hpc_parallel.failure import failure
 from hpc_parallel.machine import host_facts
 from hpc_parallel.machine.host_findings import RECENT_S, findings
 from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents, bus_address, logged_xids, parse_xids
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.supervise import failure
-from hpc_parallel.worker import start_checks
+from hpc_parallel.start import start_checks
 from tests.unit.test_preflight import HEALTHY_GPU, hosts
 
 # Records of /dev/kmsg as drivers of several years write them. The second Xid 79 is of another GPU.

@@ -22,11 +22,11 @@ from hpc_parallel.config.checks import (
     task_checks,
     training_checks,
 )
-from hpc_parallel.config.counts import class_path, is_convnet, is_reference_decoder
-from hpc_parallel.config.model_data_schema import DigitsDataConfig, HuggingFaceConfig, ParquetDataConfig
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK
 from hpc_parallel.config.task_schema import TaskConfig
+from hpc_parallel.layout.counts import class_path, is_convnet, is_reference_decoder
+from hpc_parallel.layout.model_data_schema import DigitsDataConfig, HuggingFaceConfig, ParquetDataConfig
 from hpc_parallel.problems import Problem, Problems
 
 

@@ -1,4 +1,4 @@
-"""Check each axis of a layout: what it declares in `config/axes.py`, and whether sizes fit its degree.
+"""Check each axis of a layout: what it declares in `layout/axes.py`, and whether sizes fit its degree.
 
 The rules of a pipeline are in `pipeline_checks.py`.
 """
@@ -9,14 +9,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hpc_parallel.config.axes import DECLARED, Axis
 from hpc_parallel.config.checks import pipeline_checks
 from hpc_parallel.config.checks.key_checks import sizes_are_legal
 from hpc_parallel.config.checks.suggestions import multiples_near, with_degree_near, without_axis
-from hpc_parallel.config.counts import KEYS, class_path, count, halvings, is_convnet, reads, sequence_length
-from hpc_parallel.config.layout import Layout, divisors, tile_grid
-from hpc_parallel.config.model_data_schema import ConvNetConfig, MoeTransformerConfig
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.axes import DECLARED, Axis
+from hpc_parallel.layout.counts import KEYS, class_path, count, halvings, is_convnet, reads, sequence_length
+from hpc_parallel.layout.layout import Layout, divisors, tile_grid
+from hpc_parallel.layout.model_data_schema import ConvNetConfig, MoeTransformerConfig
 from hpc_parallel.problems import Problem, Problems
 
 NOT_IN_MIXTURE = {  # axes that can't split the reference mixture of experts

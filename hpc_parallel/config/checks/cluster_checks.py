@@ -102,7 +102,7 @@ def _hang_timeout(config: RunConfig) -> Problems:
     """Waiting ranks must find and report a hang before their collective times out."""
     limit_s, collective_s = config.cluster.hang_timeout_s, config.cluster.collective_timeout_s
     # All ranks notice a hang within a tenth of the limit, and write reports within a fifth of it and 5 s
-    # (supervise/hang_report.py:grace_s). The other 5 s are room.
+    # (failure/hang_report.py:grace_s). The other 5 s are room.
     most_s = (collective_s - 10) / 1.3
     if config.task.name == TASK:  # a script sets its own time-outs
         return

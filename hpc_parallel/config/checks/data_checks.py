@@ -15,8 +15,12 @@ from typing import Any
 from hpc_parallel.config.checks.key_checks import sizes_are_legal
 from hpc_parallel.config.checks.suggestions import multiples_near
 from hpc_parallel.config.class_paths import class_tables, target_problems
-from hpc_parallel.config.counts import class_path, count
-from hpc_parallel.config.model_data_schema import (
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.script import TASK
+from hpc_parallel.data import text, tokens  # neither imports torch
+from hpc_parallel.data.table_files import FileColumn, find_files, read_columns, with_rows
+from hpc_parallel.layout.counts import class_path, count
+from hpc_parallel.layout.model_data_schema import (
     CellsDataConfig,
     ConvNetConfig,
     DigitsDataConfig,
@@ -28,10 +32,6 @@ from hpc_parallel.config.model_data_schema import (
     TransformerConfig,
     UNetConfig,
 )
-from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.script import TASK
-from hpc_parallel.data import text, tokens  # neither imports torch
-from hpc_parallel.data.table_files import FileColumn, find_files, read_columns, with_rows
 from hpc_parallel.problems import Problem, Problems, nearest
 from hpc_parallel.record.safe_read import list_folder
 

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from hpc_parallel.config.layout import Layout
-from hpc_parallel.config.model_bytes import GIB, least_bytes, trains
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.layout import Layout
+from hpc_parallel.layout.model_bytes import GIB, least_bytes, trains
 from hpc_parallel.problems import Problem, Problems
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hpc_parallel.config.axes import AVERAGED_AXES, AXES
-from hpc_parallel.config.layout import DATAPARALLEL, PARAMETER_SERVER, SPMD
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.axes import AVERAGED_AXES, AXES
+from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, SPMD
 from hpc_parallel.problems import Problem, Problems
 
 WHOLE = (DATAPARALLEL, PARAMETER_SERVER)  # the executions whose devices hold whole models

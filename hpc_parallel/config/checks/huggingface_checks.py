@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from typing import Any
 
 from hpc_parallel.config.checks.suggestions import near, without_axis
-from hpc_parallel.config.counts import sequence_length
 from hpc_parallel.config.huggingface_source import FAMILIES, FIXED, Source, read_source, roles_in
-from hpc_parallel.config.layout import divisors, legal_layout
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.task_schema import GenerateConfig
 from hpc_parallel.config.tasks import prompt_lengths
+from hpc_parallel.layout.counts import sequence_length
+from hpc_parallel.layout.layout import divisors, legal_layout
 from hpc_parallel.problems import Problem, Problems, nearest, spell
 
 # Sizes without a default, each with a legal value. A model type has defaults for the other sizes.

@@ -1,4 +1,4 @@
-"""Check each value by the rule at its key (`config/rules.py`), and that no integer is huge."""
+"""Check each value by the rule at its key (`rules.py`), and that no integer is huge."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from hpc_parallel.config.axes import AXES
-from hpc_parallel.config.counts import class_path
 from hpc_parallel.config.key_suggestions import choice_near
-from hpc_parallel.config.model_data_schema import DATA, MODELS, schema_of
-from hpc_parallel.config.rules import Part, default_of, leaves, refused, ruled, rules_of
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.axes import AXES
+from hpc_parallel.layout.counts import class_path
+from hpc_parallel.layout.model_data_schema import DATA, MODELS, schema_of
 from hpc_parallel.problems import Problem
 from hpc_parallel.record.safe_read import MAX_INTEGER
+from hpc_parallel.rules import Part, default_of, leaves, refused, ruled, rules_of
 
 COUNTED = ("model", "strategy", "training", "optimizer", "launcher", "task")  # tables of counts
 EXAMPLES = {"transformer": "tiny", "moe": "moe_tiny"}  # files of schemas that have another name

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-from hpc_parallel.config.axes import AXES, DEGREE
-from hpc_parallel.config.batch_plan import batch_of
 from hpc_parallel.config.checks import axis_checks, device_memory_checks, pipeline_checks, shares_checks
 from hpc_parallel.config.checks.suggestions import multiples_near, near
-from hpc_parallel.config.counts import count
-from hpc_parallel.config.layout import Layout, divisors, servers
-from hpc_parallel.config.schedules import stages_per_rank
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
+from hpc_parallel.layout.axes import AXES, DEGREE
+from hpc_parallel.layout.batch_plan import batch_of
+from hpc_parallel.layout.counts import count
+from hpc_parallel.layout.layout import Layout, divisors, servers
+from hpc_parallel.layout.schedules import stages_per_rank
 from hpc_parallel.problems import Problem, Problems
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hpc_parallel.config.checks.key_checks import sizes_are_legal
 from hpc_parallel.config.checks.suggestions import near
 from hpc_parallel.config.class_paths import target_problems
-from hpc_parallel.config.counts import class_path
-from hpc_parallel.config.layout import divisors
-from hpc_parallel.config.model_data_schema import CellsDataConfig, DigitsDataConfig
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.counts import class_path
+from hpc_parallel.layout.layout import divisors
+from hpc_parallel.layout.model_data_schema import CellsDataConfig, DigitsDataConfig
 from hpc_parallel.problems import Problem, Problems
 
 CLASSES = {DigitsDataConfig._target_: 10, CellsDataConfig._target_: 2}

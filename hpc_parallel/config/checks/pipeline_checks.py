@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
-from hpc_parallel.config.batch_plan import BatchPlan, batch_of
 from hpc_parallel.config.checks.suggestions import along_with_less_of, near
 from hpc_parallel.config.checks.training_checks import too_old
-from hpc_parallel.config.counts import count
-from hpc_parallel.config.layout import Layout, divisors
-from hpc_parallel.config.schedules import SCHEDULES, Schedule, schedule_of, stages_per_rank, unfit
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.batch_plan import BatchPlan, batch_of
+from hpc_parallel.layout.counts import count
+from hpc_parallel.layout.layout import Layout, divisors
+from hpc_parallel.layout.schedules import SCHEDULES, Schedule, schedule_of, stages_per_rank, unfit
+from hpc_parallel.layout.stage_cuts import cuts_problem
 from hpc_parallel.problems import Problem, Problems
 
 
@@ -44,18 +43,6 @@ def find_problems(config: RunConfig, layout: Layout) -> Problems:
         yield Problem("strategy.pipeline", layout.pipeline, rule, (degree,), along)
     elif strategy.cuts is not None and (problem := cuts_problem(strategy.cuts, stages=stages, blocks=blocks)):
         yield problem
-
-
-def cuts_problem(cuts: Sequence[int], *, stages: int, blocks: int | None) -> Problem | None:
-    """The problem of `strategy.cuts` for these stages; blocks: the model's number, None if unknown."""
-    end = blocks if blocks is not None else max([stages, *(cut + 1 for cut in cuts)])
-    rising = all(before < after for before, after in pairwise((0, *cuts, end)))
-    if rising and len(cuts) == stages - 1:
-        return None
-    even = [end * stage // stages for stage in range(1, stages)]
-    upto = "on" if blocks is None else f"to {end - 1}, below {blocks} blocks"
-    rule = f"must be the {stages - 1} first blocks of the later stages: rising numbers from 1 {upto}"
-    return Problem("strategy.cuts", list(cuts), rule, (even, None))
 
 
 def _runnable(config: RunConfig, layout: Layout) -> Problems:

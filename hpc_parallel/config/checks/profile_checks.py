@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 
-from hpc_parallel.config.layout import processes_per_node
 from hpc_parallel.config.node_devices import launcher_kind, runs_on_cpus
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.layout import processes_per_node
 from hpc_parallel.problems import Problem, Problems
 
 UNMEASURED = 3  # steps before those of `training.measure_steps`: two for warm-up, one that counts bytes

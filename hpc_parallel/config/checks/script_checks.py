@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpc_parallel.config.find_module import module_problem
-from hpc_parallel.config.layout import processes_per_node
 from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import KINDS, NODE, RANKS, TASK, TORCHRUN, absolute, may_mention
 from hpc_parallel.config.script_schema import ScriptConfig
+from hpc_parallel.layout.layout import processes_per_node
 from hpc_parallel.problems import Problem, Problems, nearest
 
 # Keys of our own training, which a script does not read.

@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from hpc_parallel.config.batch_plan import BatchPlan, batch_of
-from hpc_parallel.config.layout import DATAPARALLEL, Layout, divisors
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.shares import MEASURED, apportion, divided, slowdown
+from hpc_parallel.layout.batch_plan import BatchPlan, batch_of
+from hpc_parallel.layout.layout import DATAPARALLEL, Layout, divisors
+from hpc_parallel.layout.shares import MEASURED, apportion, divided, slowdown
 from hpc_parallel.problems import Problem, Problems, spell
 
 MOST_SLOWDOWN = 1.25  # of a batch split into whole samples, against an exact split

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config.model_data_schema import (
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.model_data_schema import (
     ConvNetConfig,
     SegmenterConfig,
     TransformerConfig,
     UNetConfig,
 )
-from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import Problem, Problems, nearest
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.find import path_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from hpc_parallel.config.axes import AXES
-from hpc_parallel.config.layout import Layout, divisors
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
+from hpc_parallel.layout.axes import AXES
+from hpc_parallel.layout.layout import Layout, divisors
 from hpc_parallel.problems import Problem
 
 

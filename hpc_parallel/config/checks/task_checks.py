@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 
-from hpc_parallel.config.axes import SAMPLE_AXES
-from hpc_parallel.config.counts import class_path, count, is_convnet, sequence_length
-from hpc_parallel.config.layout import SPMD, Layout, legal_layout
 from hpc_parallel.config.node_devices import launcher_kind
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.task_schema import (
@@ -16,6 +13,9 @@ from hpc_parallel.config.task_schema import (
     PreflightTaskConfig,
 )
 from hpc_parallel.data.codec import encode, reads_bytes
+from hpc_parallel.layout.axes import SAMPLE_AXES
+from hpc_parallel.layout.counts import class_path, count, is_convnet, sequence_length
+from hpc_parallel.layout.layout import SPMD, Layout, legal_layout
 from hpc_parallel.problems import Problem, Problems
 
 

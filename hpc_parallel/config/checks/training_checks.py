@@ -17,12 +17,12 @@ from urllib.parse import urlparse
 
 from hpc_parallel.config.checks.suggestions import without_axis
 from hpc_parallel.config.class_paths import class_tables, target_problems
-from hpc_parallel.config.counts import class_path, is_convnet
-from hpc_parallel.config.layout import SPMD, Layout, legal_layout
-from hpc_parallel.config.model_data_schema import MoeTransformerConfig
 from hpc_parallel.config.node_devices import launcher_kind
-from hpc_parallel.config.schedules import schedule_of
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.counts import class_path, is_convnet
+from hpc_parallel.layout.layout import SPMD, Layout, legal_layout
+from hpc_parallel.layout.model_data_schema import MoeTransformerConfig
+from hpc_parallel.layout.schedules import schedule_of
 from hpc_parallel.problems import Problem, Problems
 
 OFF = "off"  # training.fp8

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_parallel.config.batch_plan import batch_of
 from hpc_parallel.config.build import build
-from hpc_parallel.config.layout import layout_of, share_of
 from hpc_parallel.config.learning_rate import learning_rate
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.dataset import as_data
 from hpc_parallel.data.sampler import Batches
+from hpc_parallel.layout.batch_plan import batch_of
+from hpc_parallel.layout.layout import layout_of, share_of
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.strategies.whole_model import build_model
 from tests.benchmarks.peers.plain_transformer import PlainTransformer

@@ -177,7 +177,7 @@ def indices_s(ranks: int) -> float:
 
 
 def mesh_s(ranks: int) -> float:
-    from hpc_parallel.config.layout import Layout
+    from hpc_parallel.layout.layout import Layout
     from hpc_parallel.strategies.mesh import build_mesh
 
     layout = Layout(pipeline=2, replicate=ranks // 8, tensor=4)
@@ -191,7 +191,7 @@ def start_s(ranks: int, folder: Path) -> float:
     from hpc_parallel.config.site_schema import ClusterConfig
     from hpc_parallel.machine.world import World
     from hpc_parallel.record.run_folder import RunFolder
-    from hpc_parallel.worker import rendezvous
+    from hpc_parallel.start import rendezvous
 
     environment = {
         "RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks),

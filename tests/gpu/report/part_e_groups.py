@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from hpc_parallel import torch_internals
-from hpc_parallel.config.layout import Layout
+from hpc_parallel.layout.layout import Layout
 from hpc_parallel.strategies.mesh import build_mesh
 from tests.gpu.report import setting
 from tests.gpu.report.findings import Findings

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from hpc_parallel.config.batch_plan import batch_of
-from hpc_parallel.config.layout import layout_of
-from hpc_parallel.config.model_weights import sample_shape_of
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import AdamWConfig, RunConfig, StrategyConfig
+from hpc_parallel.layout.batch_plan import batch_of
+from hpc_parallel.layout.layout import layout_of
+from hpc_parallel.layout.model_weights import sample_shape_of
 from hpc_parallel.models.layered import LayeredModel, Loss, materialise
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.record.run_folder import RunFolder

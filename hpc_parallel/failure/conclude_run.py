@@ -1,0 +1,354 @@
+"""Find the root cause after a job has failed; write it to `failure.json` and print one line.
+
+A batch script ends with `python -m hpc_parallel.job conclude RUN_FOLDER RETURNCODE [--log FILE]`. It must
+start fast, so neither torch nor Hydra is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.failure import failure, normal_end, restart
+from hpc_parallel.failure.failure import Record
+from hpc_parallel.failure.hang_cause import cause_of
+from hpc_parallel.failure.root_cause import (
+    TERMINATION_SIGNALS,
+    find_root_cause,
+    killed_tasks,
+    lost_node,
+    missing_rank,
+    start_lines,
+    this_attempt,
+    with_early_ends,
+)
+from hpc_parallel.failure.script_rank import is_script
+from hpc_parallel.failure.summary import summarise
+from hpc_parallel.record import attempts
+from hpc_parallel.record.endings import Failure, Follower, Stop
+from hpc_parallel.record.metrics_file import MetricsReader
+from hpc_parallel.record.provenance import read_environment
+from hpc_parallel.record.recorded_slow_ranks import accusations
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import DamagedError, read_tail
+from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.summary_file import Summary
+from hpc_parallel.record.values import texts
+from hpc_parallel.slurm.jobs import job_of
+from hpc_parallel.user_code import hint
+
+_LOG_LINES = 40
+_NFS_S = 90.0
+_UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a preempted run that could not save
+_TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT|^Slurm says of job [\d_]+: timeout", re.MULTILINE)
+
+
+def conclude(
+    folder: RunFolder,
+    *,
+    returncode: int,
+    text: str = "",
+    cancelled: bool | None = None,
+    asked_by: str | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> str | None:
+    """Find the root cause; write `failure.json` and, if rank 0 wrote none, `summary.json`.
+
+    returncode, text: exit code of the job and end of its log, used if no rank wrote a record;
+    cancelled: whether the run was asked to end, None to infer this from the records and the log;
+    asked_by: the name of the signal that asked the run to end, if the ranks received another signal;
+    environment: Slurm's variables of the job.
+
+    Returns one line that names the cause, or None if nothing failed.
+    """
+    failure.remove_partial_files(folder)
+    summary = Summary.read(folder)
+    if summary is not None and summary.outcome in ("completed", "preempted"):
+        return None
+    if (stopped := Stop.read(folder)) is not None:
+        asked = replace(stopped, signal=asked_by or stopped.signal)
+        return _conclude_stop(folder, stopped=asked, environment=environment)
+    records = failure.records(folder)
+    records += killed_tasks(folder, text=text, recorded={record.rank for record in records})
+    if returncode == 0 and not records and not cancelled and _has_completed_script(folder):
+        write_json(folder.summary, _summary(folder, outcome="completed", environment=environment))
+        return None
+    cause = find_root_cause(records)
+    if cause is not None and cause.kind in (failure.HANG, failure.LOST_PEER, failure.STOPPED):
+        cause = cause_of(folder, records) or cause
+    if cancelled or (cancelled is None and _looks_cancelled(cause, returncode=returncode, text=text)):
+        name = asked_by or (cause.signal if cause else None)
+        by = name or _signal_of_code(returncode) or ""
+        if not cancelled and restart.why_stopped(by, environment=environment) == restart.PREEMPTED:
+            return _conclude_stop(folder, stopped=_UNSAVED, environment=environment)
+        first = f", first rank {cause.rank} on {cause.host}" if cause and cause.signal else ""
+        line, outcome, how = f"{cancelled_by(name)}{first}", "cancelled", "cancelled"
+        ended = Failure()
+    else:
+        lost = _slurm_failure(folder, cause, records=records, text=text) if cancelled is None else None
+        ended = lost or _rank_failure(folder, cause, records=records, returncode=returncode, text=text)
+        ended.write(folder)  # before the summary: a summary means that all other files are written
+        line, outcome, how = str(ended.line), "failed", str(ended.kind)
+    if summary is None:
+        attempts.end(folder, how=how, host=ended.host, exclude=texts(ended.details.get("exclude")))
+        write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
+    return line
+
+
+def _await_end(folder: RunFolder) -> None:
+    """Wait for the recorded end of rank 0: an NFS client may cache for a minute that a file is missing."""
+    deadline = time.monotonic() + _NFS_S
+    while time.monotonic() < deadline and any(folder.logs.glob("rank-*.out")):
+        names = {*os.listdir(folder.path), *os.listdir(folder.logs)}
+        ends = {folder.summary.name, folder.stopped.name, "rank-0.ended.json"}
+        if names & ends or any(name.endswith(".failure.json") for name in names):
+            return
+        time.sleep(1.0)
+
+
+def _has_completed_script(folder: RunFolder) -> bool:
+    """Whether the ranks of a user's script ran in this start. Other tasks write `summary.json` themselves.
+
+    The caller knows that all ranks that were started have ended with code 0. A command that starts none
+    (`exit 0` in a setup line, `mpirun --version`) ends with code 0 too.
+    """
+    return is_script(folder.read_config()) and normal_end.has_ended(folder, rank=0)
+
+
+def cancelled_by(signal_name: str | None) -> str:
+    """The cancellation in the words of the user who caused it."""
+    causes = {"SIGINT": "Ctrl-C", "SIGHUP": "the end of its terminal (SIGHUP)"}
+    return "cancelled" if signal_name is None else f"cancelled by {causes.get(signal_name, signal_name)}"
+
+
+def _looks_cancelled(cause: Record | None, *, returncode: int, text: str) -> bool:
+    """Whether a termination signal that Slurm does not explain ended the first rank.
+
+    Without a cause, the exit code of the job is checked.
+    """
+    if _hit_time_limit(text) or lost_node(text, cause=cause):
+        return False
+    return (cause.signal if cause else _signal_of_code(returncode)) in TERMINATION_SIGNALS
+
+
+def _hit_time_limit(text: str) -> bool:
+    return _TIME_LIMIT.search("\n".join(this_attempt(text).splitlines()[-_LOG_LINES:])) is not None
+
+
+def _slurm_failure(
+    folder: RunFolder, cause: Record | None, *, records: Sequence[Record], text: str
+) -> Failure | None:
+    """The content of `failure.json` if Slurm reports a time limit or a lost node."""
+    if _hit_time_limit(text):
+        return _out_of_time(folder)
+    if lost := lost_node(text, cause=cause):
+        return _without_rank(
+            kind=failure.NODE_LOST, message=lost, line=_with_count(lost, records), followers=records
+        )
+    return None
+
+
+def _rank_failure(
+    folder: RunFolder, cause: Record | None, *, records: Sequence[Record], returncode: int, text: str
+) -> Failure:
+    """The content of `failure.json` if a rank, or the job itself, failed."""
+    if cause is None:
+        return _without_record(folder, returncode=returncode, text=text)
+    cause = with_early_ends(folder, cause=missing_rank(folder, cause=cause, records=records))
+    if cause.rank == failure.NOBODY:
+        line = f"the run hangs: {cause.message}"
+        return _without_rank(kind=cause.kind, message=cause.message, line=line, followers=records)
+    return _failed(cause, followers=[record for record in records if record.rank != cause.rank])
+
+
+def may_restart(folder: RunFolder) -> bool:
+    """Whether the run may start again after the failure in `failure.json`."""
+    ended = Failure.read(folder)
+    if ended is None or (folder.stopped.exists()):
+        return False
+    config = folder.read_config()
+    recoverable = failure.can_restart(ended, on_nonfinite=config["training"]["on_nonfinite"])
+    return restart.allowed(folder, how=str(ended.kind), recoverable=recoverable, launcher=config["launcher"])
+
+
+def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str, str]) -> str:
+    """Conclude a run whose ranks saved their state after a signal, and restart it if this is allowed."""
+    how = restart.REQUEUED
+    if stopped.signal is not None:
+        how = restart.why_stopped(stopped.signal, environment=environment)
+    elif stopped.code is None:
+        raise DamagedError(folder.stopped, "it names no signal and no exit code")
+    attempts.end(folder, how=how)
+    launcher = folder.read_config()["launcher"]
+    # Without a saved step or a script's exit code, the task starts from its beginning. After a time limit, a
+    # restart would only reach the limit again.
+    continues = stopped.step is not None or stopped.code is not None
+    is_repeatable = continues or how != restart.TIME_LIMIT
+    restarts = is_repeatable and restart.allowed(folder, how=how, recoverable=False, launcher=launcher)
+    reasons = {
+        restart.TIME_LIMIT: f"the time limit of {launcher['time_minutes']} min was near",
+        restart.PREEMPTED: "preempted by Slurm",
+        restart.CANCELLED: cancelled_by(stopped.signal),
+        restart.REQUEUED: "the script asks for a new start",
+    }
+    if stopped.code is not None:
+        kept = f"it ended with {_signal_of_code(stopped.code) or f'exit code {stopped.code}'}"
+    else:
+        kept = f"saved at step {stopped.step}" if continues else f"{stopped.kept} are kept"
+    line = f"{reasons[how]}: {kept}"
+    if how in (restart.TIME_LIMIT, restart.REQUEUED) and not restarts:
+        if continues:
+            line += f"; launcher.max_requeues={launcher['max_requeues']} are used up"
+        else:
+            line += "; try a longer launcher.time_minutes or a smaller task.seconds"
+        kind = failure.TIME_LIMIT if how == restart.TIME_LIMIT else failure.ERROR
+        _without_rank(kind=kind, message=line, line=line).write(folder)
+    if stopped.step is not None and not restarts:
+        line += f"; go on with resume={folder.path}"
+    outcome = "preempted" if restarts else "cancelled" if how == restart.CANCELLED else "failed"
+    write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
+    replace(stopped, how=how, line=line).write(folder)
+    if restarts and job_of(environment) is None:
+        line += "; it starts again"
+    elif restarts:  # last, because Slurm may end this process at once
+        line += f"; {restart.requeue_or_resubmit(folder, launcher=launcher, environment=environment)}"
+    return line
+
+
+def _failed(cause: Record, *, followers: Sequence[Record]) -> Failure:
+    """The content of `failure.json` for a rank that failed first."""
+    return Failure(
+        rank=cause.rank,
+        host=cause.host,
+        node=cause.node,
+        kind=cause.kind,
+        message=cause.message,
+        signal=cause.signal,
+        time=cause.time,
+        traceback=tuple(cause.traceback),
+        details=cause.details,
+        followers=_brief(followers),
+        line=_with_count(f"rank {cause.rank} on {cause.host} failed first: {cause.message}", followers),
+    )
+
+
+def _with_count(line: str, followers: Sequence[Record]) -> str:
+    return line + (f"; {len(followers)} follower{'s' * (len(followers) > 1)}" if followers else "")
+
+
+def _brief(followers: Sequence[Record]) -> tuple[Follower, ...]:
+    return tuple(Follower(record.rank, record.host, record.kind) for record in followers)
+
+
+def _without_record(folder: RunFolder, *, returncode: int, text: str) -> Failure:
+    """The content of `failure.json` if no rank wrote a record: a set-up line failed, for example."""
+    when = "and no rank said why" if any(folder.logs.glob("rank-*.out")) else "before any rank started"
+    lines = start_lines(text)[-_LOG_LINES:]
+    name = _signal_of_code(returncode)
+    how = f"killed by {name}" if name else f"exit code {returncode}"
+    how += "" if returncode else ", but rank 0 did not complete"
+    last = lines[-1].strip() if lines else ""
+    message = (last if "exit code" in last else f"{how}: {last}" if last else how) + hint(last)
+    return _without_rank(
+        kind=failure.KILLED if name else failure.START,
+        message=message,
+        line=f"the job failed {when}: {message}",
+        signal=name,
+        traceback=lines,
+    )
+
+
+def _signal_of_code(returncode: int) -> str | None:
+    """The name of the signal in an exit code of subprocess (negative) or of a shell (above 128)."""
+    if returncode < 0:
+        return failure.signal_name(-returncode)
+    return failure.signal_name(returncode - 128) if 128 < returncode < 128 + 65 else None
+
+
+def _out_of_time(folder: RunFolder) -> Failure:
+    """The content of `failure.json` for a job that Slurm ended at its time limit."""
+    lines = MetricsReader(folder.metrics).read()
+    step = lines[-1]["step"] if lines else 0
+    config = folder.read_config()
+    minutes = config["launcher"]["time_minutes"]
+    message = f"the time limit of {minutes} min was reached after step {step}"
+    advice = "raise launcher.time_minutes, or train less"
+    if is_script(config):
+        message = f"the time limit of {minutes} min was reached"
+        advice = "raise launcher.time_minutes, or set script.stop_signal"
+    return _without_rank(kind=failure.TIME_LIMIT, message=message, line=f"{message}: {advice}")
+
+
+def _without_rank(
+    *,
+    kind: str,
+    message: str,
+    line: str,
+    signal: str | None = None,
+    traceback: Sequence[str] = (),
+    followers: Sequence[Record] = (),
+) -> Failure:
+    """A `failure.json` that blames no rank."""
+    return Failure(
+        kind=kind,
+        message=message,
+        signal=signal,
+        time=datetime.now(UTC).isoformat(timespec="microseconds"),
+        traceback=tuple(traceback),
+        followers=_brief(followers),
+        line=line,
+    )
+
+
+def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    return summarise(
+        folder.read_config(),
+        outcome=outcome,
+        lines=MetricsReader(folder.metrics).read(),
+        history=vars(attempts.history(folder, environment=environment)),
+        measured={"slow_ranks": accusations(folder)},
+        environment=read_environment(folder),
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m hpc_parallel.job conclude", description=__doc__)
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("returncode", type=int, help="exit code of srun or of the agent")
+    parser.add_argument("--log", type=Path, help="the job's log, used if no rank wrote a record")
+    parser.add_argument("--again", action="store_true", help="restart the Slurm job if this is allowed")
+    parser.add_argument("--cancelled", action="store_true", default=None, help="the run was asked to end")
+    parser.add_argument("--by", metavar="SIGNAL", help="the signal that asked it to end")
+    options = parser.parse_args(arguments)
+    for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(signal_number, signal.SIG_IGN)  # Slurm ends a requeued job, but this must finish first
+    environment = os.environ if options.again else {}  # a local run may be inside a job that is not its own
+    folder = RunFolder(options.run_folder)
+    text = ""
+    if options.log:
+        with suppress(FileNotFoundError, DamagedError):
+            text = read_tail(options.log).decode(errors="replace")
+    if options.returncode == 0:
+        _await_end(folder)
+    line = conclude(
+        folder, returncode=options.returncode, text=text, cancelled=options.cancelled, asked_by=options.by,
+        environment=environment,
+    )  # fmt: skip
+    if line:
+        print(line, file=sys.stderr, flush=True)
+    if "SLURM_JOB_ID" in environment and may_restart(folder):
+        launcher = folder.read_config()["launcher"]
+        line = restart.requeue_or_resubmit(folder, launcher=launcher, environment=os.environ)
+        print(line, file=sys.stderr)
+    if options.returncode == 0 and folder.failure.exists() and not folder.stopped.exists():
+        sys.exit(1)  # the job has failed too

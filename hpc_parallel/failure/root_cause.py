@@ -1,0 +1,171 @@
+"""Find the root cause in the records of all ranks and in Slurm's messages in the job's log."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from hpc_parallel.failure import failure, flight_recorder, normal_end
+from hpc_parallel.failure.desync import compare
+from hpc_parallel.failure.failure import Record
+from hpc_parallel.layout.layout import processes_per_node, recorded_strategy
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.slurm.short_forms import expand_numbers
+
+TERMINATION_SIGNALS = ("SIGTERM", "SIGINT")  # with which Slurm and users ask a job to end
+# A peer may notice a death up to this time before the death itself is recorded.
+_NOTICE_NS = 100_000_000
+_ATTEMPT = "hpc_parallel attempt "  # first line of a batch script (sbatch_templates/environment.sh.j2)
+_SRUN_ENDS = {
+    "Killed": "SIGKILL", "Out Of Memory": "SIGKILL", "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT",
+    "Bus error": "SIGBUS", "Illegal instruction": "SIGILL",
+}  # fmt: skip
+_SRUN_KILLED = re.compile(rf"^srun: error: (\S+): tasks? ([\d,-]+): ({'|'.join(_SRUN_ENDS)})", re.MULTILINE)
+_MOST_KILLED = 2**16  # any program may write to the log; the first killed rank is the cause
+_NODE_LOST = re.compile(
+    r"node failure on (?P<host>[\w.-]+)|due to node (?P<other>[\w.-]+ )?failure"
+    r"|^slurm says of job [\d_]+: node_fail",
+    re.IGNORECASE | re.MULTILINE,
+)
+_FOLLOWERS = (failure.LOST_PEER, failure.STOPPED, failure.COLLECTIVE_TIMEOUT)
+
+
+def this_attempt(text: str) -> str:
+    """The part of the job's log since the last start: the log also holds earlier attempts."""
+    return text[max(0, text.rfind(_ATTEMPT)) :]
+
+
+def start_lines(text: str) -> list[str]:
+    """The lines of the job's log since the last start, without the first one and without empty lines."""
+    lines = this_attempt(text).splitlines()
+    return [line for line in lines if line.strip() and not line.startswith(_ATTEMPT)]
+
+
+def killed_tasks(folder: RunFolder, *, text: str, recorded: Container[int]) -> list[Record]:
+    """Records for ranks that were killed together with their supervisor, from srun's lines in the log.
+
+    Lines after "Terminating StepId" are ignored, because srun itself then ends the tasks.
+
+    recorded: ranks that have a record.
+    """
+    before_termination = this_attempt(text).partition("Terminating StepId")[0]
+    killed: list[Record] = []
+    for host, tasks, end in _SRUN_KILLED.findall(before_termination):
+        per_node = _ranks_per_node(folder)
+        for rank in _ranks_in(tasks):
+            if len(killed) == _MOST_KILLED:
+                return killed
+            if rank not in recorded:
+                by_memory = end == "Out Of Memory"
+                # time_ns=0: first in time, because its peers recorded its death only afterwards
+                record = Record(
+                    rank=rank, host=host, node=rank // per_node, attempt="",
+                    kind=failure.OUT_OF_MEMORY if by_memory else failure.KILLED,
+                    message="out of the job's memory: ended by Slurm (raise launcher.memory_gb)"
+                    if by_memory else f"killed by {_SRUN_ENDS[end]}",
+                    signal=_SRUN_ENDS[end], time=datetime.now(UTC).isoformat(timespec="microseconds"),
+                    time_ns=0, traceback=[],
+                )  # fmt: skip
+                killed.append(record)
+    return killed
+
+
+def lost_node(text: str, *, cause: Record | None) -> str | None:
+    """The message for a host that Slurm lost; None if there is none, or a rank failed by itself before.
+
+    Other ranks then report a lost peer, or srun ends them.
+    """
+    match = _NODE_LOST.search(this_attempt(text))
+    failed_by_itself = cause is not None and cause.kind not in (*_FOLLOWERS, failure.KILLED)
+    if match is None or failed_by_itself:
+        return None
+    host = (match["host"] or match["other"] or "").strip()
+    return f"node {host} was lost" if host else "a node was lost"
+
+
+def find_root_cause(records: Sequence[Record]) -> Record | None:
+    """The first record in time of a rank that failed by itself.
+
+    The clocks of hosts differ slightly, so a rank that lost a peer never precedes one that failed by
+    itself. A rank that was asked to end does not precede it either: our clean-up may have asked it.
+    """
+    failed_by_itself = [
+        record
+        for record in records
+        if record.kind not in _FOLLOWERS and record.signal not in TERMINATION_SIGNALS
+    ]
+    not_stopped = [record for record in records if record.kind != failure.STOPPED]
+    return min(failed_by_itself or not_stopped or records, key=_noticed_ns, default=None)
+
+
+def missing_rank(folder: RunFolder, *, cause: Record, records: Sequence[Record]) -> Record:
+    """The rank to blame for a collective that did not complete, or `cause` if there is no such rank.
+
+    The ranks that waited have failed. The rank that they waited for may have no record. In this case, a
+    record is built from what is known about it.
+    """
+    if cause.kind not in (failure.COLLECTIVE_TIMEOUT, failure.DESYNC):
+        return cause
+    per_node = _ranks_per_node(folder)
+    world_size = folder.read_config()["nodes"] * per_node
+    finding = compare(_entered_collectives(folder, records), world_size=world_size)
+    if finding is None:
+        return cause
+    rank = finding.ranks[0]
+    blamed = next((record for record in records if record.rank == rank), None)
+    steps = [
+        record.details["step"]
+        for record in records
+        if record.rank in finding.waiting and "step" in record.details
+    ]
+    step = f" at step {max(steps)}" if steps else ""
+    details = finding.details | ({"step": max(steps)} if steps else {})
+    if blamed is None:
+        hosts = {record.node: record.host for record in records}
+        node = rank // per_node
+        blamed = replace(
+            cause, rank=rank, node=node, host=hosts.get(node, f"node {node}"), signal=None, traceback=[]
+        )
+    return replace(blamed, kind=cause.kind, message=finding.message + step, details=blamed.details | details)
+
+
+def with_early_ends(folder: RunFolder, *, cause: Record) -> Record:
+    """Name the ranks that had ended normally, if other ranks then waited for a peer or lost one.
+
+    They may have ended too early, but the lost peer may also be another rank. So they are not blamed.
+    """
+    if cause.kind not in (failure.LOST_PEER, failure.COLLECTIVE_TIMEOUT, failure.HANG):
+        return cause
+    ends = normal_end.ended_ranks(folder, attempt=cause.attempt)
+    return replace(cause, message=cause.message + normal_end.clause(ends))
+
+
+def _entered_collectives(folder: RunFolder, records: Sequence[Record]) -> dict[int, list[dict[str, Any]]]:
+    """Rank -> the collectives in its record or else in its dump; ranks with neither are left out."""
+    collectives = {}
+    for record in records:
+        dump = flight_recorder.dump_of(folder, rank=record.rank)
+        if calls := record.collectives or flight_recorder.read_dump(dump):
+            collectives[record.rank] = calls
+    return collectives
+
+
+def _noticed_ns(record: Record) -> int:
+    return record.time_ns + (_NOTICE_NS if record.kind in _FOLLOWERS else 0)
+
+
+def _ranks_in(text: str) -> list[int]:
+    """The ranks of srun's task list; empty if `text` is not a list: the program may have printed the line."""
+    try:
+        return [int(number) for number in expand_numbers(text)]
+    except ValueError:
+        return []
+
+
+def _ranks_per_node(folder: RunFolder) -> int:
+    config = folder.read_config()
+    strategy = recorded_strategy(config)
+    return processes_per_node(strategy, gpus_per_node=config["gpus_per_node"])

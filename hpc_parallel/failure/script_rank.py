@@ -1,0 +1,262 @@
+"""Prepares one rank of `task=script`: its command, the variables that torchrun would set, and its logs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hpc_parallel import job_context
+from hpc_parallel.config.script import PLACEHOLDERS, TASK, arguments_of, fill, kind_of, name_of, resume_words
+from hpc_parallel.failure import flight_recorder
+from hpc_parallel.failure.process_tree import receivers
+from hpc_parallel.machine import fabric, fabric_kind
+from hpc_parallel.machine.world import World
+from hpc_parallel.record import attempts
+from hpc_parallel.record.endings import Stop
+from hpc_parallel.record.metrics_file import last_line
+from hpc_parallel.record.owner import hold_by_job
+from hpc_parallel.record.phase import note_phase
+from hpc_parallel.record.provenance import installed_packages
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import DamagedError, read_json
+from hpc_parallel.record.safe_write import open_append, write_json
+from hpc_parallel.slurm.jobs import job_of
+from hpc_parallel.slurm.short_forms import expand_hosts
+
+SHARED = 20_000  # if the site names no port, the job id selects a port from here on
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and AMD
+
+
+def is_script(config: Mapping[str, Any]) -> bool:
+    """Whether a user's script runs instead of one of our tasks.
+
+    config: the content of `config.yaml`.
+    """
+    return bool(config.get("task", {}).get("name") == TASK)
+
+
+def command_of(
+    folder: RunFolder, config: Mapping[str, Any], *, rank: int, variables: Mapping[str, str]
+) -> tuple[list[str], Path]:
+    """The program with its arguments, and its working directory. variables: those of `set_variables`."""
+    script, nodes, devices = config["script"], config["nodes"], config["gpus_per_node"]
+    place = (variables["MASTER_ADDR"], variables["MASTER_PORT"])
+    filled = (folder.path, rank, config["seed"], nodes, devices, nodes * devices, *place)
+    values = dict(zip(PLACEHOLDERS, map(str, filled), strict=True))
+    working = Path(fill(script["working_directory"], values))
+    arguments = arguments_of(script, values=values)
+    if restarts(folder):
+        arguments += resume_words(script, values=values, folder=working)
+    if script["file"]:  # a path in the kept source is relative to the run folder
+        program = [sys.executable, "-u", str(folder.path / script["file"])]
+    elif script["module"]:  # -P: import from the kept source, not from the working directory
+        program = [sys.executable, "-u", "-P", "-m", script["module"]]
+    else:
+        command = script["command"]
+        program = [str(folder.path / command) if os.sep in command else command]
+    return [*program, *arguments], working
+
+
+def restarts(folder: RunFolder) -> int:
+    """How many starts came before this one: as the folder records them, or as Slurm counts them."""
+    return max(int(os.environ.get("SLURM_RESTART_COUNT", "0")), attempts.earlier_starts(folder))
+
+
+def set_variables(
+    folder: RunFolder, config: Mapping[str, Any], *, world: World, environment: MutableMapping[str, str]
+) -> None:
+    """Set the variables of a rank: those of torchrun, the network's, and the number of threads.
+
+    Only the variables of torchrun replace what the user or the site has set. Raises DeviceError.
+    """
+    cluster = config["cluster"]
+    fabric.use_scratch(cluster["scratch"], environment, host=world.host)
+    flight_recorder.set_variables(folder, environment)
+    per_node = config["gpus_per_node"]
+    share = per_node * world.nodes // world.world_size  # ranks that the script starts, per rank of ours
+    threads = max(1, fabric.cpu_threads(world, environment) // share)
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
+    environment.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in C code writes its stack to the log
+    nccl = config["device"] != "cpu" and any(map(os.path.exists, _GPU_DRIVERS))
+    devices = fabric_kind.fabric_devices()
+    fabric_kind.set_fabric(cluster["fabric"], devices, environment, nccl=nccl, one_machine=world.one_machine)
+    fabric.set_interfaces(environment, world=world, hosts=world.hosts, suffix=cluster["master_suffix"])
+    fabric.require_interfaces(environment, host=world.host, nccl=nccl)
+    environment.pop("PYTHONSAFEPATH", None)  # only for our modules: a script imports what lies beside it
+    if world.one_machine and config["nodes"] > 1:  # simulated nodes: each has its own GPUs, or none has
+        visible, last = (
+            visible_devices(environment, node=node, per_node=per_node)
+            for node in (world.node, world.nodes - 1)
+        )
+        if visible is not None and last is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = visible
+        elif nccl:
+            fabric.share_gpu(environment, rank=world.rank)
+    environment.update(torchrun_variables(folder, config, world=world, environment=environment))
+
+
+def torchrun_variables(
+    folder: RunFolder, config: Mapping[str, Any], *, world: World, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables that torchrun sets for a rank. Simulated nodes count their own ranks, as hosts do."""
+    local_world_size, local_rank = world.local_world_size, world.local_rank
+    if world.one_machine:
+        local_world_size = world.world_size // world.nodes
+        local_rank = world.rank % local_world_size
+    address, port = rendezvous(config, world=world, environment=environment)
+    values: dict[str, object] = {
+        "RANK": world.rank, "WORLD_SIZE": world.world_size,
+        "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size,
+        "GROUP_RANK": world.node, "GROUP_WORLD_SIZE": world.nodes,
+        "ROLE_RANK": world.rank, "ROLE_WORLD_SIZE": world.world_size, "ROLE_NAME": "default",
+        "MASTER_ADDR": address, "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": environment.get("TORCHELASTIC_RUN_ID", world.attempt),
+        "TORCHELASTIC_RESTART_COUNT": environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        "TORCHELASTIC_MAX_RESTARTS": environment.get("TORCHELASTIC_MAX_RESTARTS", "0"),
+        "TORCHELASTIC_ERROR_FILE": error_file(folder, rank=world.rank),
+        job_context.RUN: folder.path, job_context.RESTARTS: restarts(folder),
+        job_context.STOP: stop_prefix(folder, world=world),
+    }  # fmt: skip
+    return {name: str(value) for name, value in values.items()}
+
+
+def rendezvous(config: Mapping[str, Any], *, world: World, environment: Mapping[str, str]) -> tuple[str, str]:
+    """The address and the port at which rank 0 listens. torchrun and the local agent have chosen both."""
+    cluster = config["cluster"]
+    hosts = world.hosts or expand_hosts(environment.get("SLURM_JOB_NODELIST", ""))
+    if world.launcher == "torchrun" and {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        address = environment["MASTER_ADDR"]
+        is_name = (first := address.partition(".")[0]) in hosts  # torchrun writes the full name of the host
+        address = first + cluster["master_suffix"] if is_name and cluster["master_suffix"] else address
+        return address, environment["MASTER_PORT"]
+    address = "127.0.0.1" if world.one_machine or not hosts else hosts[0] + cluster["master_suffix"]
+    job = environment.get("SLURM_JOB_ID", "0")
+    return address, str(cluster["port"] or SHARED + (int(job) if job.isdecimal() else 0) % SHARED)
+
+
+def visible_devices(environment: Mapping[str, str], *, node: int, per_node: int) -> str | None:
+    """The GPUs of a simulated node among those of this machine; None if there are not enough for it."""
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        names = [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+    else:
+        names = [name for name in listed.split(",") if name]
+    chosen = names[node * per_node : (node + 1) * per_node]
+    return ",".join(chosen) if len(chosen) == per_node else None
+
+
+def stop_prefix(folder: RunFolder, *, world: World) -> str:
+    """The prefix of the files by which the ranks of this start agree on a step at which they stop.
+
+    Some MPIs give every attempt the same name, so the prefix contains the number of earlier starts.
+    """
+    return str(folder.rendezvous / f"{world.attempt}-{restarts(folder)}.stop")
+
+
+def error_file(folder: RunFolder, *, rank: int) -> Path:
+    """Where `torch.distributed.elastic.multiprocessing.errors.record` writes an exception."""
+    return folder.logs / f"rank-{rank}.error.json"
+
+
+def begin(
+    folder: RunFolder, config: Mapping[str, Any], *, world: World, environment: Mapping[str, str]
+) -> None:
+    """Record the start, on rank 0: which job runs here, on which hosts, with which packages.
+
+    environment: the variables of the script.
+    """
+    if (job := job_of(os.environ)) is not None:
+        hold_by_job(folder, job)
+    for rank in folder.logs.glob("rank-*.device.json"):  # an earlier start may have had more ranks
+        rank.unlink(missing_ok=True)
+    last = None
+    with suppress(FileNotFoundError, DamagedError):
+        last = last_line(folder.metrics)
+    attempts.begin(folder, step=(last or {}).get("step", 0), environment=os.environ)
+    submitted: dict[str, Any] = {}
+    with suppress(DamagedError):
+        submitted = read_json(folder.environment) or {}
+    started = {
+        "python": sys.version.split()[0],
+        "ranks": [{"host": world.where(rank)} for rank in range(world.world_size)],
+        "fabric": fabric.recorded(environment, also=config["cluster"]["environment"]),
+        "packages": installed_packages(),
+    }
+    write_json(folder.environment, submitted | started)
+    kind = "-m " if kind_of(config["script"]) == "module" else ""
+    note_phase(folder, f"running {kind}{name_of(config['script'])}")
+
+
+@contextmanager
+def streams(folder: RunFolder, *, rank: int) -> Iterator[tuple[int, int]]:
+    """The logs of the rank, to which a restart appends, as descriptors of stdout and stderr."""
+    logs = [open_append(folder.log(rank, stream)) for stream in ("out", "err")]
+    try:
+        yield logs[0], logs[1]
+    finally:
+        for log in logs:
+            os.close(log)
+
+
+class Relay:
+    """Passes signals on to the script, and remembers the one that asked it to stop.
+
+    Slurm sends SIGUSR2 before the time limit and SIGTERM at a preemption. It sends both to the script too,
+    unless mpirun has started the script.
+    """
+
+    def __init__(self, stop_signal: str, *, in_job: bool, reaches_all: bool, stop_prefix: str) -> None:
+        """in_job: Slurm sends the signals, not a local agent; reaches_all: the script receives them too."""
+        self.stopped_by: str | None = None
+        self._stop_prefix = stop_prefix
+        self._stop = None if stop_signal == "none" else signal.Signals[stop_signal]
+        self._in_job, self._reaches_all = in_job, reaches_all
+        self._child: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []  # received before the script started
+        self._has_asked = False  # a second stop signal could end the script while it saves
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._child is None:
+            self._early.append(number)
+            return
+        if number in (signal.SIGUSR2, signal.SIGTERM):
+            self.stopped_by = self.stopped_by or signal.Signals(number).name
+            job_context.request_stop(self._stop_prefix)
+        if number in (signal.SIGUSR2, signal.SIGTERM) and self._stop is not None:
+            if number == self._stop and self._reaches_all:
+                self._has_asked = True
+            elif not self._has_asked and self._child.returncode is None:
+                for process in receivers(self._child.pid, self._stop):
+                    with suppress(ProcessLookupError):
+                        os.kill(process, self._stop)
+                        self._has_asked = True
+        elif not self._reaches_all and number != signal.SIGUSR2:
+            self._child.send_signal(number)
+
+    def connect(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = child
+        reaches_all, self._reaches_all = self._reaches_all, False  # these signals came before the script
+        for number in self._early:
+            self(number, None)
+        self._reaches_all = reaches_all
+
+    def stop_of(self, returncode: int, *, requeue_codes: Sequence[int]) -> Stop | None:
+        """The content of `stopped.json` if the script ended because it was asked to, or asks for a new start.
+
+        returncode: as in subprocess, negative for a signal.
+        """
+        if returncode in requeue_codes:
+            return Stop(signal=self.stopped_by, code=returncode)
+        ends = {0}
+        for number in (signal.SIGTERM, self._stop or signal.SIGTERM):
+            ends |= {-int(number), 128 + int(number)}
+        has_asked = self._stop is not None or job_context.has_agreed(self._stop_prefix)
+        asked = self.stopped_by is not None and has_asked and self._in_job and returncode in ends
+        return Stop(signal=self.stopped_by, code=returncode) if asked else None

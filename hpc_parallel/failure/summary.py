@@ -1,0 +1,185 @@
+"""`summary.json`: a run's layout, progress, speed and outcome.
+
+After a failure, a process that must start fast writes this file, so this module does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from statistics import median
+from types import MappingProxyType
+from typing import Any
+
+from hpc_parallel.layout.layout import layout_of, processes_per_node, recorded_strategy
+from hpc_parallel.record.metrics_file import VALIDATION
+from hpc_parallel.record.provenance import PREDICTED
+from hpc_parallel.record.summary_file import INITIAL
+from hpc_parallel.record.values import table
+
+MEASURED = (
+    "exposed_communication_share",
+    "bubble_share",
+    "step_parts_s",
+    "traffic_bytes",
+    "busiest_rank_traffic_bytes",
+    "traffic",
+    "unknown_collectives",
+    "ring_all_reduce",
+    "comparison",
+    "ended_early",
+    "left_out",
+    "slow_ranks",
+    "shares",
+    "rank_memory_bytes",
+    "rank_state_bytes",
+)
+Lines = Sequence[Mapping[str, Any]]
+
+
+def summarise(
+    config: Mapping[str, Any],
+    *,
+    outcome: str,
+    lines: Lines,
+    history: Mapping[str, Any],
+    measured: Mapping[str, Any] = MappingProxyType({}),
+    environment: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The content of `summary.json`, with null for figures that were not measured.
+
+    config: the content of `config.yaml`; lines: those of `metrics.jsonl`; history: `attempts.history`;
+    measured: figures of the profiled steps (MEASURED), the weights that the job started from, and the result
+    of its layout check; environment: the content of `environment.json`.
+
+    All shares and times are means over the ranks:
+    - `exposed_communication_share`: share of a step in which a device waits for others and computes
+      nothing, without a pipeline's bubble.
+    - `bubble_share`: share of the time from the first stage's start to the last stage's end in which a
+      rank's stages have no work, including the transfers between them; 0 without a pipeline.
+    - `step_parts_s`: parts of a profiled step in seconds: `compute`, `communication` (exposed), `bubble`,
+      `data` (fetching the batch, before the step), `other` (the host). Profiling makes this step longer
+      than `step_time_s`.
+    - `traffic_bytes`: sent by all ranks in one step; `traffic`: the same by kind of collective.
+    - `busiest_rank_traffic_bytes`: sent and received by the rank, or by the device of a process with
+      several devices, that moves most.
+    - `unknown_collectives`: collectives whose bytes are not known; traffic is then null.
+    - `ended_early`: why a callback ended the training before its last step.
+    - `left_out`: what a task did not measure, because `task.seconds` were used up.
+    - `slow_ranks`: ranks that were slower than their peers for a while, with the cause and the steps.
+    - `shares`: the speeds by which `strategy.shares` split the batch or the pipeline.
+    - `rank_memory_bytes`: peak memory by rank, in the newest start.
+    - `rank_state_bytes`: `parameters`, `gradients` and `optimizer` (its state) by rank: bytes of the numbers
+      that each rank holds, on any device.
+    - `comparison`: a line about the comparison with one device (`strategy.verify`), and of generated texts
+      with whole texts.
+    - `ring_all_reduce`: both figures if one ring all-reduce averaged the same gradients.
+    """
+    return {
+        "outcome": outcome,
+        **_layout_figures(config),
+        "steps": 0,
+        "samples": 0,
+        "skipped_steps": 0,
+        "final_loss": None,
+        "validation_loss": None,
+        "samples_per_s": None,
+        "step_time_s": None,
+        "latency_s": None,
+        "peak_memory_bytes": max(
+            (line["peak_memory_bytes"] for line in lines if "peak_memory_bytes" in line), default=None
+        ),
+        **{key: measured.get(key) for key in MEASURED},
+        PREDICTED: table((environment or {}).get(PREDICTED)) or None,
+        "weights": measured.get("weights", config.get("weights") or INITIAL),
+        **FIGURES.get(config["task"]["name"], _trained)(lines),
+        **history,
+        "ended": datetime.now(UTC).isoformat(),
+    }
+
+
+def _layout_figures(config: Mapping[str, Any]) -> dict[str, Any]:
+    nodes, gpus_per_node = config["nodes"], config["gpus_per_node"]
+    strategy = recorded_strategy(config)
+    layout = layout_of(strategy, devices=nodes * gpus_per_node)
+    return {
+        "strategy": strategy.name,
+        "layout": layout.degrees,
+        "nodes": nodes,
+        "gpus_per_node": gpus_per_node,
+        "world_size": nodes * processes_per_node(strategy, gpus_per_node=gpus_per_node),
+    }
+
+
+def _trained(lines: Lines) -> dict[str, Any]:
+    last = lines[-1] if lines else {}
+    return {
+        "steps": last.get("step", 0),
+        "samples": last.get("samples", 0),
+        "final_loss": last.get("loss"),
+        "skipped_steps": last.get("skipped_steps", 0),
+        **_validated(lines),
+        "samples_per_s": _typical(lines, "samples_per_s"),
+        "step_time_s": _typical(lines, "step_time_s"),
+        **({"tokens_per_s": _typical(lines, "tokens_per_s")} if "tokens_per_s" in last else {}),
+    }
+
+
+def _inferred(lines: Lines) -> dict[str, Any]:
+    """The latency of one sample per replica, and the throughput of the best batch size."""
+    columns = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s", "tokens_per_s", "passes")
+    rows = [{key: line[key] for key in columns if key in line} for line in lines if "batch_size" in line]
+    return {
+        "samples": _last(lines, "samples") or 0,
+        **_validated(lines),
+        "samples_per_s": max((row["samples_per_s"] for row in rows), default=None),
+        "latency_s": rows[0]["latency_s"] if rows else None,
+        "latency_p99_s": rows[0]["latency_p99_s"] if rows else None,
+        "batch_sizes": rows,
+    }
+
+
+def _generated(lines: Lines) -> dict[str, Any]:
+    """A step generates one token for every prompt; the first step also reads the prompts."""
+    return {
+        "samples": _last(lines, "samples") or 0,
+        "step_time_s": _typical(lines, "step_time_s"),
+        "tokens_per_s": _typical(lines, "tokens_per_s"),
+        "prompt_time_s": lines[0]["step_time_s"] if lines else None,
+    }
+
+
+def _measured(lines: Lines) -> dict[str, Any]:
+    """The figures of the machine are in files of their own."""
+    return {}
+
+
+def _of_script(lines: Lines) -> dict[str, Any]:
+    """What `script.metrics` has read. hpc_parallel does not know the layout of a script."""
+    return {"layout": {}, "steps": _last(lines, "step") or 0, "final_loss": _last(lines, "loss")}
+
+
+# Figures of the tasks that do not train.
+FIGURES: dict[str, Callable[[Lines], dict[str, Any]]] = {
+    "infer": _inferred, "generate": _generated, "collectives": _measured, "preflight": _measured,
+    "calibrate": _measured, "script": _of_script,
+}  # fmt: skip
+
+
+def _validated(lines: Lines) -> dict[str, Any]:
+    """The last value of each figure of a validation: of the loss, and of the model's own metrics."""
+    validation_keys = dict.fromkeys(key for line in lines for key in line if key.startswith(VALIDATION))
+    return {key: _last(lines, key) for key in ("validation_loss", *validation_keys)}
+
+
+def _typical(lines: Lines, key: str) -> float | None:
+    """The median of all lines after the first, which contains the warm-up.
+
+    A line with only profiled steps repeats the figures of the line before it, and is skipped.
+    """
+    steady = [line[key] for line in lines[1:] if line.get("timed_steps", 1)]
+    return median(steady or [lines[0][key]]) if lines else None
+
+
+def _last(lines: Lines, key: str) -> Any:
+    return next((line[key] for line in reversed(lines) if key in line), None)

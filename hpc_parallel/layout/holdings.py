@@ -1,0 +1,197 @@
+"""What each device holds: its part of the model, of the optimizer state and of each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hpc_parallel.layout.axes import BATCH_AXES, SAMPLE_AXES
+from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, servers, tile_grid
+from hpc_parallel.layout.schedules import schedule_of, stages_of, stages_per_rank
+from hpc_parallel.layout.setup import Setup
+
+WEIGHTS, COPY, GRADIENTS, MEAN, STATE, SHARED = (
+    "weights", "a copy of the weights", "gradients", "the mean gradient", "optimizer state",
+    "shared with the first device",
+)  # fmt: skip
+MOST_RUNS = 8  # ranges of numbers in one text
+ALL = (WEIGHTS, GRADIENTS, STATE)
+SERVER, WORKER, BOTH = "server", "worker", "server and worker"
+FIRST, OTHER = "first device", "replica"
+STAGE, LAYER, SLICE, EXPERTS = "stage", "layer", "slice", "experts"  # of the model
+BATCH, SEQUENCE, ROW, COLUMN = "batch", "sequence", "row", "column"  # of the samples
+
+
+@dataclass(frozen=True)
+class Part:
+    """The parts `indices` out of `of` parts. All parts are equal unless `strategy.shares` is set."""
+
+    indices: tuple[int, ...] = (0,)
+    of: int = 1
+
+    def __str__(self) -> str:
+        return f"{ranges(self.indices)} of {self.of}"
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a device holds, or what devices in a row hold together.
+
+    devices: the first and the last device. keeps: which of the weights, gradients and optimizer state.
+    model: the parts of the model that it keeps, by STAGE, LAYER, SLICE and EXPERTS, if they are split.
+    samples: the parts of each global batch that it works on, by BATCH, SEQUENCE, ROW and COLUMN (of the tiles
+    of an image), if they are split; None if it works on none.
+    """
+
+    devices: tuple[int, int]
+    role: str
+    keeps: tuple[str, ...]
+    model: dict[str, Part]
+    samples: dict[str, Part] | None
+
+    @property
+    def model_text(self) -> str:
+        """One clause."""
+        phrases = {
+            STAGE: "stage{s} {}", LAYER: "part{s} {} of each layer", SLICE: "slice{s} {} of each weight",
+            EXPERTS: "part{s} {} of the experts",
+        }  # fmt: skip
+        parts = [_counted(phrases[kind], part) for kind, part in self.model.items()]
+        if parts and set(self.model) == {EXPERTS}:
+            parts.insert(0, "all but the experts")
+        parts = parts or ["the whole model"]
+        return ", ".join(parts) if self.keeps == ALL else f"{', '.join(parts)} ({', '.join(self.keeps)})"
+
+    @property
+    def samples_text(self) -> str:
+        """One clause."""
+        if self.samples is None:
+            return "no samples"
+        phrases = {
+            BATCH: "part{s} {} of the batch", SEQUENCE: "slice{s} {} of each sequence",
+            ROW: "tile row{s} {}", COLUMN: "tile column{s} {} of each image",
+        }  # fmt: skip
+        parts = [_counted(phrases[kind], part) for kind, part in self.samples.items()]
+        return ", ".join(parts) or "the whole batch"
+
+
+def holdings(setup: Setup, *, most: int | None = None) -> list[Holding]:
+    """What the devices hold, in order of their number.
+
+    most: the largest number of entries; neighbours on the innermost axes are merged until the entries fit.
+    """
+    layout, block, served = setup.layout, 1, servers(setup.strategy)
+    for degree in reversed(layout.degrees.values()):
+        if most is None or layout.devices // block + served <= most:
+            break
+        block *= degree
+    rows = [
+        _together([_holding(setup, position) for position in range(start, start + block)])
+        for start in range(0, layout.devices, block)
+    ]
+    return [Holding((0, 0), SERVER, (WEIGHTS, MEAN, STATE), {}, None)] * served + rows
+
+
+def first_holdings(setup: Setup) -> list[Holding]:
+    """What the first device of each pipeline rank holds: uneven parts are largest there. No servers."""
+    layout = setup.layout
+    return [_holding(setup, at) for at in range(0, layout.devices, layout.devices // layout.pipeline)]
+
+
+def sliced_over(layout: Layout) -> tuple[str, ...]:
+    """The axes over which fully_shard slices the weights, as `strategies/mesh.py:slicing_axis`."""
+    if not layout.by_fully_shard:
+        return ()
+    degrees = layout.degrees
+    return tuple(axis for axis in ("shard", *SAMPLE_AXES) if degrees[axis] > 1)
+
+
+def _holding(setup: Setup, position: int) -> Holding:
+    """What the device at a position of the layout holds."""
+    device = position + servers(setup.strategy)
+    role, keeps = _role(setup, position)
+    places = setup.layout.coordinates(position)
+    return Holding((device, device), role, keeps, _model(setup, places), _samples(setup, places))
+
+
+def _role(setup: Setup, position: int) -> tuple[str, tuple[str, ...]]:
+    strategy = setup.strategy
+    if strategy.execution == DATAPARALLEL:
+        copies = (SHARED,) if setup.gpus is False else (COPY, GRADIENTS)  # threads share the model
+        return (FIRST, ALL) if position == 0 else (OTHER, copies)
+    if strategy.execution == PARAMETER_SERVER:
+        both = position == 0 and not strategy.dedicated_server
+        return (BOTH, ALL) if both else (WORKER, (COPY, GRADIENTS))
+    return "", ALL
+
+
+def _model(setup: Setup, places: Mapping[str, int]) -> dict[str, Part]:
+    strategy, layout = setup.strategy, setup.layout
+    parts: dict[str, Part] = {}
+    if layout.pipeline > 1:
+        stages = stages_of(
+            places["pipeline"], degree=layout.pipeline, per_rank=stages_per_rank(strategy),
+            v_shaped=schedule_of(strategy).v_shaped,
+        )  # fmt: skip
+        parts[STAGE] = Part(tuple(stages), len(stages) * layout.pipeline)
+    parts[LAYER] = Part((places["tensor"],), layout.tensor)
+    parts[SLICE] = _place(sliced_over(layout), layout=layout, places=places)
+    parts[EXPERTS] = Part((places["expert"],), layout.expert)
+    return {kind: part for kind, part in parts.items() if part.of > 1}
+
+
+def _samples(setup: Setup, places: Mapping[str, int]) -> dict[str, Part]:
+    layout = setup.layout
+    parts: dict[str, Part] = {}
+    if layout.data > 1:
+        parts[BATCH] = _place(BATCH_AXES, layout=layout, places=places)
+    if layout.context > 1:
+        early, late = places["context"], 2 * layout.context - 1 - places["context"]  # ring.py:slices_of
+        parts[SEQUENCE] = Part((early, late), 2 * layout.context)
+    if layout.tile > 1:
+        rows, columns = tile_grid(layout.tile, setup.strategy.tile_grid)
+        row, column = divmod(places["tile"], columns)
+        parts |= {ROW: Part((row,), rows), COLUMN: Part((column,), columns)}
+    return parts
+
+
+def _place(axes: Sequence[str], *, layout: Layout, places: Mapping[str, int]) -> Part:
+    """The position on several axes, taken as one axis."""
+    index, degree, degrees = 0, 1, layout.degrees
+    for axis in axes:
+        index, degree = index * degrees[axis] + places[axis], degree * degrees[axis]
+    return Part((index,), degree)
+
+
+def _together(rows: Sequence[Holding]) -> Holding:
+    """What devices in a row hold together."""
+    first, last = rows[0], rows[-1]
+    keeps = tuple(dict.fromkeys(kept for row in rows for kept in row.keeps))
+    roles = dict.fromkeys(row.role for row in rows)
+    return Holding(
+        (first.devices[0], last.devices[1]),
+        ", ".join(roles),
+        keeps,
+        {kind: _union([row.model[kind] for row in rows]) for kind in first.model},
+        {kind: _union([(row.samples or {})[kind] for row in rows]) for kind in first.samples or {}},
+    )
+
+
+def _union(parts: Sequence[Part]) -> Part:
+    return Part(tuple(sorted({index for part in parts for index in part.indices})), parts[0].of)
+
+
+def _counted(phrase: str, part: Part) -> str:
+    return phrase.format(part, s="s" * (len(part.indices) > 1))
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`0, 2-5` for ascending numbers; `0, 8, ..., 504` if there are many gaps."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number, number])
+    texts = [str(a) if a == b else f"{a}-{b}" if b - a > 1 else f"{a}, {b}" for a, b in runs]
+    return ", ".join(texts if len(texts) <= MOST_RUNS else [*texts[:2], "...", texts[-1]])

@@ -1,0 +1,147 @@
+"""Predicts whether a run on known hardware fits into memory and how fast it is, before the run starts.
+
+An estimate never stops a run that could work: only the bytes that a device certainly holds are compared with
+its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hpc_parallel.config.node_devices import AUTO
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.batch_plan import Plan
+from hpc_parallel.layout.layout import SPMD
+from hpc_parallel.planning import memory
+from hpc_parallel.planning.auto_strategy import CPU, on_nodes_of
+from hpc_parallel.planning.hardware import Hardware, named_hardware
+from hpc_parallel.planning.layouts import Choices
+from hpc_parallel.planning.memory import Held, MemoryPlan
+from hpc_parallel.planning.ranking import seconds, tokens_per_s, without_room
+from hpc_parallel.planning.run_work import unplanned, unsearched, work_of_run
+from hpc_parallel.planning.search import search
+from hpc_parallel.planning.step_time import StepTime, step_time
+from hpc_parallel.planning.storage_times import StorageTimes
+from hpc_parallel.planning.work import Work
+from hpc_parallel.problems import ConfigError, alternatives
+from hpc_parallel.record.metrics_file import size
+
+STOP = "stop"
+OF_THE_PROCESS = ("device context", "allocator slack")  # torch's peak memory leaves them out
+NEAR = 2  # the number of fitting layouts to suggest
+MINUTE_S = 60
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """figures: the names are those of `summary.json`. warnings: lines for the user."""
+
+    figures: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def forecast(config: RunConfig, plan: Plan, *, user_folder: Path | None) -> Forecast:
+    """The plan of a checked training run with `plan.hardware`. A part that can't be planned is empty.
+
+    Raises ConfigError if the run needs more memory than a device has, with the nearest layouts that fit.
+    """
+    hardware = named_hardware(config.plan.hardware, user_folder=user_folder)
+    if config.device == AUTO:
+        config = replace(config, device=hardware.device.kind)
+    planned = memory.plan_fullest(config)
+    times = None
+    if not any(unplanned(config, plan.layout, hardware)):
+        hardware = on_nodes_of(config, hardware)
+        work = work_of_run(config)
+        times = work, step_time(work, hardware)
+    warnings = list(_time_limit(config, times, hardware)) if times is not None else []
+    is_searched = times is not None and not any(unsearched(config))
+    if planned is not None and (line := _overflow(config, planned, hardware, is_searched=is_searched)):
+        warnings.append(line)
+    return Forecast(_figures(planned, times, hardware), warnings)
+
+
+def certain_bytes(held: Held, *, compiled: bool = False) -> int:
+    """The bytes that a device certainly holds at one moment: its state, and its activations or gradients.
+
+    compiled: leave out the activations, because compiled blocks keep other activations than planned.
+    """
+    state = held.state
+    activations = 0 if compiled else held.kinds["activations"]
+    return state.parameters + state.optimizer + max(state.gradients, activations)
+
+
+def _figures(
+    planned: MemoryPlan | None, times: tuple[Work, StepTime] | None, hardware: Hardware
+) -> dict[str, Any]:
+    """The planned figures. They leave out memory on CPUs, where a process also contains the interpreter."""
+    figures: dict[str, Any] = {}
+    if times is not None:
+        work, step = times
+        figures = {
+            "step_time_s": step.total_s,
+            "samples_per_s": work.samples / step.total_s,
+            "tokens_per_s": tokens_per_s(work, step),
+            "bubble_share": step.timeline.bubble_share,
+            "exposed_communication_share": step.exposed_s / step.total_s,
+        }
+    if planned is not None and not planned.unknown and hardware.device.kind != CPU:
+        fullest = planned.fullest
+        figures["peak_memory_bytes"] = fullest.total - sum(fullest.kinds[kind] for kind in OF_THE_PROCESS)
+    return figures
+
+
+def _overflow(config: RunConfig, planned: MemoryPlan, hardware: Hardware, *, is_searched: bool) -> str | None:
+    """A warning if the memory may not be enough. Raises ConfigError if it is not."""
+    room, device = hardware.device.memory_bytes, hardware.device.name
+    certain = partial(certain_bytes, compiled=config.training.compile)
+    least = max(planned.devices, key=certain)
+    if certain(least) <= room:
+        if planned.fullest.total <= room:
+            return None
+        needed = f"{'needs at least' if planned.unknown else 'may need'} {size(planned.fullest.total)}"
+        return f"warning     a device {needed}, and one {device} has {size(room)}: the run may not fit"
+    third = "activations" if least.kinds["activations"] and not config.training.compile else "gradients"
+    text = (
+        f"memory: parameters, optimizer state and {third} need {size(certain(least))} on device "
+        f"{least.device}, and one {device} has {size(room)}."
+    )
+    near = _layouts_that_fit(config, hardware) if is_searched else ""
+    # A process on a CPU may use the memory that other processes do not use.
+    if config.plan.on_overflow != STOP or hardware.device.kind == CPU:
+        return f"warning     {text}{near}"
+    raise ConfigError([f"{text}{near} plan.on_overflow=warn starts the run anyway."])
+
+
+def _layouts_that_fit(config: RunConfig, hardware: Hardware) -> str:
+    asked = replace(
+        config,
+        strategy=replace(config.strategy, execution=SPMD, microbatches=None, stages_per_rank=None, cuts=None),
+        training=replace(config.training, microbatch_size=None, compile_whole=False),
+    )
+    choices = Choices()
+    result = search(asked, hardware, choices=choices, most=NEAR)
+    if not result.best:
+        line = without_room(result, asked, hardware, choices=choices)[0]
+        return f" {line[0].upper()}{line[1:]}"
+    ways = [f"{' '.join(one.overrides)} ({seconds(one.step.total_s)} a step)" for one in result.best]
+    without = " with training.compile_whole=false" if config.training.compile_whole else ""
+    return f" Try {alternatives(ways)}{without}."
+
+
+def _time_limit(config: RunConfig, times: tuple[Work, StepTime], hardware: Hardware) -> Iterator[str]:
+    """Warn if a job can't take its steps in its time limit. Skips resumed runs, which may have few left."""
+    if config.launcher.kind == "local" or config.resume:
+        return
+    work, step = times
+    minutes, steps = config.launcher.time_minutes, config.training.steps
+    needed = StorageTimes(config, work, step.total_s, hardware).training_s(steps) / MINUTE_S
+    if needed > minutes:
+        yield (
+            f"warning     launcher.time_minutes = {minutes} is less than the {needed:.0f} minutes that "
+            f"{steps} steps are predicted to take. Try launcher.time_minutes={int(1.2 * needed) + 1}."
+        )

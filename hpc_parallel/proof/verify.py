@@ -1,0 +1,221 @@
+"""The layout check: compares a layout with one device before a user's own model trains on the layout.
+
+A small copy of the model, with random weights, takes two steps on this layout and on one device. A difference
+stops the run. Equal results are recorded, so that the next run does not repeat the comparison.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from hpc_parallel.config.checks.suggestions import without_axis
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.data.sampler import Data
+from hpc_parallel.failure.error_place import located
+from hpc_parallel.layout.batch_plan import Plan
+from hpc_parallel.layout.schedules import schedule_of
+from hpc_parallel.models.layered import STATISTICS, LayeredModel
+from hpc_parallel.problems import ConfigError
+from hpc_parallel.proof.layout_check_key import layout_check_key
+from hpc_parallel.proof.loss_check import check_loss
+from hpc_parallel.proof.position_check import mixes_positions
+from hpc_parallel.proof.small_model import SmallRun, build_small
+from hpc_parallel.proof.small_results import BUFFER, Results, on_layout, on_one_device, sometimes_used
+from hpc_parallel.record.proofs import is_proven, proofs_folder, record_proof
+from hpc_parallel.strategies import exchange
+from hpc_parallel.strategies.groups import Groups
+from hpc_parallel.strategies.model_checks import DifferenceError, is_own
+from hpc_parallel.user_code import UserCodeError, described
+
+OWN_SHARE = 1e-5  # of a gradient's own norm: far above float64's rounding, far below a wrong layout
+# The size of rounding noise in float64 and in float32, as a share of the whole gradient's norm. A gradient
+# that is zero in exact arithmetic consists of such noise.
+NOISE, NOISE_OF_FLOAT32 = 1e-12, 1e-6
+MOST_WEIGHTS = {"cpu": 40_000_000, "cuda": 400_000_000}
+WORST = 1e30  # JSON has no infinity
+TASKS = ("train", "infer", "generate")
+
+
+@located("the comparison with one device")
+def verify(config: RunConfig, *, plan: Plan, data: Data, groups: Groups, device: torch.device) -> str | None:
+    """Compare the layout of `config` with one device, unless the result is known or not needed.
+
+    All ranks of the default process group call it together, after `model_checks` found no problem. Returns a
+    line about the comparison, which rank 0 prints. Raises DifferenceError on all ranks.
+    """
+    mode, generates = config.strategy.verify, config.task.name == "generate"
+    if config.task.name not in TASKS or not (is_own(config) or mode == "always"):
+        return None
+    if config.devices == 1 and not generates:
+        _check_alone(config, data=data, device=device)
+        return None
+    omitted = f"WARNING: {_name(config)} was not compared with one device on {plan.layout}"
+    if mode == "never":
+        return _say(f"{omitted} (strategy.verify=never).")
+    model = build_small(config)
+    run = SmallRun.of(config, plan=plan, model=model, data=data, device=device)
+    equals = f"{_name(config)} equals one device on {plan.layout}"
+    if generates:
+        equals = f"With cached keys and values, {equals} for texts of {run.inputs.shape[1]} tokens"
+    key = layout_check_key(run, model=model)
+    folder = proofs_folder(os.environ)
+    if mode == "auto" and exchange.broadcast(is_proven(key, folder=folder)):
+        return _say(f"{equals}: an earlier run compared them")
+    if reason := _too_large(model, device=device):
+        return _say(f"{omitted}: {reason}")
+    start = time.perf_counter()
+    if config.task.name == "train":
+        check_loss(build_small(config, as_random=False), seed=config.seed, data=data, device=device)
+    largest = compare(run, model=model, groups=groups)
+    if mixes_positions(run, build_small(config)):
+        rule = (
+            f"can't be used: {_name(config)} mixes positions outside of CausalAttention and FullAttention "
+            f"(docs/own-model.md), which only texts of more than {run.inputs.shape[1]} tokens show"
+        )
+        raise DifferenceError([without_axis("context", rule, config=config, layout=run.layout)])
+    if dist.get_rank() == 0:
+        about = {"model": config.model["_target_"], "layout": str(plan.layout)}
+        record_proof(key, folder=folder, about=about)
+    took_s = time.perf_counter() - start
+    return _say(f"{equals}: they differ by at most {largest:.0e} ({took_s:.1f} s)")
+
+
+def _check_alone(config: RunConfig, *, data: Data, device: torch.device) -> None:
+    """On one device there is nothing to compare. Check only that the model's loss is a sum of its terms."""
+    if config.task.name == "train" and config.strategy.verify != "never":
+        model = build_small(config, as_random=False)
+        if reason := _too_large(model, device=device):
+            _say(f"WARNING: the loss of {_name(config)} was not checked: {reason}")
+        else:
+            check_loss(model, seed=config.seed, data=data, device=device)
+
+
+def _too_large(model: LayeredModel, *, device: torch.device) -> str | None:
+    """Returns why a model of `build_small` takes too long, and the remedy."""
+    weights = sum(weight.numel() for weight in model.parameters())
+    if weights <= MOST_WEIGHTS[device.type]:
+        return None
+    name = type(model).__name__
+    return (
+        f"{len(model.blocks)} of its blocks have {weights:,} weights. "
+        f"Define {name}.small, the arguments of a small model."
+    )
+
+
+def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
+    """Returns the largest relative difference. Raises DifferenceError on all ranks.
+
+    `model`: from `build_small`. The generators of random numbers keep their state.
+    """
+    config = run.config
+    with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
+        reference = on_one_device(run, model)
+        as_random = reference.is_finite
+        if not as_random:
+            _say(f"{_name(config)} starts with its own weights here: with random ones, it is not finite")
+            reference = on_one_device(run, build_small(config, as_random=False))
+        _require_gradients(run, as_random=as_random)
+        try:
+            small = build_small(config, as_random=as_random)
+            result = on_layout(run, small, groups=groups, reference=reference)
+        except ConfigError:
+            raise
+        except Exception as error:  # of the user's code, which worked on one device
+            if run.layout.tensor == 1:
+                raise
+            raise UserCodeError([
+                f"{described(error)}, raised by {_name(config)} on {run.layout}, but not on one device."
+                f"{_advice(run)}"
+            ]) from error  # fmt: skip
+    noise = NOISE_OF_FLOAT32 if reference.rounds else NOISE
+    by_rank: list[dict[str, float]] = exchange.all_gather(dict(_differences(result, reference, noise=noise)))
+    differences: dict[str, float] = {}
+    for rank in by_rank:
+        for name, difference in rank.items():
+            differences[name] = max(difference, differences.get(name, 0.0))
+    if reasons := list(_reasons(result.losses, differences, reference=reference)):
+        raise DifferenceError([
+            f"{_name(config)} does not equal one device on {run.layout}: {'; '.join(reasons)}. Its code or "
+            f"its hints do not fit this layout (docs/own-model.md).{_advice(run)} To start nevertheless, "
+            "set strategy.verify=never."
+        ])  # fmt: skip
+    if written := [name for name in reference.written if not name.endswith(STATISTICS)]:
+        _say(
+            f"WARNING: the forward pass of {_name(config)} writes the buffer {written[0]}, once for each "
+            "microbatch: results depend on their number."
+        )
+    return OWN_SHARE * max(differences.values(), default=0.0)
+
+
+def _require_gradients(run: SmallRun, *, as_random: bool) -> None:
+    """A split backward pass waits for the same gradients on every rank. `as_random`: as in `build_small`."""
+    waits = run.layout.averaged > 1 or run.layout.by_fully_shard
+    if run.config.task.name != "train" or not (waits and schedule_of(run.config.strategy).splits_backward):
+        return
+    if names := sometimes_used(run, build_small(run.config, as_random=as_random)):
+        raise ConfigError([
+            f"{_name(run.config)} uses {names[0]} for some samples only, and {run.layout} waits for its "
+            "gradient on every device. Use it for all samples (times zero where it should not count), or "
+            "strategy.schedule=1f1b."
+        ])  # fmt: skip
+
+
+def _advice(run: SmallRun) -> str:
+    """Advice that works for every layer, if roles may be wrong; otherwise empty."""
+    if run.layout.tensor == 1:
+        return ""
+    along = ", with strategy.sequence_parallel=false" if run.config.strategy.sequence_parallel else ""
+    return (
+        " Give the role alike to the module that contains layers that are not split"
+        f"{along}; every device then computes all of it."
+    )
+
+
+def _differences(result: Results, reference: Results, *, noise: float) -> Iterator[tuple[str, float]]:
+    """Yields the difference of each tensor, divided by the allowed difference. Above 1 the tensor is wrong.
+
+    `noise`: the difference that is always allowed, as a share of the norm of all tensors of the kind.
+    """
+    for name, tensor in result.tensors.items():
+        exact = reference.tensors.get(name)
+        distance = float((tensor if exact is None else tensor - exact).norm())
+        exact_norm = 0.0 if exact is None else float(exact.norm())
+        allowed = noise * reference.norms.get(name, result.norms[name]) + OWN_SHARE * exact_norm
+        if distance == 0:
+            yield name, 0.0
+        else:
+            yield name, min(distance / allowed, WORST) if allowed and math.isfinite(distance) else WORST
+
+
+def _reasons(losses: Sequence[float], differences: dict[str, float], *, reference: Results) -> Iterator[str]:
+    """Yields clauses about the first loss and the first tensor that differ, in the order of the model."""
+    for step, (loss, exact) in enumerate(zip(losses, reference.losses, strict=True), start=1):
+        if not abs(loss - exact) <= OWN_SHARE * abs(exact):
+            later = f" of step {step}" if step > 1 else ""
+            yield f"the loss{later} is {loss:.6g} instead of {exact:.6g}"
+            break
+    missing = [name for name in reference.tensors if name not in differences]
+    wrong = [name for name, difference in differences.items() if difference > 1]
+    names = [name for name in (*reference.tensors, *wrong) if name in missing or name in wrong]
+    if names:
+        names.sort(key=lambda name: not name.startswith(BUFFER))  # a buffer may be why all gradients differ
+        share = OWN_SHARE * differences.get(names[0], 0.0)
+        off = "none" if names[0] in missing else f"off by {share:.1g} of its norm"
+        yield f"{names[0]}: {off} ({len({*missing, *wrong})} of {len(reference.tensors)} differ)"
+
+
+def _name(config: RunConfig) -> str:
+    return str(config.model["_target_"]).rpartition(".")[2]
+
+
+def _say(line: str) -> str:
+    """Print on rank 0; returns the line."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+    return line

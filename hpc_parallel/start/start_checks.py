@@ -1,0 +1,191 @@
+"""The start checks: compare the hosts of a run before its task begins, and name those that are unfit."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.machine.host_facts import cache_folders, different_packages, host_facts
+from hpc_parallel.machine.host_findings import findings
+from hpc_parallel.machine.topology import nvml_module
+from hpc_parallel.machine.world import World
+from hpc_parallel.machine.xids import XidEvents, event_records
+from hpc_parallel.record.provenance import installed_packages
+from hpc_parallel.record.recorded_preflight import difference_table
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.start.accused_hosts import act_on, warn
+from hpc_parallel.start.start_times import SUMMED_BYTES, all_reduce_times_s, matrix_times_s
+from hpc_parallel.strategies import exchange
+
+OFF = "off"
+MOST_PACKAGES, MOST_RECORDED = 5, 100  # packages in a finding, and in `preflight.json`
+
+
+def check(
+    folder: RunFolder, *, config: RunConfig, world: World, device: torch.device, xids: XidEvents
+) -> None:
+    """Check all hosts as `preflight.act` says; a collective call. Rank 0 writes `preflight.json`.
+
+    xids: a reader of new Xid events of this rank's device.
+
+    Raises PreflightError on the ranks of a harmful host and FollowerError on the others, if `preflight.act`
+    is `stop` or `exclude`.
+    """
+    act = config.preflight.act
+    if act == OFF:
+        if world.rank == 0:
+            folder.preflight.unlink(missing_ok=True)  # written by an earlier start
+        return
+    began = time.perf_counter()
+    ranks = exchange.all_gather(_facts_of_rank(folder, world=world, device=device))
+    hosts = by_host(ranks, matrix_s=matrix_times_s(device) if can_compare(world, device) else [])
+    _add_times(hosts, ranks=ranks, times_s=all_reduce_times_s(device))
+    differences = different_versions(hosts, packages=_add_packages(hosts, world=world))
+    _add_xid_events(hosts, world=world, device=device, xids=xids)
+    host_findings = findings(hosts)
+    if world.rank == 0:
+        record = [vars(finding.recorded) for finding in host_findings]
+        took_s = time.perf_counter() - began
+        write_json(folder.preflight, {
+            "took_s": took_s, "all_reduce_bytes": SUMMED_BYTES, "hosts": hosts, "findings": record,
+            "differences": differences,
+        })  # fmt: skip
+        warn(host_findings)
+        if lines := difference_table(differences):
+            print("versions by host:", *lines, sep="\n", file=sys.stderr, flush=True)
+    act_on(host_findings, act=act, host=world.host, hosts=list(hosts))
+
+
+def can_compare(world: World, device: torch.device) -> bool:
+    """Whether the devices can be compared. CPU processes of one host can't be, because they share cores."""
+    return world.nodes > 1 or (device.type == "cuda" and world.world_size > 1)
+
+
+def by_host(ranks: Sequence[Mapping[str, Any]], *, matrix_s: Sequence[float]) -> dict[str, dict[str, Any]]:
+    """The facts of each host, with the devices and times of all its ranks."""
+    times = dict(enumerate(matrix_s))
+    hosts = {rank["host"]: dict(rank["facts"]) for rank in ranks if rank["facts"] is not None}
+    for host, facts in hosts.items():
+        numbers = [number for number, rank in enumerate(ranks) if rank["host"] == host]
+        host_ranks = [ranks[number] for number in numbers]
+        facts["devices"] = [rank["device"] for rank in host_ranks]
+        facts["matrix_s"] = [times[number] for number in numbers if number in times]
+        used = {rank["device"]["uuid"] for rank in host_ranks}
+        facts["gpus"] = [gpu for gpu in facts["gpus"] if gpu["uuid"] in used]
+        pids = {rank["pid"] for rank in host_ranks}
+        for gpu in facts["gpus"]:  # in a container, process ids may belong to another name space
+            visible = pids & set(gpu["processes"])
+            gpu["foreign"] = sorted(set(gpu["processes"]) - pids) if visible else []
+    return hosts
+
+
+def _add_times(
+    hosts: Mapping[str, dict[str, Any]], *, ranks: Sequence[Mapping[str, Any]], times_s: Sequence[float]
+) -> None:
+    """Add `all_reduce_s` of each rank. It does not judge a host, because all ranks wait for the slowest."""
+    for facts in hosts.values():
+        facts["all_reduce_s"] = []
+    for rank, time_s in zip(ranks, times_s, strict=False):
+        hosts[rank["host"]]["all_reduce_s"].append(time_s)
+
+
+def _facts_of_rank(folder: RunFolder, *, world: World, device: torch.device) -> dict[str, Any]:
+    facts = None
+    if world.local_rank == 0:
+        folders = {"run": folder.path, "temporary": Path(tempfile.gettempdir())}
+        caches = cache_folders(os.environ, other_than=folders.values())
+        facts = host_facts(folders=folders, caches=caches, versions=_versions(device), nvml=_nvml(device))
+    dist.barrier()
+    before = time.perf_counter()
+    dist.barrier()
+    if facts is not None:  # a barrier ends at the same moment on all ranks, up to its duration
+        facts |= {"time_s": time.time(), "time_tolerance_s": time.perf_counter() - before}
+    return {"host": world.host, "pid": os.getpid(), "facts": facts, "device": describe_device(device)}
+
+
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """`name`, `uuid`, `total_bytes`, and `used_bytes` of other processes (unknown on CPUs: 0)."""
+    if device.type == "cpu":
+        return {"name": "cpu", "uuid": None, "total_bytes": 1, "used_bytes": 0}
+    free, total = torch.cuda.mem_get_info(device)
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "uuid": gpu_uuid(device),
+        "total_bytes": total,
+        "used_bytes": total - free - torch.cuda.memory_reserved(device),
+    }
+
+
+def gpu_uuid(device: torch.device) -> str | None:
+    """The name by which NVML knows a GPU; None for a CPU."""
+    return None if device.type == "cpu" else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def _versions(device: torch.device) -> dict[str, str | None]:
+    cuda = device.type == "cuda"
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else None
+    return {"python": sys.version.split()[0], "torch": torch.__version__, "nccl": nccl}
+
+
+def _nvml(device: torch.device) -> Any:
+    return nvml_module() if device.type == "cuda" else None
+
+
+Versions = dict[str, dict[str, str | None]]  # name -> host -> version, None if it is missing
+
+
+def different_versions(hosts: Mapping[str, Mapping[str, Any]], *, packages: Versions) -> Versions:
+    """The versions and packages that differ between the hosts, up to MOST_RECORDED."""
+    by_host = {host: facts["versions"] for host, facts in hosts.items()}
+    versions = {name: row for name, row in different_packages(by_host).items() if name != "packages"}
+    rows = {**packages, **versions}  # torch is in both tables
+    return {name: rows[name] for name in [*versions, *sorted(packages.keys() - versions)][:MOST_RECORDED]}
+
+
+def _add_packages(hosts: Mapping[str, dict[str, Any]], *, world: World) -> Versions:
+    """Add to each host's facts which packages differ; returns the table of these. A collective call."""
+    if len({facts["versions"]["packages"] for facts in hosts.values()}) == 1:
+        return {}
+    ranks = exchange.all_gather({
+        "host": world.host, "packages": installed_packages() if world.local_rank == 0 else None,
+    })  # fmt: skip
+    table = different_packages({
+        rank["host"]: rank["packages"] for rank in ranks if rank["packages"] is not None
+    })  # fmt: skip
+    for host, facts in hosts.items():
+        differing = [f"{name} {versions[host] or 'missing'}" for name, versions in table.items()]
+        facts["differing"] = differing[:MOST_PACKAGES] + [f"and {len(differing) - MOST_PACKAGES} more"] * (
+            len(differing) > MOST_PACKAGES
+        )
+    return table
+
+
+def _add_xid_events(
+    hosts: Mapping[str, dict[str, Any]], *, world: World, device: torch.device, xids: XidEvents
+) -> None:
+    """Add the Xid events since the kernel logs were read. The matrix products may have caused them.
+
+    A collective call.
+    """
+    ranks = exchange.all_gather({
+        "host": world.host, "uuid": gpu_uuid(device), "events": xids.new(), "state": xids.state,
+    })  # fmt: skip
+    for rank in ranks:
+        facts = hosts[rank["host"]]
+        facts["xids"].setdefault("events", []).append(rank["state"])
+        for gpu in facts["gpus"]:
+            if gpu["uuid"] == rank["uuid"]:
+                records = event_records(rank["events"], bus=gpu["bus"])
+                new = {record["xid"] for record in records}  # the kernel log may have them already
+                gpu["xids"] = [record for record in gpu["xids"] if record["xid"] not in new] + records
