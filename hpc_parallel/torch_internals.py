@@ -6,7 +6,7 @@ does, so the test fails with a torch that changes one. pyproject.toml allows no 
 Four uses can't move here, since they override or replace something; the same test checks them:
 `strategies/pipeline.py` overrides methods of `PipelineStage`, `training/checkpoint.py` replaces the file
 system of `FileSystemWriter`, `profiling/timeline.py` marks `Work.wait` and `torch.autograd.backward`, and
-`start/signed_objects.py` replaces the pickler of torch.distributed.
+`start/signed_store.py` replaces the pickler of torch.distributed.
 """
 
 from __future__ import annotations

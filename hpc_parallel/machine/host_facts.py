@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
 import tempfile
 import time
@@ -13,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.machine.cpu_facts import cpu_facts
 from hpc_parallel.machine.xids import bus_address, logged_xids
 from hpc_parallel.record.provenance import installed_packages
 
@@ -152,3 +152,44 @@ def different_packages(by_host: Mapping[str, Mapping[str, str | None]]) -> dict[
     names: Iterable[str] = sorted({name for packages in by_host.values() for name in packages})
     table = {name: {host: packages.get(name) for host, packages in by_host.items()} for name in names}
     return {name: versions for name, versions in table.items() if len(set(versions.values())) > 1}
+
+
+CPUS, MEMORY = Path("/proc/cpuinfo"), Path("/proc/meminfo")
+
+
+def cpu_facts(*, cpus: Path = CPUS, memory: Path = MEMORY) -> dict[str, Any]:
+    """`model`, `cores` (hardware threads) of all CPUs, `total_bytes` and `available_bytes` of memory.
+
+    A value that Linux does not report is None.
+    """
+    sizes = _values(memory)
+    return {
+        "model": _model(_values(cpus)),
+        "cores": os.cpu_count(),
+        "total_bytes": _bytes(sizes.get("MemTotal")),
+        "available_bytes": _bytes(sizes.get("MemAvailable")),
+    }
+
+
+def _model(values: dict[str, str]) -> str:
+    """The model name. ARM CPUs have none and get their architecture, implementer number and part number."""
+    if name := values.get("model name"):
+        return name
+    numbers = [values[key] for key in ("CPU implementer", "CPU part") if key in values]
+    return " ".join([platform.machine(), *numbers])
+
+
+def _values(path: Path) -> dict[str, str]:
+    """The first value of each name in lines `name : value`; empty if the file can't be read."""
+    values: dict[str, str] = {}
+    with suppress(OSError):
+        for line in path.read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            values.setdefault(name.strip(), value.strip())
+    return values
+
+
+def _bytes(value: str | None) -> int | None:
+    """`16266796 kB` in bytes."""
+    number, _, unit = (value or "").partition(" ")
+    return int(number) * 1024 if number.isdecimal() and unit == "kB" else None

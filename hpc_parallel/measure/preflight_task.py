@@ -33,7 +33,7 @@ from hpc_parallel.record.recorded_preflight import listed_hosts
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.summary_file import Summary
-from hpc_parallel.start.accused_hosts import PreflightError, act_on
+from hpc_parallel.start.start_checks import PreflightError, act_on
 from hpc_parallel.start.start_times import matrix_times_s
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.exchange import FollowerError

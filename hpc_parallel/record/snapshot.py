@@ -14,8 +14,14 @@ from pathlib import Path
 
 from hpc_parallel.problems import ConfigError, Problem, printable
 from hpc_parallel.record.credentials import is_credential_file
-from hpc_parallel.record.git_source import checkout_of, git_source, is_source
-from hpc_parallel.record.import_path import PACKAGE, folders_of_imports, outside_python
+from hpc_parallel.record.git_source import (
+    PACKAGE,
+    checkout_of,
+    folders_of_imports,
+    git_source,
+    is_source,
+    outside_python,
+)
 from hpc_parallel.record.loose_source import EDITS, FolderSource, loose_source
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder
 from hpc_parallel.record.safe_read import DamagedError

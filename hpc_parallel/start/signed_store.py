@@ -5,20 +5,25 @@ the same interface. It stores each value as records with an HMAC-SHA256 (RFC 210
 value, and verifies every record that it reads. Other users can still delete keys, overwrite them,
 and restore an older signed value of the same key. The start then usually fails, but it never uses a value
 that no rank wrote. torch counts the ranks of a new group by `add`; each `add` is one record.
+
+Between ranks, pickles are signed and verified too: this package sends only JSON and tensors, but torch's
+distributed checkpoints and pipelines exchange pickled objects through its object collectives, and any user
+of these hosts can connect to gloo's sockets.
 """
 
 from __future__ import annotations
 
 import hmac
+import io
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from struct import Struct
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
-from torch.distributed import Store
+from torch.distributed import Store, distributed_c10d
 
 SECRET_BYTES = 32
 _SET, _APPEND, _ADD = b"=", b">", b"+"  # kinds of records
@@ -26,6 +31,7 @@ _HEADER = Struct(">c16sI")  # kind, nonce, length of the payload
 _MAC_BYTES = 32
 _AMOUNT = Struct(">q")
 _NO_NONCE = bytes(16)
+_PICKLER, _UNPICKLER = distributed_c10d._pickler, distributed_c10d._unpickler
 
 
 class ForgedError(RuntimeError):
@@ -214,3 +220,57 @@ class SignedStore(Store):
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else value
+
+
+class ForeignObjectError(RuntimeError):
+    """Received a pickle that no rank of this start sent. It was not loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "another process sent an object in place of a rank: it is not signed with this start's secret, "
+            "and was not loaded. Other users of these hosts can connect to gloo's ports. Try to start the "
+            "run again; if the same happens, ask the administrators who connects."
+        )
+
+
+def require_signatures(secret: bytes) -> None:
+    """Make torch's object collectives in this process sign what they send and verify what they receive.
+
+    Replaces `_pickler` and `_unpickler` of torch.distributed.distributed_c10d. Every object collective of
+    torch 2.11 to 2.13 uses these private names, and torch has no public way. Raises RuntimeError if this
+    torch does not use them.
+    """
+    _require_hooks()
+
+    class Signing:
+        def __init__(self, file: BinaryIO) -> None:
+            self._file = file
+
+        def dump(self, value: Any) -> None:
+            content = io.BytesIO()
+            _PICKLER(content).dump(value)
+            self._file.write(hmac.digest(secret, content.getvalue(), "sha256") + content.getvalue())
+
+    class Verifying:
+        def __init__(self, file: BinaryIO) -> None:
+            self._file = file
+
+        def load(self) -> Any:
+            mac, content = self._file.read(_MAC_BYTES), self._file.read()
+            if not hmac.compare_digest(mac, hmac.digest(secret, content, "sha256")):
+                raise ForeignObjectError
+            return _UNPICKLER(io.BytesIO(content)).load()
+
+    distributed_c10d._pickler = Signing  # type: ignore[assignment]
+    distributed_c10d._unpickler = Verifying  # type: ignore[assignment]
+
+
+def _require_hooks() -> None:
+    """Raise RuntimeError unless these functions of torch use these names. No other function uses them."""
+    for function, hook in (("_object_to_tensor", "_pickler"), ("_tensor_to_object", "_unpickler")):
+        code = getattr(getattr(distributed_c10d, function, None), "__code__", None)
+        if code is None or hook not in code.co_names:
+            raise RuntimeError(
+                "this torch pickles objects between ranks in a way that hpc_parallel does not know, so it "
+                "can't verify who sent them. Try torch 2.11 to 2.13."
+            )

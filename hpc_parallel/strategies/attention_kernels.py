@@ -10,20 +10,20 @@ A query is [batch, head, seq, head_dim]; keys and values are [batch, kv_head, se
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hpc_parallel import torch_internals
-from hpc_parallel.strategies.partial_attention import attend, attend_backward
 
 FLASH_CAPABILITY = (8, 0)  # Ampere; torch's own rule
 FLASH_HEAD_DIM = 256  # the widest of torch's flash kernels
 CUDNN_CAPABILITY = (9, 0)  # Hopper; from here on torch prefers cuDNN's attention
 CUDNN_HEAD_DIM = 128  # the widest of cuDNN's kernels that all its versions have
 ALIGNMENT_BYTES = 16  # the memory-efficient kernel needs rows of a head that are a multiple of this
+STRIP = 2**18  # scores of a head that exist at a time: 1 MiB in float32, at any length
 LSE_UNIT = 32  # the memory-efficient kernel's backward pass reads `lse` in rows of this many queries
 
 
@@ -85,10 +85,7 @@ class Fused:
 
 
 class Strips:
-    """Attention in strips of scores, by torch's public operations in float32 or better.
-
-    `partial_attention.py` computes them.
-    """
+    """Attention in strips of scores, by torch's public operations in float32 or better (`attend`)."""
 
     def forward(self, query: Tensor, kv: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
         wide = grouped_upcast(query, kv)
@@ -167,3 +164,80 @@ def grouped_upcast(tensor: Tensor, kv: Tensor) -> Tensor:
     """[batch, head, ...] -> [batch, kv_head, group, ...] by the heads of `kv`, in float32 or better."""
     wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
     return wide.unflatten(1, (kv.shape[2], -1))  # type: ignore[no-any-return]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Returns the outputs (like `query`) and the log of each row's sum of exponentials ([..., seq, 1]).
+
+    Only one strip of the scores exists at a time. No strip is kept: the backward pass computes the scores
+    again. Queries are [batch, kv_head, group, seq, head_dim], because each key-value head serves a group of
+    query heads; keys and values are [batch, kv_head, seq, head_dim]. `causal`: the queries are at the last
+    positions of the keys, and each sees no key after its own.
+    """
+    outputs, lse = torch.empty_like(query), torch.empty_like(query[..., :1])
+    for rows, end, hidden in strips(query, key, causal=causal):
+        scores = strip_of_scores(query[..., rows, :], key[..., :end, :], hidden)
+        lse[..., rows, :] = scores.logsumexp(-1, keepdim=True)
+        weights = scores.sub_(lse[..., rows, :]).exp_()
+        outputs[..., rows, :] = over_groups(weights, value[..., :end, :])
+    return outputs, lse
+
+
+def attend_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    lse: Tensor,
+    delta: Tensor,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Returns what these keys add to the gradients of the queries, and of keys and values (stacked).
+
+    `grad_output`: the gradient of the merged outputs. `lse`: the merged `lse`. `delta`: the dot product of
+    grad_output and output in each row.
+    """
+    scale = query.shape[-1] ** -0.5
+    grad_query = torch.empty_like(query)
+    grad_kv = torch.zeros((2, *key.shape), dtype=query.dtype, device=query.device)
+    for rows, end, hidden in strips(query, key, causal=causal):
+        scores = strip_of_scores(query[..., rows, :], key[..., :end, :], hidden)
+        weights = scores.sub_(lse[..., rows, :]).exp_()
+        grad_rows = grad_output[..., rows, :]
+        grad_kv[1, ..., :end, :] += sum_of_groups(weights, grad_rows)
+        grad_weights = over_groups(grad_rows, value[..., :end, :].mT)
+        grad_scores = grad_weights.sub_(delta[..., rows, :]).mul_(weights).mul_(scale)
+        grad_query[..., rows, :] = over_groups(grad_scores, key[..., :end, :])
+        grad_kv[0, ..., :end, :] += sum_of_groups(grad_scores, query[..., rows, :])
+    return grad_query, grad_kv
+
+
+def strips(query: Tensor, key: Tensor, *, causal: bool) -> Iterator[tuple[slice, int, Tensor | None]]:
+    """Rows of queries, the end of the keys that they can see, and a mask of the hidden keys ([row, key])."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    before, height = keys - queries, max(1, STRIP // keys)
+    for start in range(0, queries, height):
+        stop = min(start + height, queries)
+        if causal:
+            end = before + stop
+            hidden = torch.ones(stop - start, end, dtype=torch.bool, device=query.device)
+            yield slice(start, stop), end, hidden.triu_(before + start + 1)
+        else:
+            yield slice(start, stop), keys, None
+
+
+def strip_of_scores(query: Tensor, key: Tensor, hidden: Tensor | None) -> Tensor:
+    scores = over_groups(query, key.mT).mul_(query.shape[-1] ** -0.5)
+    return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
+
+
+def over_groups(left: Tensor, right: Tensor) -> Tensor:
+    """[..., group, row, a] x [..., a, b] -> [..., group, row, b]; `right` is not copied for each group."""
+    rows = left.flatten(-3, -2) @ right
+    return rows.unflatten(-2, left.shape[-3:-1])  # type: ignore[no-any-return]
+
+
+def sum_of_groups(left: Tensor, right: Tensor) -> Tensor:
+    """[..., group, row, a] x [..., group, row, b] -> [..., a, b], summed over group and row."""
+    return left.flatten(-3, -2).mT @ right.flatten(-3, -2)

@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from hpc_parallel.config.optimizer_rules import Settings, applies, settings_for
 from hpc_parallel.config.schema import OptimizerConfig
 from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.strategies import exchange
 from hpc_parallel.torch_internals import hold_updates_by
 from hpc_parallel.training.optimizer_trial import require_usable
-from hpc_parallel.training.weight_rules import Settings, settings_of
 from hpc_parallel.training.whole_weights import SharedWeight, share
 
 SKIPS_ON_DEVICE = (Adam, AdamW)
@@ -200,3 +201,27 @@ def _arguments(kind: Any, settings: Settings, *, rate: float) -> dict[str, Any]:
             [f"optimizer: {settings.target} takes no {', '.join(unknown)}. Its arguments are {legal}."]
         )
     return arguments
+
+
+def settings_of(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> dict[str, Settings]:
+    """Returns the settings of each weight of `parameters`.
+
+    `parameters`: this rank's weights by full name. All ranks must call it together. Raises ConfigError for a
+    pattern that matches no weight on any rank.
+    """
+    require_matches(list(parameters), config.groups)
+    return {name: settings_for(name, parameter.ndim, config) for name, parameter in parameters.items()}
+
+
+def require_matches(names: list[str], rules: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ConfigError for a rule that matches none of the `names` of any rank."""
+    matched = [key for key, rule in rules.items() if any(applies(rule.get("match"), name) for name in names)]
+    by_rank = exchange.all_gather(matched) if rules and dist.is_initialized() else [matched]
+    if unmatched := rules.keys() - {key for matched_keys in by_rank for key in matched_keys}:
+        rule = f"matches no weight of the model, whose first is {names[0]}"
+        raise ConfigError(
+            [
+                Problem(f"optimizer.groups.{key}.match", rules[key]["match"], rule, (["*.weight"],))
+                for key in sorted(unmatched)
+            ]
+        )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +16,6 @@ from hpc_parallel.config.learning_rate import learning_rate
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Batches
 from hpc_parallel.strategies.loss import WithMetrics
-from hpc_parallel.training.garbage import collecting
 from hpc_parallel.training.nonfinite import CHECK_EVERY
 from hpc_parallel.training.observers import Observers
 from hpc_parallel.training.optimizer import ModelOptimizer
@@ -152,3 +153,25 @@ class Trainer:
     def _due(self, step: int, every: int | None) -> bool:
         """The first and the last step are always due, so the metrics show where a run starts and ends."""
         return every is not None and (step % every == 0 or step in (1, self._training.steps))
+
+
+@contextmanager
+def collecting(every: int | None) -> Iterator[Callable[[int], None]]:
+    """Switch Python's garbage collector off, and yield a function that collects before every `every`-th step.
+
+    By default it runs at another time on each rank, and all other ranks wait for this rank in the next
+    collective. None: leave the collector on.
+    """
+    if every is None or not gc.isenabled():
+        yield lambda step: None
+        return
+    gc.collect()
+    gc.disable()
+    try:
+        yield lambda step: None if step % every else _collect()
+    finally:
+        gc.enable()
+
+
+def _collect() -> None:
+    gc.collect(1)  # the objects of the last steps; the oldest generation is large and changes little

@@ -37,8 +37,7 @@ from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.slurm.jobs import job_of
 from hpc_parallel.start import start_checks, transport
 from hpc_parallel.start.rendezvous import hosts, meet
-from hpc_parallel.start.signed_objects import require_signatures
-from hpc_parallel.start.signed_store import SignedStore
+from hpc_parallel.start.signed_store import SignedStore, require_signatures
 from hpc_parallel.strategies import exchange
 from hpc_parallel.torch_internals import set_default_timeout
 from hpc_parallel.training.left_out import left_out

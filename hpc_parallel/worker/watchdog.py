@@ -17,10 +17,12 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch.distributed import DistStoreError
 
 from hpc_parallel.failure import failure, hang_report
 from hpc_parallel.failure.flight_recorder import Collective, collective_of, device_progress, recorded
@@ -32,12 +34,14 @@ from hpc_parallel.record.typed import read_record
 from hpc_parallel.start.rendezvous import Published
 from hpc_parallel.strategies.groups import SAVING
 from hpc_parallel.training.observers import Progress
-from hpc_parallel.worker.hang_meeting import HangStore, meet_hang
 
 _POLL_S = 0.2
 COMPILES = 6  # a first step that compiles may take this many times the time-out
 FIRST_S = 60.0  # the least time-out of a first step, which connects the ranks and loads kernels
 _TORCH = str(Path(torch.__file__).parent)
+SERVE_S = 1.0  # rank 0's process is the store, so it goes on for this long after the last key is set
+_ALL = "hang/all"
+_LEAST_S = 0.01  # torch treats 0 as no time-out
 
 
 @contextlib.contextmanager
@@ -218,3 +222,55 @@ def _address_of_store(folder: RunFolder, *, world: World) -> tuple[str, int] | N
         addresses = socket.getaddrinfo(published.host, published.port, type=socket.SOCK_STREAM)
         return str(addresses[0][4][0]), int(addresses[0][4][1])
     return None
+
+
+class HangStore(Protocol):
+    """The part of `SignedStore` that a meeting uses. Values carry no information, so none is parsed."""
+
+    def set(self, key: str, value: str | bytes, /) -> None: ...
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None, /) -> None: ...
+
+
+def meet_hang(store: HangStore | None, *, world: World, within_s: float) -> bool:
+    """Say that this rank has reported, and wait for all ranks. Returns whether all have reported.
+
+    Each rank writes one key, and only rank 0 reads these keys. When it has seen all of them, it writes one
+    more, for which the others wait. So N ranks send 3 N requests, however long they wait.
+
+    If the store fails or does not answer, waits for `within_s` seconds, since the others may still report.
+    """
+    met = threading.Event()
+
+    def meet() -> None:
+        assert store is not None
+        try:
+            if all_reported(store, world=world, until_s=time.monotonic() + within_s):
+                met.set()
+        except RuntimeError as error:  # DistError or ForgedError
+            print(f"the ranks can't meet through the store: {error}", flush=True)
+
+    if store is not None:  # in a thread: a stopped rank 0 accepts connections but never answers
+        threading.Thread(target=meet, name="hang meeting", daemon=True).start()
+    met.wait(within_s)
+    if met.is_set() and world.rank == 0 and world.world_size > 1:
+        time.sleep(SERVE_S)
+    return met.is_set()
+
+
+def all_reported(store: HangStore, *, world: World, until_s: float) -> bool:
+    """Write this rank's key and wait for the others until the time `until_s` of the monotonic clock."""
+    store.set(_key(world.rank), "")
+    keys = [_key(rank) for rank in range(world.world_size)] if world.rank == 0 else [_ALL]
+    for key in keys:
+        try:
+            store.wait([key], timedelta(seconds=max(until_s - time.monotonic(), _LEAST_S)))
+        except DistStoreError:
+            return False
+    if world.rank == 0:
+        store.set(_ALL, "")
+    return True
+
+
+def _key(rank: int) -> str:
+    return f"hang/reported/{rank}"

@@ -15,7 +15,7 @@ from hpc_parallel.launch.import_check import IMPORT, ImportCheck, check_models
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.run import main as run
 from hpc_parallel.user_code import described, failure_of
-from hpc_parallel.worker import data_check
+from hpc_parallel.worker import model_check
 from tests.composed import prepared
 from tests.marks import in_full
 from tests.unit.test_snapshot import git
@@ -322,8 +322,8 @@ def test_a_job_may_find_what_this_machine_does_not(here: Path, monkeypatch: pyte
     (here / "mypoints.py").write_text(DATA)
     table = {"_target_": "hpc_parallel.data.dataset.DatasetData"}
 
-    def seen(**dataset: Any) -> data_check.Seen:
-        return data_check.look_at({**table, "dataset": dataset}, advice="Advice.")
+    def seen(**dataset: Any) -> model_check.Seen:
+        return model_check.look_at({**table, "dataset": dataset}, advice="Advice.")
 
     points = {"_target_": "mypoints.Labelled"}
     missing = seen(**points, file="missing")
@@ -335,10 +335,10 @@ def test_a_job_may_find_what_this_machine_does_not(here: Path, monkeypatch: pyte
     of_its_rank = seen(_target_="mypoints.OfItsRank")
     assert of_its_rank.note is not None
     assert "process group has not been initialized" in of_its_rank.note
-    monkeypatch.setattr(data_check, "LONGEST_S", 0.2)
+    monkeypatch.setattr(model_check, "LONGEST_S", 0.2)
     assert seen(**points, pause_s=20).note == "data        not tried here: it takes longer than 0.2 s"
-    monkeypatch.setattr(data_check, "MOST_BYTES", 2**30)
-    monkeypatch.setattr(data_check, "LONGEST_S", 60.0)
+    monkeypatch.setattr(model_check, "MOST_BYTES", 2**30)
+    monkeypatch.setattr(model_check, "LONGEST_S", 60.0)
     assert seen(**points, megabytes=4096).note == (
         "data        not tried here: it needs more memory than a login node may give"
     )

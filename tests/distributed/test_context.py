@@ -196,11 +196,11 @@ def test_attention_with_a_bias_and_a_mask_is_one_devices(workers: Workers, way: 
 def _in_strips(
     scores: int | None, way: str, shape: tuple[int, ...], causal: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    from hpc_parallel.strategies import attention_kernels, partial_attention, ring
+    from hpc_parallel.strategies import attention_kernels, ring
 
     with pytest.MonkeyPatch.context() as patch:
         if scores is not None:
-            patch.setattr(partial_attention, "STRIP", scores)
+            patch.setattr(attention_kernels, "STRIP", scores)
             patch.setattr(ring, "kernel_for", lambda query: attention_kernels.STRIPS)
         return _attention(way, shape, torch.float64, causal=causal)
 

@@ -35,7 +35,7 @@ from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.typed import build
 from hpc_parallel.report import run_plot
-from hpc_parallel.start.accused_hosts import PreflightError
+from hpc_parallel.start.start_checks import PreflightError
 from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.worker.session import TaskContext, read_config
 from tests.composed import composed

@@ -34,7 +34,7 @@ from hpc_parallel.strategies.groups import make_groups
 from hpc_parallel.strategies.mesh import weight_axes
 from hpc_parallel.strategies.model_checks import is_own
 from hpc_parallel.strategies.whole_model import build_model
-from hpc_parallel.training import weight_rules
+from hpc_parallel.training import optimizer as optimizers
 from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.training.state_bytes import local_bytes
 from tests.oracle.fakes import fake_tensors, fake_world, replicas_in_buckets
@@ -130,7 +130,7 @@ class TracedRank:
         assembled, server = self._assembled, self._assembled.server
         split = bool(weight_axes(assembled.mesh))
         # The other ranks, which may have the weights that a rule matches, don't exist.
-        with patch.object(weight_rules, "require_matches"):
+        with patch.object(optimizers, "require_matches"):
             optimizer = build_optimizer(assembled.named_parameters(), self._config.optimizer, split=split)
         weights = [weight for part in assembled.parts for weight in part.parameters()]
         updates = server is None or server.serves

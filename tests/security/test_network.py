@@ -30,10 +30,9 @@ from hpc_parallel.machine import fabric
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.start import rendezvous, signed_objects
+from hpc_parallel.start import rendezvous, signed_store
 from hpc_parallel.start.rendezvous import StartError, hosts, meet
-from hpc_parallel.start.signed_objects import ForeignObjectError, require_signatures
-from hpc_parallel.start.signed_store import ForgedError, SignedStore
+from hpc_parallel.start.signed_store import ForeignObjectError, ForgedError, SignedStore, require_signatures
 from hpc_parallel.strategies import exchange
 from hpc_parallel.worker import main
 from tests.composed import prepared
@@ -561,7 +560,7 @@ def test_signed_objects_pass(signed: None) -> None:
 
 
 def test_a_torch_with_other_pickling_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    signed_objects._require_hooks()
+    signed_store._require_hooks()
     # There the two names are defined, and nothing else of pickle is used.
     assert inspect.getsource(distributed_c10d).count("pickle.") == 2
     monkeypatch.setattr(distributed_c10d, "_tensor_to_object", lambda *_: pickle.loads(b""))

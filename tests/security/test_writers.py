@@ -52,7 +52,7 @@ ALLOWED = {
     ("torch_internals.py", "_dump_snapshot"): "torch's, into the run's own 0700 folder",
     ("training/trainer.py", "save"): "asks the saver",
     ("torch_internals.py", "dump"): "in memory",
-    ("start/signed_objects.py", "dump"): "in memory",
+    ("start/signed_store.py", "dump"): "in memory",
     ("training/export_weights.py", "from_file"): "maps the descriptor of replacing()",
     ("proof/task.py", "savez"): "to the file of replacing()",
     ("training/writers.py", "SummaryWriter"): "names of its own, in the run's own 0700 folder",

@@ -25,8 +25,7 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.record.attempts import earlier_starts
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.training.observers import Progress
-from hpc_parallel.worker import hang_meeting
-from hpc_parallel.worker.watchdog import _Watchdog, last_collective
+from hpc_parallel.worker.watchdog import _Watchdog, all_reported, last_collective, meet_hang
 
 HOSTS = ("n1", "n1", "n2", "n3")
 STORE = "10.0.0.1:4000"
@@ -283,7 +282,7 @@ def test_the_work_of_a_hang_grows_with_the_number_of_ranks(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
     store = CountedStore()
-    met = [hang_meeting.all_reported(store, world=world, until_s=0) for world in worlds(world_size)]
+    met = [all_reported(store, world=world, until_s=0) for world in worlds(world_size)]
     assert met == [False] * (world_size - 1) + [True]  # they asked before rank 0 had seen all
     assert store.requests == {"set": world_size + 1, "wait": 2 * world_size - 1}
     text = json.dumps(asdict(WAITS) | {"world_size": world_size})
@@ -313,7 +312,7 @@ def test_ranks_meet_through_a_real_store() -> None:
     met: dict[int, bool] = {}
 
     def meet(world: World) -> None:
-        met[world.rank] = hang_meeting.meet_hang(server.clone(), world=world, within_s=900)
+        met[world.rank] = meet_hang(server.clone(), world=world, within_s=900)
 
     threads = [threading.Thread(target=meet, args=(world,)) for world in three]
     for thread in threads:
@@ -334,7 +333,7 @@ def test_a_rank_waits_when_the_store_does_not_help() -> None:
     (world,) = worlds(1)
     for store in (None, Gone()):
         began = time.monotonic()
-        assert not hang_meeting.meet_hang(store, world=world, within_s=0.2)
+        assert not meet_hang(store, world=world, within_s=0.2)
         assert time.monotonic() - began >= 0.2
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from hpc_parallel import job
 from hpc_parallel.record.safe_read import read_json
 from tests.recorded_runs import prepared
 
@@ -19,27 +17,20 @@ def python(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", [("hpc_parallel.job", "conclude"), ("hpc_parallel.worker.conclude",)])
-def test_a_job_ends_by_either_name(name: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_job_ends(tmp_path: Path) -> None:
     folder = prepared(tmp_path / "run")
     line = "the job failed before any rank started: exit code 7"
-    done = python(*name, str(folder.path), "7")
+    done = python("hpc_parallel.job", "conclude", str(folder.path), "7")
     assert (done.returncode, done.stderr) == (0, f"{line}\n")
     assert (read_json(folder.failure) or {})["line"] == line
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", [("hpc_parallel.job", "rank"), ("hpc_parallel.worker.supervise",)])
-def test_a_rank_starts_by_either_name(name: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_rank_starts(tmp_path: Path) -> None:
     """The first thing that it does is to read the run's configuration."""
-    done = python(*name, str(tmp_path))
+    done = python("hpc_parallel.job", "rank", str(tmp_path))
     assert done.returncode == 1
     assert f"{tmp_path}/config.yaml" in done.stderr
-
-
-def test_submitit_finds_the_function_of_a_job_in_its_queue() -> None:
-    """Its payload is a pickle, which names the function by module and name."""
-    assert import_module("hpc_parallel.worker.supervise").run is job.rank
 
 
 @pytest.mark.processes

@@ -22,8 +22,7 @@ from hpc_parallel.failure.conclude_run import conclude, may_restart
 from hpc_parallel.failure.restart import MOST_EXCLUSIONS, allowed, hosts_to_exclude
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine import host_facts
-from hpc_parallel.machine.cpu_facts import cpu_facts
-from hpc_parallel.machine.host_facts import different_packages, disk, driver_version
+from hpc_parallel.machine.host_facts import cpu_facts, different_packages, disk, driver_version
 from hpc_parallel.machine.host_findings import Finding, findings
 from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents
@@ -32,7 +31,7 @@ from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.recorded_preflight import difference_lines, difference_table
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.start import start_checks
-from hpc_parallel.start.accused_hosts import PreflightError, act_on, warn
+from hpc_parallel.start.start_checks import PreflightError, act_on, warn
 from hpc_parallel.start.transport import FabricError
 from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.worker import main

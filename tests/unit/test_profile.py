@@ -16,7 +16,7 @@ from hpc_parallel.config.schema import ProfileConfig, RunConfig
 from hpc_parallel.failure import failure, rank_process
 from hpc_parallel.failure.nvidia_profiler import ProfilerError, profiler_words
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.profiling.recorded_summary import describe, parts
+from hpc_parallel.profiling.recording import describe, parts
 from hpc_parallel.profiling.timeline import STEP, WAIT, Event
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.strategies import ranges

@@ -10,7 +10,7 @@ import pytest
 from hpc_parallel.machine import torch_variables
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.training.garbage import collecting
+from hpc_parallel.training.trainer import collecting
 from tests.composed import prepared
 
 
