@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
 
 
 def rank(run_folder: str, place: str = "job") -> None:
@@ -48,8 +49,10 @@ def worker_main() -> Callable[[str], int]:
     and never looks at the imported modules again, so that the ranks share the modules' memory.
     """
     gc.disable()
-    from hpc_parallel.worker.main import main
+    from hpc_parallel.worker.main import OF_TRAINING, main
 
+    for name in OF_TRAINING:
+        resolve_name(name)
     gc.freeze()
     gc.enable()
     return main

@@ -17,6 +17,7 @@ from functools import reduce
 from multiprocessing.connection import Connection, wait
 from operator import or_
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.launch.prepare import PreparedRun
@@ -265,5 +266,5 @@ def do_here(run_folder: str) -> None:
 
     folder = RunFolder(Path(run_folder))
     config, values = read_config(folder.config)
-    task = TASKS[config.task.name]
+    task = resolve_name(TASKS[config.task.name])
     task(TaskContext(config, values, folder, torch.device("cpu"), environment={}))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from hpc_parallel.failure.left_out import left_out, optional
 from hpc_parallel.profiling.timeline import STEP, Interval, Timeline, events_of, marked_waits
 from hpc_parallel.profiling.traffic import NAMES, Traffic
 from hpc_parallel.record.timeline_file import RankTimeline, StageWork, StepTimeline
@@ -27,7 +28,6 @@ from hpc_parallel.record.values import finite
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.mesh import axis_of
 from hpc_parallel.strategies.ranges import Action, ActionTimes, recorded_actions
-from hpc_parallel.training.left_out import left_out, optional
 
 TIMES = "the times of a step are"
 WARM_UP = 2  # steps: a validation follows the first step; after it, a pipeline infers its shapes again

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hpc_parallel.config.checks.profile_checks import measured_steps
+from hpc_parallel.failure.left_out import left_out
 from hpc_parallel.layout.layout import servers
 from hpc_parallel.machine.device_state import device_state
 from hpc_parallel.machine.topology import nvml_module
@@ -23,7 +24,6 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.start.start_checks import gpu_uuid
 from hpc_parallel.strategies.mesh import axis_of
-from hpc_parallel.training.left_out import left_out
 from hpc_parallel.training.metrics import Metrics
 from hpc_parallel.training.observers import Profiler
 from hpc_parallel.worker.session import Session

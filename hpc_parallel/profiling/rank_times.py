@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hpc_parallel.failure.left_out import left_out
 from hpc_parallel.profiling.link_rates import link_rates
 from hpc_parallel.profiling.links import Pair
 from hpc_parallel.profiling.measurement import timed_step
@@ -23,7 +24,6 @@ from hpc_parallel.profiling.slow_network import MESSAGE_BYTES, SlowNetwork
 from hpc_parallel.profiling.slow_ranks import SAMPLES, Accusations, RankTime, SlowRank, slow_ranks
 from hpc_parallel.profiling.timeline import Timeline, length
 from hpc_parallel.strategies import exchange
-from hpc_parallel.training.left_out import left_out
 
 FIRST_STEP = 20  # the earliest timed step since the start
 LEAST_STEPS = 20  # at least this many from one timed step to the next

@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpc_parallel.config.schema import ProfileConfig
+from hpc_parallel.failure.left_out import left_out
 from hpc_parallel.profiling.timeline import (
     STEP,
     Event,
@@ -27,7 +28,6 @@ from hpc_parallel.profiling.timeline import (
 )
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.torch_internals import record_memory, write_memory
-from hpc_parallel.training.left_out import left_out
 
 PROFILE = "the profile of this rank is"
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hpc_parallel.failure.left_out import left_out
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.exchange import FollowerError
-from hpc_parallel.training.left_out import left_out
 from hpc_parallel.training.nonfinite import order
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # the widest are summed fastest

@@ -6,11 +6,11 @@ from typing import Any, Protocol
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.tasks import total_steps
+from hpc_parallel.failure.left_out import left_out
 from hpc_parallel.record.credentials import public_part
 from hpc_parallel.record.metrics_file import SEPARATOR, MetricsLine, described
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import append_line
-from hpc_parallel.training.left_out import left_out
 
 
 class Writer(Protocol):

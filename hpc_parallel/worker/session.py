@@ -44,7 +44,9 @@ from hpc_parallel.strategies.whole_model import build_model
 from hpc_parallel.training.observers import Progress
 from hpc_parallel.training.writers import Writer
 
-LAYOUT_CHECK = "hpc_parallel.proof.verify:verify"  # by name: the worker imports no annex
+# By name, because the worker imports no annex:
+LAYOUT_CHECK = "hpc_parallel.proof.verify:verify"
+PROFILERS = "hpc_parallel.profiling.profilers:open_profilers"
 
 
 def read_config(path: Path) -> tuple[RunConfig, dict[str, Any]]:

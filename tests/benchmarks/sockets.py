@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.worker.main import join
+from hpc_parallel.start.join import join
 from hpc_parallel.worker.session import TaskContext, read_config
 from hpc_parallel.worker.train import train
 from tests.composed import prepared

@@ -44,7 +44,7 @@ def marks_of(run_folder: str) -> list[tuple[str, int]]:
     folder = RunFolder(Path(run_folder))
     config, values = read_config(folder.config)
     assert config.task.name in WATCHED
-    task = resolve_name(f"hpc_parallel.{TASKS[config.task.name]}")
+    task = resolve_name(TASKS[config.task.name])
     task(TaskContext(config, values, folder, torch.device("cpu"), environment={}, progress=Kept()))
     return marks
 

@@ -30,11 +30,10 @@ from hpc_parallel.machine import fabric
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.start import rendezvous, signed_store
+from hpc_parallel.start import join, rendezvous, signed_store
 from hpc_parallel.start.rendezvous import StartError, hosts, meet
 from hpc_parallel.start.signed_store import ForeignObjectError, ForgedError, SignedStore, require_signatures
 from hpc_parallel.strategies import exchange
-from hpc_parallel.worker import main
 from tests.composed import prepared
 from tests.security.users import ATTACKER, call_as, needs_root
 
@@ -124,7 +123,7 @@ def joined(folder: RunFolder, rank: int) -> Callable[[], str]:
     config.cluster.collective_timeout_s = 20.0
 
     def job() -> str:
-        main.join(folder, config=config, world=world(rank), device=torch.device("cpu"), reasons={})
+        join.join(folder, config=config, world=world(rank), device=torch.device("cpu"), reasons={})
         return "joined"
 
     return job

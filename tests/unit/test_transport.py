@@ -9,8 +9,8 @@ import pytest
 
 from hpc_parallel.machine.nccl_log import ACROSS, INSIDE, NcclTransport, keep_log
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.start.join import by_differing_host
 from hpc_parallel.start.transport import FabricError, TransportCheck, problem_of, report
-from hpc_parallel.worker.main import by_differing_host
 
 NONE = "no device"
 
