@@ -12,8 +12,10 @@ from hpc_parallel.config.hydra_internals import composing
 from hpc_parallel.config.places import find_folder
 from hpc_parallel.config.schema import register
 from hpc_parallel.launch.prepare import PreparedRun, prepare
+from hpc_parallel.record.snapshot import cached_plan_snapshot
 
 register()
+_plan_snapshot = cached_plan_snapshot()  # git takes longer than all the rest of a preparation
 
 
 @cache  # a process of tests reads the files of a selection of groups once
@@ -29,4 +31,4 @@ def composed(*overrides: str) -> DictConfig:
 
 def prepared(*overrides: str) -> PreparedRun:
     """Raises ConfigError as the command would."""
-    return prepare(composed(*overrides), overrides=overrides)
+    return prepare(composed(*overrides), overrides=overrides, keep=_plan_snapshot)

@@ -33,6 +33,7 @@ from hpc_parallel.proof.compare import TOLERANCES
 from hpc_parallel.proof.rows import COMMON, IMAGES, NETS, ROWS, TWO, ParityRow
 from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.run_folder import new_run_id
+from hpc_parallel.record.snapshot import cached_plan_snapshot
 
 LAYOUT = ("nodes", "gpus_per_node", *(f"strategy.{axis}" for axis in AXES))
 # These change how a step is computed, not its result. The one-device run omits them.
@@ -111,6 +112,7 @@ class _RunComposer:
 
     def __init__(self, overrides: Sequence[str], extra_dir: str | None) -> None:
         self._composer = Composer("config")
+        self._plan_snapshot = cached_plan_snapshot()
         self.overrides = overrides
         self.extra_dir = extra_dir
         self.net: str | None = None  # the network of the model that the user names
@@ -172,7 +174,7 @@ class _RunComposer:
         config = self._compose(overrides)
         config.run_dir = str(self.folder / name)
         try:
-            run = prepare(config, overrides=overrides, config_dir=self.extra_dir)
+            run = prepare(config, overrides=overrides, config_dir=self.extra_dir, keep=self._plan_snapshot)
         except UnresolvedError as error:
             raise _RefusedError(overrides, error) from error
         if problems := list(_problems(run.config)):

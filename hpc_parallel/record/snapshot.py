@@ -11,6 +11,7 @@ from fnmatch import fnmatch
 from itertools import chain
 from os.path import join
 from pathlib import Path
+from typing import Any
 
 from hpc_parallel.problems import ConfigError, Problem, printable
 from hpc_parallel.record.credentials import is_credential_file
@@ -190,6 +191,20 @@ def plan_snapshot(
         links={root: _outside(sources[root].links, destination) for root in roots},
         unkept=hiding | {path: text for each in sources.values() for path, text in each.unkept.items()},
     )  # fmt: skip
+
+
+def cached_plan_snapshot() -> Callable[..., Snapshot]:
+    """A version of `plan_snapshot` that asks git only once for all runs of a command."""
+    cache: dict[str, tuple[Path, Snapshot]] = {}
+
+    def plan(destination: Path, **options: Any) -> Snapshot:
+        key = repr(options)
+        if key not in cache:
+            cache[key] = (destination, plan_snapshot(destination, **options))
+        first, snapshot = cache[key]
+        return snapshot.moved(first, destination)
+
+    return plan
 
 
 def _outside(links: Mapping[str, str], folder: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ from hpc_parallel.config.schema import SweepConfig
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.layout.batch_plan import usual_batch_size
 from hpc_parallel.problems import ConfigError, Problem, quoted, spell
-from hpc_parallel.record.snapshot import Snapshot, plan_snapshot
+from hpc_parallel.record.snapshot import Snapshot, cached_plan_snapshot
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, is_sweep_folder
 from hpc_parallel.sweep.earlier import Earlier
 
@@ -133,7 +133,7 @@ class _SweepChecker:
     _launcher: tuple[str, str] | None = None
     _errors: list[tuple[Cell, ConfigError]] = field(default_factory=list)
     _identities: set[str] = field(default_factory=set)
-    _plan: Callable[..., Snapshot] = field(default_factory=lambda: cached_plan_snapshot())
+    _plan: Callable[..., Snapshot] = field(default_factory=cached_plan_snapshot)
 
     def add(self, cell: Cell) -> None:
         overrides, swept = run_overrides(cell.overrides), tuple(run_overrides(cell.swept))
@@ -203,20 +203,6 @@ class _SweepChecker:
                 for cell, error in self._errors
             )
         )
-
-
-def cached_plan_snapshot() -> Callable[..., Snapshot]:
-    """A version of `plan_snapshot` that asks git only once for all runs with the same source."""
-    cache: dict[str, tuple[Path, Snapshot]] = {}
-
-    def plan(destination: Path, **options: Any) -> Snapshot:
-        key = repr(options)
-        if key not in cache:
-            cache[key] = (destination, plan_snapshot(destination, **options))
-        first, snapshot = cache[key]
-        return snapshot.moved(first, destination)
-
-    return plan
 
 
 def run_overrides(overrides: Sequence[str]) -> list[str]:
