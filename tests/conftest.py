@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,21 @@ def _proofs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(os, "fsync", lambda file: None)  # as in tests/preloaded.py
         yield
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a command."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["run"])
+    return tmp_path
+
+
+@pytest.fixture
+def silent_slurm(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Slurm is installed, its configuration is empty, so it does not answer."""
+    (here / "slurm.conf").touch()
+    monkeypatch.setenv("SLURM_CONF", str(here / "slurm.conf"))
 
 
 @pytest.fixture(scope="session")

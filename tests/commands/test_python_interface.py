@@ -37,14 +37,7 @@ from tests.recorded_runs import living
 
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = ("launcher=script", "launcher.snapshot=false")
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "slurm.conf").touch()  # an empty one: where Slurm is installed, it does not answer
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("silent_slurm")
 
 
 def own_files(folder: Path) -> list[str]:

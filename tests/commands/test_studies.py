@@ -24,13 +24,7 @@ NAMES = {
     "batch_latency", "communication", "thread_bottleneck", "server_traffic", "tiles", "collectives",
     "placement", "input",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["run"])
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def planned(*words: str, extra_dir: str | None = None) -> SweepPlan:

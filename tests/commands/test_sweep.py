@@ -27,13 +27,7 @@ from hpc_parallel.slurm.jobs import job_of
 
 CONF = str(find_folder("conf"))
 CHEAP = ("launcher.snapshot=false", "cluster=cpu")
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["run"])
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def only_sweep(here: Path) -> tuple[Path, Sweep]:

@@ -17,7 +17,7 @@ import hpc_parallel
 from hpc_parallel.record.owner import Owner, process_lives
 from hpc_parallel.record.run_folder import RunFolder
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("silent_slurm")]
 
 DOCS = Path(__file__).parents[2] / "docs/python.md"
 WORDS = (
@@ -25,14 +25,6 @@ WORDS = (
     "data.max_bytes=100000", "data.sequence_length=16", "model.layers=2", "model.dim=32", "model.ffn_dim=64",
 )  # fmt: skip
 ENDLESS = ("training.steps=100000", "training.log_every=1", "training.validate_every=null")
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "slurm.conf").touch()  # an empty one: where Slurm is installed, it does not answer
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    return tmp_path
 
 
 def first_step(run: hpc_parallel.Run) -> None:

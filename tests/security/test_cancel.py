@@ -31,11 +31,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
         yield made
 
 
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "slurm.conf").touch()  # an empty one: where Slurm is installed, it does not answer
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+pytestmark = pytest.mark.usefixtures("silent_slurm")
 
 
 def cancelled(capsys: Capture, *words: str) -> tuple[int, str]:

@@ -33,13 +33,7 @@ LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{new}: &{new} [{','.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
 ESCAPE = "\x1b]0;stolen\x07\x1b[2J\u202e\x9b1m"
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "slurm.conf").touch()  # an empty one: where Slurm is installed, it does not answer
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+pytestmark = pytest.mark.usefixtures("silent_slurm")
 
 
 def ran(capsys: Capture, *words: str) -> tuple[int, str, str]:

@@ -27,11 +27,7 @@ from tests.composed import prepared
 NASTY = ["a b", "it's", 'say "x"', "$(touch pwned)", "`touch pwned`", "; touch pwned", "& touch pwned",
          "Grüße", "#x", "$HOME", "~", "*", "-n", "a\tb"]  # fmt: skip
 TYPEABLE = [text for text in NASTY if text.isprintable()]
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def quoted(text: str) -> str:

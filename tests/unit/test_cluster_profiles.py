@@ -16,11 +16,7 @@ from tests.composed import prepared
 
 PROFILES = sorted(path.stem for path in (find_folder("conf") / "cluster").glob("*.yaml"))
 EXAMPLES = sorted(set(PROFILES) - {"generic", "gres", "cpu"})
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -47,11 +47,7 @@ ALWAYS = {
     "account": None, "gpu_flag": "gpus-per-node", "device_memory_gb": None, "modules": [],
     "fabric": "auto", "master_suffix": "",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.mark.parametrize("version", EXPECTED)

@@ -11,12 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hpc_parallel.sweep.next_steps import after_submission, after_the_end
 
 GUIDE = Path(__file__).parents[2] / "docs" / "sweep.md"
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_the_guide_shows_the_end_of_a_sweep(here: Path) -> None:

@@ -11,11 +11,7 @@ from hpc_parallel.run import main
 from tests.composed import prepared
 
 SITE = ("+cluster.environment.NCCL_DEBUG=INFO", "+cluster.environment.NCCL_IB_DISABLE=true")
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_on_this_machine() -> None:

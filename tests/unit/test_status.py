@@ -26,13 +26,7 @@ from tests.recorded_runs import failed, finished, foreign, half_written, living,
 
 PIPELINE = ("strategy=pipeline", "nodes=2", "training.steps=100")
 _events: list[str] | None = None
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "slurm.conf").touch()  # an empty one: where Slurm is installed, it does not answer
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+pytestmark = pytest.mark.usefixtures("silent_slurm")
 
 
 def rows(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:

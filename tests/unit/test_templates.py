@@ -30,11 +30,7 @@ CONTAINERS = {
 }
 MOUNTS = "launcher.container_mounts=[/data,'/my files:/mnt']"
 SHELLCHECK = shutil.which("shellcheck")
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def started(start: str, container: str, *words: str) -> PreparedRun:
