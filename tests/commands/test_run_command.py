@@ -18,13 +18,7 @@ from hpc_parallel.config.run_help import USAGE
 from hpc_parallel.run import main
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["run"])
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -250,20 +244,27 @@ def test_an_interpolation_is_kept_as_it_was_typed(here: Path, capsys: pytest.Cap
 
 IMPORTED = """
 import sys
-from hpc_parallel.run import main
-assert "torch" not in sys.modules, "import"
-for words in sys.argv[1:]:
-    code = main(words.split())
+import hpc_parallel.run
+from hpc_parallel.__main__ import main
+from hpc_parallel.config.override_words import override_words
+assert override_words("training.")
+for words in ("import", *sys.argv[1:]):
+    code = 0 if words == "import" else main(words.split())
     assert code == 0, (code, words)
-    assert "torch" not in sys.modules, words
+    assert not {"torch", "transformers"} & set(sys.modules), words
 """
 
 
 def test_torch_is_never_imported(here: Path) -> None:
     done = python(
-        "-c", IMPORTED,
-        *(f"dry_run=true nodes=2 strategy=pipeline launcher={kind}" for kind in ("slurm", "script", "local")),
-        "launcher=script nodes=2 run_dir=mine", "--cfg job",
+        "-c", IMPORTED, "plan --best model=1b gpus_per_node=8 hardware=h100_sxm_node8_3200gbit",
+        *(f"run dry_run=true nodes=2 strategy=pipeline launcher={kind}"
+          for kind in ("slurm", "script", "local")),
+        "run dry_run=true nodes=2 strategy=tensor launcher=script model=huggingface",
+        "run launcher=script nodes=2 run_dir=mine", "run --cfg job",
+        "parity dry_run=true nodes=2 strategy=fsdp",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("fsdp: 2 nodes x 1 device = shard 2;")
     assert (here / "mine" / "batch_script.sh").exists()
+    assert list(here.iterdir()) == [here / "mine"]

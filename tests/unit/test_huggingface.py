@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -182,12 +180,3 @@ def test_nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     assert build("llama", torch.float32, {})(torch.zeros(1, 4, dtype=torch.long)).shape == (1, 4, 64)
-
-
-@pytest.mark.processes
-def test_the_login_half_checks_such_a_model_without_importing_it() -> None:
-    program = (
-        "import sys; from tests.composed import prepared; prepared('model=huggingface', 'strategy=tensor', "
-        "'nodes=2'); sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

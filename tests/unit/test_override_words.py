@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,13 +35,3 @@ def test_the_folder_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "cluster" / "mysite.yaml").write_text("")
     assert override_words("cluster=my", extra_dir=str(tmp_path)) == ["cluster=mysite"]
     assert override_words("cluster=g", extra_dir=str(tmp_path)) == ["cluster=generic", "cluster=gres"]
-
-
-@pytest.mark.processes
-def test_torch_is_not_loaded() -> None:
-    words = (
-        "import sys; from hpc_parallel.config.override_words import override_words;"
-        "override_words('training.'); print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"

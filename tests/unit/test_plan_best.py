@@ -5,8 +5,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -346,13 +344,3 @@ def test_degrees_and_batches_without_a_layout_are_named(capsys: pytest.CaptureFi
     assert (
         "strategy.tensor=3: no legal layout of 8 devices has this. Try without it." in capsys.readouterr().err
     )
-
-
-@pytest.mark.processes
-def test_the_search_leaves_torch_alone() -> None:
-    words = ["plan", "--best", "model=1b", "gpus_per_node=8", f"hardware={H100}"]
-    code = (
-        f"import sys; from hpc_parallel.__main__ import main; print(main({words!r}), 'torch' in sys.modules)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines()[-1] == "0 False"

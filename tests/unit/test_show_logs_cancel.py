@@ -27,13 +27,7 @@ from hpc_parallel.record.sweep_folder import Sweep, SweepRun, write_sweep
 from tests.recorded_runs import GONE, failed, finished, foreign, half_written, living, own, prepared, started
 
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "slurm.conf").touch()  # an empty one: where Slurm is installed, it does not answer
-    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+pytestmark = pytest.mark.usefixtures("silent_slurm")
 
 
 def ran(capsys: Capture, *words: str) -> tuple[int, str, str]:
@@ -414,11 +408,11 @@ def test_the_version_needs_no_command(capsys: Capture) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("command", ["status", "logs", "cancel", "show"])
-def test_neither_torch_nor_hydra_is_loaded(command: str) -> None:
+def test_neither_torch_nor_hydra_is_loaded() -> None:
     """They start in a fraction of a second; `show` composes the defaults only once it has found its run."""
     words = (
-        f"import sys; from hpc_parallel.commands.{command} import parser; parser();"
+        "import sys; from hpc_parallel.commands import cancel, logs, show, status;"
+        "[command.parser() for command in (cancel, logs, show, status)];"
         "print([name for name in ('torch', 'hydra', 'rich.table') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
