@@ -1,4 +1,4 @@
-"""The default microbatch: what a forward pass keeps, estimated from shapes, against what torch saves."""
+"""The default batches: what the layout can split, and what a forward pass keeps against what torch saves."""
 
 from __future__ import annotations
 
@@ -94,3 +94,27 @@ def test_other_models_keep_the_whole_share() -> None:
     config = prepared(*words).config
     assert fitting_samples(config, Layout()) is None
     assert batch_of(config, Layout()).microbatches == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        ("strategy=single", 16),
+        ("strategy=data nodes=4", 16),
+        ("strategy=data nodes=3", 18),
+        ("model=1b nodes=4 gpus_per_node=8 strategy=fsdp", 32),
+        ("strategy=parameter_server nodes=4", 18),  # three workers
+        ("strategy=data nodes=4 training.microbatch_size=8", 32),
+        ("strategy=pipeline nodes=3 model.layers=6", 18),
+        ("strategy=pipeline nodes=3 model.layers=6 strategy.schedule=gpipe", 16),
+        ("strategy=pipeline nodes=2 strategy.microbatches=5", 20),
+        ("model=convnet data=digits strategy=data nodes=3", 66),
+        ("model=unet data=cells strategy=tile nodes=2", 8),
+        ("strategy=data nodes=4 training.global_batch_size=8", 8),
+    ],
+)
+def test_the_default_global_batch_is_the_next_number_that_the_layout_can_split(words: str, size: int) -> None:
+    run = prepared(*words.split(), "launcher=local", "launcher.snapshot=false", "device=cpu")
+    assert run.config.training.global_batch_size == size
+    assert run.values["training"]["global_batch_size"] == size
+    assert run.plan.batch.data * run.plan.batch.samples_per_replica == size
