@@ -39,7 +39,6 @@ LINES = {
     "gradient_accumulation=4": "accumulated over microbatches. Try training.microbatch_size=4.",
     "optimizer._target_=torch.optim.SGD": "Try optimizer=custom optimizer._target_=torch.optim.SGD.",
     "training.foo=1": "there is no key training.foo.",
-    "training.stepz=5": "Try training.steps=5.",
     "training.learning_rate=0.1": "Try optimizer.learning_rate=0.1.",
     "launcher.schedule=x": "there is no key launcher.schedule.",
     "strategy=ddp": "Try strategy=data.",
@@ -47,13 +46,10 @@ LINES = {
     "strategy=cp": "Try strategy=context.",
     "device=gpu": "Try device=cuda.",
     "training.precision=half": "Try training.precision=float16.",
-    "training.steps=1e3": "Try training.steps=1000.",
     "time=2h": "Try launcher.time_minutes=120.",
-    "launcher.time_minutes=1:30:00": "Try launcher.time_minutes=90.",
     "launcher.memory_gb=64G": "Try launcher.memory_gb=64.",
     "launcher.memory_gb=512MiB": "Try launcher.memory_gb=0.5.",
     "data=words.npy": "Try data=tokens data.path=words.npy.",
-    "strategy=zero-3": "Try strategy=fsdp.",
     "strategy=Parameter-Server": "Try strategy=parameter_server.",
     "training.steps=10k": "Try training.steps=10000.",
     "launcher.grace_s=5min": "Try launcher.grace_s=300.",
@@ -69,10 +65,18 @@ def test_the_version_is_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert (ended.value.code, capsys.readouterr().out) == (0, f"hpc_parallel {__version__}\n")
 
 
-@pytest.mark.parametrize("override", LINES)
-def test_the_suggestion_means_what_was_typed(override: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([override, "launcher=script"]) == 2
-    assert capsys.readouterr().err.splitlines()[1].endswith(LINES[override])
+def test_the_suggestion_means_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a few commands that have each key once: an override has its own line, whatever the others are."""
+    left = LINES
+    while left:
+        command = {override.partition("=")[0]: override for override in left}.values()
+        left = {override: end for override, end in left.items() if override not in command}
+        assert main([*command, "launcher=script"]) == 2
+        told = [line.strip().replace(" = ", "=", 1) for line in capsys.readouterr().err.splitlines()[1:]]
+        assert len(told) == len(command)
+        for override in command:
+            (line,) = (line for line in told if line.startswith(override))
+            assert line.endswith(LINES[override])
 
 
 FLAGS = {
