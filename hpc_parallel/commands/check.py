@@ -19,8 +19,7 @@ from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.problems import ConfigError, printable
 from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.shell import refuse
-from hpc_parallel.site.checks import other_lines, site_lines
-from hpc_parallel.site.line import ERROR, OK, WARNING, Line
+from hpc_parallel.site.checks import ERROR, OK, WARNING, Line, other_lines, site_lines
 from hpc_parallel.terminal import cell, console
 
 _SITE_KEYS = ("cluster", "launcher", "device", "run_dir")

@@ -118,7 +118,7 @@ def total_steps(run: RecordedRun, state: State) -> int | None:
 
     try:
         return tasks.total_steps(typed_config.typed(run.config))
-    except Exception:  # OmegaConf raises many classes of errors, for example for keys of an older version
+    except Exception:  # the configuration is of another version, or was changed
         return None
 
 

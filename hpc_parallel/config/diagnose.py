@@ -25,16 +25,15 @@ from hpc_parallel.config.compose import COMPOSE_ERRORS, Composer
 from hpc_parallel.config.file_problems import (
     RefusedKey,
     misplaced_file,
+    of_ones_own,
     refused_keys,
     unreadable_file,
     unusable_file,
 )
 from hpc_parallel.config.hydra_internals import composing, current_loader
-from hpc_parallel.config.key_suggestions import ACCUMULATION, choice_near, similar, suggest
+from hpc_parallel.config.key_suggestions import ACCUMULATION, choice_near, same_quantity, similar, suggest
 from hpc_parallel.config.node_devices import AUTO
-from hpc_parallel.config.ones_own import of_ones_own
 from hpc_parallel.config.places import OWN_SITES
-from hpc_parallel.config.quantities import same_quantity
 from hpc_parallel.config.resolve import REQUIRED, flat, missing_keys, resolve, unknown_keys
 from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.problems import ConfigError, Problem, nearest, spell

@@ -1,4 +1,4 @@
-"""Suggest the key that an unknown key was meant to be.
+"""Suggest the key that an unknown key was meant to be, and the number that a quantity was meant to be.
 
 A wrong suggestion costs more than none, because it is accepted and trains something else. Therefore only
 these keys are suggested: a key for which other programs use the typed name, the same key in another group,
@@ -7,197 +7,125 @@ and a key of the same group from which the typed name differs by a typing error.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from hpc_parallel.problems import nearest
+from hpc_parallel.slurm.short_forms import minutes_of
 
 _MOST_EDITS = 2
 
-# The name in other programs: our key. A value after `=` replaces the typed value, which has another meaning.
+# Our key: its names in other programs. A value after `=` replaces the typed value, which has another meaning.
 # `=` alone stands for the current value of our key.
-SYNONYMS = {
-    "lr": "optimizer.learning_rate",
-    "learning_rate_schedule": "optimizer.schedule",
-    "lr_scheduler": "optimizer.schedule",
-    "lr_scheduler_type": "optimizer.schedule",
-    "wd": "optimizer.weight_decay",
-    "warmup": "optimizer.warmup_steps",
-    "num_warmup_steps": "optimizer.warmup_steps",
-    "adam_epsilon": "optimizer.eps",
-    "batch": "training.global_batch_size",
-    "batch_size": "training.global_batch_size",
-    "bs": "training.global_batch_size",
-    "gbs": "training.global_batch_size",
-    "global_batch": "training.global_batch_size",
-    "train_batch_size": "training.global_batch_size",
-    "mbs": "training.microbatch_size",
-    "micro_batch_size": "training.microbatch_size",
-    "microbatch": "training.microbatch_size",
-    "per_device_train_batch_size": "training.microbatch_size",
-    "num_microbatches": "strategy.microbatches",
-    "steps": "training.steps",
-    "epochs": "training.steps=",
-    "max_epochs": "training.steps=",
-    "num_epochs": "training.steps=",
-    "num_train_epochs": "training.steps=",
-    "iters": "training.steps",
-    "max_iters": "training.steps",
-    "max_steps": "training.steps",
-    "num_steps": "training.steps",
-    "train_steps": "training.steps",
-    "amp": "training.precision=bfloat16",
-    "bf16": "training.precision=bfloat16",
-    "dtype": "training.precision",
-    "float8": "training.fp8=tensorwise",
-    "fp16": "training.precision=float16",
-    "fp32": "training.precision=float32",
-    "mixed_precision": "training.precision=bfloat16",
-    "clip": "training.clip_norm",
-    "clip_grad": "training.clip_norm",
-    "grad_clip": "training.clip_norm",
-    "gradient_clip_val": "training.clip_norm",
-    "max_grad_norm": "training.clip_norm",
-    "max_norm": "training.clip_norm",
-    "checkpoint_interval": "training.checkpoint_every",
-    "ckpt": "training.checkpoint_every=",
-    "ckpt_every": "training.checkpoint_every",
-    "save_every": "training.checkpoint_every",
-    "save_interval": "training.checkpoint_every",
-    "save_steps": "training.checkpoint_every",
-    "save_total_limit": "training.keep_last",
-    "eval": "training.validate_every=",
-    "eval_every": "training.validate_every",
-    "eval_interval": "training.validate_every",
-    "eval_steps": "training.validate_every",
-    "val_every": "training.validate_every",
-    "logging_steps": "training.log_every",
-    "log_interval": "training.log_every",
-    "gradient_checkpointing": "training.activation_checkpointing=full",
-    "recompute": "training.activation_checkpointing=full",
-    "torch_compile": "training.compile",
-    "cp": "strategy.context",
-    "ddp": "strategy=data",
-    "dp": "strategy.replicate",
-    "data_parallel_size": "strategy.replicate",
-    "ep": "strategy.expert",
-    "fsdp": "strategy=fsdp",
-    "pp": "strategy.pipeline",
-    "pipeline_parallel_size": "strategy.pipeline",
-    "sp": "strategy.sequence_parallel=true",
-    "tp": "strategy.tensor",
-    "tensor_parallel_size": "strategy.tensor",
-    "zero": "strategy=fsdp",
-    "devices": "gpus_per_node",
-    "gpus": "gpus_per_node",
-    "n_gpus": "gpus_per_node",
-    "ngpus": "gpus_per_node",
-    "nproc_per_node": "gpus_per_node",
-    "num_gpus": "gpus_per_node",
-    "nnodes": "nodes",
-    "num_nodes": "nodes",
-    "account": "launcher.account",
-    "partition": "launcher.partition",
-    "kind": "launcher.kind",
-    "setup": "launcher.setup",
-    "modules": "launcher.modules",
-    "extra": "launcher.extra",
-    "container": "launcher.container",
-    "cpus_per_device": "launcher.cpus_per_device",
-    "constraint": "launcher.constraint",
-    "resubmit": "launcher.resubmit",
-    "qos": "launcher.qos",
-    "cpus_per_task": "launcher.cpus_per_device",
-    "mem": "launcher.memory_gb=",
-    "memory": "launcher.memory_gb=",
-    "time": "launcher.time_minutes=",
-    "time_limit": "launcher.time_minutes=",
-    "timeout_min": "launcher.time_minutes",
-    "walltime": "launcher.time_minutes=",
-    "block_size": "data.sequence_length",
-    "context_length": "data.sequence_length",
-    "max_length": "data.sequence_length",
-    "max_seq_len": "data.sequence_length",
-    "seq_len": "data.sequence_length",
-    "seq_length": "data.sequence_length",
-    "d_model": "model.dim",
-    "embed_dim": "model.dim",
-    "hidden_dim": "model.dim",
-    "hidden_size": "model.dim",
-    "n_embd": "model.dim",
-    "depth": "model.layers",
-    "n_layer": "model.layers",
-    "n_layers": "model.layers",
-    "num_hidden_layers": "model.layers",
-    "num_layers": "model.layers",
-    "n_head": "model.heads",
-    "n_heads": "model.heads",
-    "num_attention_heads": "model.heads",
-    "num_heads": "model.heads",
-    "num_experts": "model.experts",
-    "top_k": "model.experts_per_token",
-    "out_dir": "run_dir",
-    "output_dir": "run_dir",
-    "resume_from": "resume",
-    "resume_from_checkpoint": "resume",
-    "job_name": "name",
-    "random_seed": "seed",
-    "preflight.action": "preflight.act",
-    "profile.window": "profile.steps",
+_NAMES = {
+    "optimizer.learning_rate": "lr",
+    "optimizer.schedule": "learning_rate_schedule lr_scheduler lr_scheduler_type",
+    "optimizer.weight_decay": "wd",
+    "optimizer.warmup_steps": "warmup num_warmup_steps",
+    "optimizer.eps": "adam_epsilon",
+    "training.global_batch_size": "batch batch_size bs gbs global_batch train_batch_size",
+    "training.microbatch_size": "mbs micro_batch_size microbatch per_device_train_batch_size",
+    "strategy.microbatches": "num_microbatches",
+    "training.steps": "steps iters max_iters max_steps num_steps train_steps",
+    "training.steps=": "epochs max_epochs num_epochs num_train_epochs",
+    "training.precision=bfloat16": "amp bf16 mixed_precision",
+    "training.precision": "dtype",
+    "training.fp8=tensorwise": "float8",
+    "training.precision=float16": "fp16",
+    "training.precision=float32": "fp32",
+    "training.clip_norm": "clip clip_grad grad_clip gradient_clip_val max_grad_norm max_norm",
+    "training.checkpoint_every": "checkpoint_interval ckpt_every save_every save_interval save_steps",
+    "training.checkpoint_every=": "ckpt",
+    "training.keep_last": "save_total_limit",
+    "training.validate_every=": "eval",
+    "training.validate_every": "eval_every eval_interval eval_steps val_every",
+    "training.log_every": "logging_steps log_interval",
+    "training.activation_checkpointing=full": "gradient_checkpointing recompute",
+    "training.compile": "torch_compile",
+    "strategy.context": "cp",
+    "strategy=data": "ddp",
+    "strategy.replicate": "dp data_parallel_size",
+    "strategy.expert": "ep",
+    "strategy=fsdp": "fsdp zero",
+    "strategy.pipeline": "pp pipeline_parallel_size",
+    "strategy.sequence_parallel=true": "sp",
+    "strategy.tensor": "tp tensor_parallel_size",
+    "gpus_per_node": "devices gpus n_gpus ngpus nproc_per_node num_gpus",
+    "nodes": "nnodes num_nodes",
+    "launcher.account": "account",
+    "launcher.partition": "partition",
+    "launcher.kind": "kind",
+    "launcher.setup": "setup",
+    "launcher.modules": "modules",
+    "launcher.extra": "extra",
+    "launcher.container": "container",
+    "launcher.cpus_per_device": "cpus_per_device cpus_per_task",
+    "launcher.constraint": "constraint",
+    "launcher.resubmit": "resubmit",
+    "launcher.qos": "qos",
+    "launcher.memory_gb=": "mem memory",
+    "launcher.time_minutes=": "time time_limit walltime",
+    "launcher.time_minutes": "timeout_min",
+    "data.sequence_length": "block_size context_length max_length max_seq_len seq_len seq_length",
+    "model.dim": "d_model embed_dim hidden_dim hidden_size n_embd",
+    "model.layers": "depth n_layer n_layers num_hidden_layers num_layers",
+    "model.heads": "n_head n_heads num_attention_heads num_heads",
+    "model.experts": "num_experts",
+    "model.experts_per_token": "top_k",
+    "run_dir": "out_dir output_dir",
+    "resume": "resume_from resume_from_checkpoint",
+    "name": "job_name",
+    "seed": "random_seed",
+    "preflight.act": "preflight.action",
+    "profile.steps": "profile.window",
 }
-# For each key: the names of its values in other programs, with our values.
-VALUES = {
+SYNONYMS = {name: key for key, names in _NAMES.items() for name in names.split()}
+# For each key: our values, each with its names in other programs.
+_VALUES = {
     "strategy": {
-        "ddp": "data",
-        "dp": "data",
-        "data_parallel": "data",
-        "distributed": "data",
-        "none": "single",
-        "zero": "fsdp",
-        "zero1": "fsdp",
-        "zero2": "fsdp",
-        "zero3": "fsdp",
-        "deepspeed": "fsdp",
-        "fsdp2": "fsdp",
-        "tp": "tensor",
-        "megatron": "tensor",
-        "sp": "context",
-        "cp": "context",
-        "ring": "context",
-        "ulysses": "context",
-        "pp": "pipeline",
-        "gpipe": "pipeline",
-        "1f1b": "pipeline",
-        "ep": "expert",
-        "moe": "expert",
-        "ps": "parameter_server",
-        "3d": "hybrid",
-        "spatial": "tile",
+        "data": "ddp dp data_parallel distributed",
+        "single": "none",
+        "fsdp": "zero zero1 zero2 zero3 deepspeed fsdp2",
+        "tensor": "tp megatron",
+        "context": "sp cp ring ulysses",
+        "pipeline": "pp gpipe 1f1b",
+        "expert": "ep moe",
+        "parameter_server": "ps",
+        "hybrid": "3d",
+        "tile": "spatial",
     },
     "training.precision": {
-        "half": "float16",
-        "fp16": "float16",
-        "bf16": "bfloat16",
-        "fp32": "float32",
-        "single": "float32",
-        "fp64": "float64",
-        "double": "float64",
+        "float16": "half fp16",
+        "bfloat16": "bf16",
+        "float32": "fp32 single",
+        "float64": "fp64 double",
     },
-    "device": {"gpu": "cuda", "gpus": "cuda", "nvidia": "cuda", "rocm": "cuda"},
-    "profile": {"nsight": "nsys", "nsight-systems": "nsys", "nsight-compute": "ncu", "pytorch": "torch"},
-    "cluster.container": {"enroot": "pyxis", "singularity": "apptainer"},
+    "device": {"cuda": "gpu gpus nvidia rocm"},
+    "profile": {"nsys": "nsight nsight-systems", "ncu": "nsight-compute", "torch": "pytorch"},
+    "cluster.container": {"pyxis": "enroot", "apptainer": "singularity"},
 }
 # Other programs' names for the number of microbatches whose gradients are accumulated.
 ACCUMULATION = (
-    "accumulate_grad_batches",
-    "grad_accum",
-    "gradient_accumulation",
-    "gradient_accumulation_steps",
-)
+    "accumulate_grad_batches", "grad_accum", "gradient_accumulation", "gradient_accumulation_steps",
+)  # fmt: skip
+# Times, sizes and numbers as people write them.
+_SPELLINGS = {  # seconds in a unit of time: spellings of the unit
+    0.001: ("ms", "msec"),
+    1.0: ("s", "sec", "secs", "second", "seconds"),
+    60.0: ("m", "min", "mins", "minute", "minutes"),
+    3600.0: ("h", "hr", "hrs", "hour", "hours"),
+    86400.0: ("d", "day", "days"),
+}
+_SECONDS = {spelling: seconds for seconds, spellings in _SPELLINGS.items() for spelling in spellings}
+_BYTES = {"": 1.0, "k": 2.0**10, "m": 2.0**20, "g": 2.0**30, "t": 2.0**40}
+_COUNTS = {"k": 1e3, "m": 1e6}
+_UNIT_OF_KEY = {"_minutes": 60.0, "_s": 1.0, "_mb": 2.0**20, "_gb": 2.0**30, "bytes": 1.0}  # seconds, bytes
 
 
 def choice_near(key: str, value: str, choices: Sequence[str], *, most: int = 2) -> list[str]:
     """The choices of `key` that `value` was probably meant to be; none if no name is near."""
-    names = {_plain(name): choice for name, choice in VALUES.get(key, {}).items()}
+    others = _VALUES.get(key, {}).items()
+    names = {_plain(name): choice for choice, names in others for name in names.split()}
     names |= {_plain(choice): choice for choice in choices}
     synonym = names.get(_plain(value))
     return [synonym] if synonym is not None and synonym in choices else nearest(value, choices, most=most)
@@ -240,3 +168,20 @@ def edits(a: str, b: str) -> int:
         for j, y in enumerate(b, start=1):
             row.append(min(previous[j] + 1, row[j - 1] + 1, previous[j - 1] + (x != y)))
     return row[-1]
+
+
+def same_quantity(key: str, value: str) -> float | None:
+    """Convert `value` (`2h`, `64G`, `1e3`, `10k`) to a number in the unit of `key`, or to None."""
+    if key.endswith("time_minutes") and (minutes := minutes_of(value)):
+        return minutes
+    match = re.fullmatch(r"([\d_]*\.?\d+(?:e\d+)?)\s*([a-z]*)", value.strip().lower())
+    if match is None:
+        return None
+    number, unit = float(match[1].replace("_", "")), match[2]
+    if not unit:
+        return number
+    end = next((end for end in _UNIT_OF_KEY if key.endswith(end)), None)
+    if end is None:
+        return number * _COUNTS[unit] if unit in _COUNTS else None
+    factor = _SECONDS.get(unit) if end in ("_minutes", "_s") else _BYTES.get(re.sub(r"i?b$", "", unit))
+    return None if factor is None else number * factor / _UNIT_OF_KEY[end]

@@ -1,23 +1,25 @@
-"""What `auto` means for `launcher.kind`, and for `gpus_per_node` on the nodes of the run."""
+"""What `auto` and null mean on the nodes of the run: launcher, devices, precision, cores and memory."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.slurm import client
-from hpc_parallel.slurm.limits import gpu_counts
+from hpc_parallel.slurm.limits import NodeShare, gpu_counts, share_of_a_gpu
 
 AUTO = "auto"
 _PATIENCE_S = 10.0  # for nvidia-smi to answer
+OF_GPUS, OF_CPUS = "bfloat16", "float32"
 
 
-def devices_of_a_node(values: Mapping[str, Any], *, environment: Mapping[str, str] = os.environ) -> int:
+def devices_of_a_node(values: Mapping[str, Any]) -> int:
     """The number of devices for `gpus_per_node=auto`.
 
     A run on this machine uses the GPUs that are visible here, or one CPU process if there are none. A run on
@@ -30,8 +32,8 @@ def devices_of_a_node(values: Mapping[str, Any], *, environment: Mapping[str, st
     Raises ConfigError if the number is unknown.
     """
     launcher, cluster = values["launcher"], values["cluster"]
-    if launcher_kind(launcher["kind"], environment=environment) == "local":
-        return 1 if values["device"] == "cpu" else max(1, visible_gpus(environment))
+    if launcher["kind"] == "local":
+        return 1 if values["device"] == "cpu" else max(1, visible_gpus(os.environ))
     limits = cluster["partitions"].get(launcher["partition"])
     if isinstance(limits, dict) and isinstance(limits.get("gpus_per_node"), int):
         if not limits["gpus_per_node"] and cluster["gpus"]:
@@ -54,19 +56,14 @@ def devices_of_a_node(values: Mapping[str, Any], *, environment: Mapping[str, st
     raise ConfigError([Problem("gpus_per_node", AUTO, rule, tuple(counts or [1]))])
 
 
-def launcher_kind(kind: str, *, environment: Mapping[str, str] = os.environ) -> str:
-    """The launcher that `kind` means now: local, slurm or script."""
-    return choose_launcher(kind, environment=environment)[0]
+def choose_launcher(kind: str) -> tuple[str, str]:
+    """The launcher that `kind` means now, and the reason if `kind` is auto (else an empty text).
 
-
-def choose_launcher(kind: str, *, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """The launcher that `kind` means now, and the reason if `kind` is auto (else an empty text)."""
-    return _choose_automatically(environment) if kind == AUTO else (kind, "")
-
-
-def _choose_automatically(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Slurm if it answers and we are not inside an allocation, else this machine; and the reason."""
-    if job := environment.get("SLURM_JOB_ID"):
+    `auto` is Slurm if it answers and we are not inside an allocation, else this machine.
+    """
+    if kind != AUTO:
+        return kind, ""
+    if job := os.environ.get("SLURM_JOB_ID"):
         return "local", f"already inside the allocation of job {job}"
     if not client.is_installed():
         return "local", "there is no sbatch on this machine"
@@ -77,7 +74,7 @@ def _choose_automatically(environment: Mapping[str, str]) -> tuple[str, str]:
 
 def runs_on_cpus(config: RunConfig) -> bool:
     """Whether it is certain that no device will be a GPU."""
-    is_job = launcher_kind(config.launcher.kind) != "local"
+    is_job = config.launcher.kind != "local"
     return config.device == "cpu" or (is_job and not config.cluster.gpus)
 
 
@@ -106,3 +103,29 @@ def ask(*command: str, patience_s: float = _PATIENCE_S) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
+
+
+def default_precision(values: Mapping[str, Any], *, environment: Mapping[str, str] = os.environ) -> str:
+    """`training.precision` if it is null. `values`: `device`, `launcher.kind` and `cluster.gpus`."""
+    if values["device"] == "cpu":
+        return OF_CPUS
+    if values["device"] == "cuda":
+        return OF_GPUS
+    if values["launcher"]["kind"] == "local":
+        return OF_GPUS if sees_gpus(environment) else OF_CPUS
+    return OF_GPUS if values["cluster"]["gpus"] else OF_CPUS
+
+
+def default_share(values: Mapping[str, Any]) -> NodeShare:
+    """`cluster.cpus_per_device` and `cluster.memory_gb_per_device` if they are null.
+
+    values: as in `default_precision`, with `launcher.partition`, `cluster.gpu_type` and `flags`, the names of
+    more flags. Returns one CPU and the memory of the partition if the run starts here or has no GPUs, or
+    if sinfo does not say more.
+    """
+    launcher, cluster = values["launcher"], values["cluster"]
+    if launcher["kind"] == "local" or not cluster["gpus"] or values["device"] == "cpu":
+        return NodeShare()
+    share = share_of_a_gpu(partition=launcher["partition"], gpu_type=cluster["gpu_type"])
+    asks_for_memory = any(str(flag).startswith("mem") for flag in values["flags"])
+    return replace(share, memory_gb=None) if asks_for_memory else share  # Slurm takes only one such flag

@@ -9,13 +9,13 @@ docs/configuration.md: write one sentence, and run `make docs`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from hpc_parallel.config.script_schema import ScriptConfig
 from hpc_parallel.config.site_schema import (
     ClusterConfig,
     FabricConfig,
@@ -23,7 +23,7 @@ from hpc_parallel.config.site_schema import (
     MachineConfig,
     PreflightConfig,
 )
-from hpc_parallel.config.task_schema import TASKS, TaskConfig
+from hpc_parallel.config.task_schema import TASKS, ScriptConfig, TaskConfig
 from hpc_parallel.layout.axes import DegreesConfig
 from hpc_parallel.layout.layout import EXECUTIONS
 from hpc_parallel.layout.model_data_schema import DATA, MODELS
@@ -264,7 +264,7 @@ class ComposedTraining(TrainingConfig):
     """What Hydra composes for `training`."""
 
     global_batch_size: int | None = None  # type: ignore[assignment]  # null: chosen by `resolve.py`
-    precision: str | None = None  # type: ignore[assignment]  # null: chosen by `gpu_defaults.py`
+    precision: str | None = None  # type: ignore[assignment]  # null: chosen by `node_devices.py`
     compile: Any = "auto"
 
 
@@ -288,6 +288,12 @@ class ComposedConfig(RunConfig):
     plan: PlanConfig = field(default_factory=lambda: PlanConfig(hardware="${cluster.hardware}"))
 
 
+# Groups with a schema for each choice.
+GROUPS: Mapping[str, Mapping[str, type[Any]]] = {
+    "model": MODELS, "data": DATA, "optimizer": OPTIMIZERS, "task": TASKS,
+}  # fmt: skip
+
+
 def register() -> None:
     """Store the schemas by the names in the defaults lists of `conf/`, and add a resolver for products.
 
@@ -303,8 +309,7 @@ def register() -> None:
     composed = OmegaConf.structured(ComposedConfig)
     OmegaConf.set_struct(composed.script.arguments, False)  # any name, without a plus
     store.store(name="run_schema", node=composed)
-    groups = {"model": MODELS, "data": DATA, "optimizer": OPTIMIZERS, "task": TASKS}
-    for group, schemas in groups.items():
+    for group, schemas in GROUPS.items():
         for name, schema in schemas.items():
             store.store(group=group, name=f"{name}_schema", node=schema)
 

@@ -1,6 +1,7 @@
 """Warn before a run starts if it asks for more than the partition or this machine has.
 
-The warnings are about nodes, GPUs, memory and time. Slurm decides: depending on the site's settings,
+The warnings are about nodes, GPUs, memory and time, and about paths that the container of the job would not
+see, because nothing mounts them. Slurm decides: depending on the site's settings,
 `sbatch` refuses such a job, or queues it and it never starts. sinfo may not show this user all nodes, and a
 profile may be old, so this module warns and does not refuse.
 """
@@ -9,19 +10,28 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-from hpc_parallel.config.node_devices import launcher_kind, visible_gpus
+from hpc_parallel.config.job_python import find_environment
+from hpc_parallel.config.node_devices import visible_gpus
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.layout import layout_of, processes_per_node
 from hpc_parallel.layout.model_bytes import GIB, least_bytes
+from hpc_parallel.problems import spell
+from hpc_parallel.record.values import flatten
 from hpc_parallel.slurm.limits import Limits, limits
+
+# Apptainer mounts the home, the current folder and these, unless an argument says otherwise.
+_OF_APPTAINER = ("/tmp", "/var/tmp", "/proc", "/sys", "/dev")
+_CONTAINED = ("-c", "--contain", "-C", "--containall", "--no-mount")
 
 
 def site_warnings(config: RunConfig) -> list[str]:
     """One line for each resource that exceeds the partition's limit; empty if the limits are unknown."""
     launcher = config.launcher
-    if launcher_kind(launcher.kind) == "local":
+    if launcher.kind == "local":
         return local_warnings(config, memory_bytes=physical_memory_bytes(), environment=os.environ)
     most = limits_of(config)
     where = f"partition {launcher.partition}" if launcher.partition else "the default partition"
@@ -99,3 +109,54 @@ def local_warnings(config: RunConfig, *, memory_bytes: int, environment: Mapping
 
 def physical_memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def container_warnings(config: RunConfig, *, run_folder: Path, source: Iterable[Path] = ()) -> Iterator[str]:
+    """One line that names the user's paths outside of all mounts; no line without a container.
+
+    run_folder: it is always mounted; source: folders from which the job imports.
+    """
+    launcher = config.launcher
+    if launcher.container is None or launcher.kind == "local":
+        return
+    mounted = [run_folder, *_mounted(config)]
+    paths = [*_paths(config), *(("PYTHONPATH", path) for path in source)]
+    hidden = [(key, place) for key, path in paths if (place := _hidden(path, mounted)) is not None]
+    if hidden:
+        named = ", ".join(f"{place} ({key})" for key, place in hidden)
+        mounts = [*launcher.container_mounts, *dict.fromkeys(str(place) for _, place in hidden)]
+        yield f"the container does not see {named}. Try launcher.container_mounts={spell(mounts)}."
+
+
+def _mounted(config: RunConfig) -> Iterator[Path]:
+    """The folders of the host that the container has under the same path."""
+    for mount in config.launcher.container_mounts:
+        source, _, target = mount.partition(":")
+        if target.partition(":")[0] in ("", source):
+            yield Path(source)
+    arguments = config.cluster.container_arguments or []
+    if config.cluster.container == "apptainer" and not any(word in _CONTAINED for word in arguments):
+        yield from map(Path, _OF_APPTAINER)
+        if "--no-home" not in arguments:
+            yield from (Path.home(), Path.cwd())
+
+
+def _paths(config: RunConfig) -> Iterator[tuple[str, Path]]:
+    """Yields (key, path) for each path outside of the run folder that the ranks read."""
+    launcher = config.launcher
+    environment = find_environment(launcher.conda) if launcher.conda is not None else None
+    texts: dict[str, Any] = {"weights": config.weights, "launcher.venv": launcher.venv}
+    texts |= {"launcher.conda": None if environment is None else str(environment.folder)}
+    texts |= {f"data.{key}": value for key, value in flatten(dict(config.data)).items()}
+    texts["task.storage"] = getattr(config.task, "storage", None)
+    for key, text in texts.items():
+        if isinstance(text, str) and (os.sep in text or key.endswith("path")):
+            path = Path(os.path.expanduser(text)).absolute()
+            if path.exists():
+                yield key, path
+
+
+def _hidden(path: Path, mounted: Iterable[Path]) -> Path | None:
+    """The path, or the target of its links, if no mount contains it; None if mounts contain both."""
+    places = (path, path.resolve())
+    return next((place for place in places if not any(place.is_relative_to(root) for root in mounted)), None)

@@ -16,9 +16,9 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from hpc_parallel.config.conda import find_environment
-from hpc_parallel.config.job_python import absolute, host_python, rank_python
+from hpc_parallel.config.job_python import find_environment, host_python, rank_python
 from hpc_parallel.config.places import find_folder
+from hpc_parallel.config.script import absolute
 from hpc_parallel.config.site_schema import LauncherConfig
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.launch.prepare import PreparedRun
@@ -194,7 +194,7 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "import_path": "" if run.imports is None else os.pathsep.join(map(str, run.imports.import_path)),
         "modules": [*cluster.modules, *launcher.modules],
         "conda": launcher.conda and find_environment(launcher.conda),
-        "venv": launcher.venv and absolute(launcher.venv),
+        "venv": launcher.venv and str(absolute(launcher.venv)),
         "program": _program(launcher),
         "setup": [*cluster.setup, *launcher.setup],
         **_start_values(run),

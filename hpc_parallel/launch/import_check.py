@@ -23,7 +23,7 @@ from typing import Any
 
 from hpc_parallel.config import find_module
 from hpc_parallel.config.class_paths import class_tables
-from hpc_parallel.config.job_python import is_chosen, job_python
+from hpc_parallel.config.job_python import environment_key, is_chosen, job_python
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK
 from hpc_parallel.record.snapshot import Snapshot
@@ -69,7 +69,7 @@ def check_imports(
     if not tables or not _may_import(config):
         return ImportCheck()
     paths = ", ".join(str(table["_target_"]) for _, table in tables)
-    if key := _environment_key(config):
+    if key := environment_key(config):
         return ImportCheck(note=f"not imported here, because {key} changes the environment: {paths}")
     question: dict[str, Any] = {"tables": tables, "advice": "" if _is_local(config) else _SWITCH}
     module = IMPORT
@@ -86,7 +86,7 @@ def _check_module(config: RunConfig) -> ImportCheck:
     module = config.script.module
     if module is None or _is_local(config) or not _may_import(config):
         return ImportCheck()
-    if key := _environment_key(config):
+    if key := environment_key(config):
         return ImportCheck(note=f"not searched here, because {key} changes the environment: {module}")
     if not is_chosen(config.launcher):
         return ImportCheck()
@@ -147,28 +147,12 @@ def check_models(runs: Sequence[tuple[RunConfig, Mapping[str, Any]]]) -> list[li
     if not runs:
         return nothing
     config, _ = runs[0]
-    if _is_built_in(config.model) or not _may_import(config) or _environment_key(config):
+    if _is_built_in(config.model) or not _may_import(config) or environment_key(config):
         return nothing
     content = json.dumps({"tables": [], "advice": "", "values": [values for _, values in runs]})
     command = (_python(config), "-m", MODEL)
     answer = _answered(command, os.getcwd(), content=content, names=str(config.model["_target_"]))
     return nothing if isinstance(answer, str) else answer["messages"]
-
-
-def _environment_key(config: RunConfig) -> str | None:
-    """The key that sets commands before the job's Python, or the job's image; None if no key does.
-
-    A local run ignores these keys.
-    """
-    if _is_local(config):
-        return None
-    launcher, cluster = config.launcher, config.cluster
-    commands: dict[str, str | list[str] | None] = {
-        "launcher.container": launcher.container,
-        "launcher.setup": launcher.setup, "launcher.modules": launcher.modules,
-        "cluster.setup": cluster.setup, "cluster.modules": cluster.modules,
-    }  # fmt: skip
-    return next((key for key, lines in commands.items() if lines), None)
 
 
 @cache  # all runs of a sweep have the same classes

@@ -15,15 +15,14 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from hpc_parallel.config import job_python
-from hpc_parallel.config.checks import starting_weights
+from hpc_parallel.config.checks import model_size_checks
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.checks.data_checks import data_warnings
 from hpc_parallel.config.checks.script_checks import script_warnings
-from hpc_parallel.config.container_paths import container_warnings
 from hpc_parallel.config.resolve import resolve, with_values
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK, kind_of
-from hpc_parallel.config.site_limits import site_warnings
+from hpc_parallel.config.site_limits import container_warnings, site_warnings
 from hpc_parallel.config.tasks import total_steps
 from hpc_parallel.launch import resume
 from hpc_parallel.launch.import_check import check_imports
@@ -286,7 +285,7 @@ def prepare(
         composed, overrides, notes = _with_strategy(with_values(composed, preset), overrides, user_folder)
         preset = {}
     config, values, launcher_reason = resolve(composed, preset=preset)
-    problems = [*find_problems(config, overrides), *starting_weights.find_problems(config)]
+    problems = [*find_problems(config, overrides), *model_size_checks.weights_problems(config)]
     if problems := [*problems, *_hardware_problems(config, user_folder)]:
         raise ConfigError(in_order(problems, overrides))
     path = Path(os.path.expanduser(config.run_dir)) if config.run_dir else RUNS / config.name / new_run_id()

@@ -17,7 +17,7 @@ from typing import Any
 
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import compose_run
-from hpc_parallel.config.node_devices import AUTO, launcher_kind
+from hpc_parallel.config.node_devices import AUTO, choose_launcher
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.checked_run import reporting_all_problems
@@ -57,7 +57,7 @@ def recompose(config: RunConfig) -> PreparedRun:
     target = _plain(config)
     launcher = target.get("launcher")
     if isinstance(launcher, dict) and launcher.get("kind") == AUTO:  # set after `compose`, or never composed
-        launcher["kind"] = launcher_kind(AUTO)
+        launcher["kind"] = choose_launcher(AUTO)[0]
     overrides = origin.overrides
     for _ in range(_MAX_ROUNDS):
         line = CommandLine.parse([*flags, *overrides])

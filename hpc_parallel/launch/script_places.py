@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpc_parallel.config.script import absolute, mentions
-from hpc_parallel.config.script_schema import ScriptConfig
+from hpc_parallel.config.task_schema import ScriptConfig
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.snapshot import Snapshot, kept_code
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from hpc_parallel.config.checks import layout_checks
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.checks.suggestions import multiples_near
-from hpc_parallel.config.gpu_defaults import OF_CPUS, default_precision
+from hpc_parallel.config.node_devices import OF_CPUS, choose_launcher, default_precision
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.layout.layout import Layout
@@ -115,7 +115,7 @@ def on_nodes_of(config: RunConfig, hardware: Hardware) -> Hardware:
 def _on_cpus(composed: DictConfig) -> bool:
     values: Mapping[str, Any] = {
         "device": composed.device,
-        "launcher": {"kind": composed.launcher.kind},
+        "launcher": {"kind": choose_launcher(composed.launcher.kind)[0]},
         "cluster": {"gpus": composed.cluster.gpus},
     }
     return default_precision(values) == OF_CPUS

@@ -6,13 +6,14 @@ A run folder may come from anybody, so every value is checked before it is used.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.checks import layout_checks
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.typed_config import filled
+from hpc_parallel.config.typed_config import typed
 from hpc_parallel.layout.counts import count
 from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.planning.hardware import Hardware
@@ -96,8 +97,10 @@ def _step_s(summary: Summary) -> float:
 
 def _config(values: dict[str, Any], hardware: Hardware) -> RunConfig:
     """The recorded configuration, if all of its numbers are small enough to plan it."""
-    config = filled(values)
-    if config is None:
+    config: RunConfig | None = None
+    with suppress(ConfigError):
+        config = typed(values)
+    if config is None or asdict(config) != values:  # another version has other keys
         raise ConfigError(["its configuration is of another version, or was changed. Measure it again."])
     batch = [config.training.global_batch_size, config.training.microbatch_size]
     sizes = [config.model, config.data, vars(config.strategy), batch]

@@ -12,10 +12,9 @@ import pytest
 
 from hpc_parallel import __version__
 from hpc_parallel.commands.run_command import main
-from hpc_parallel.config import conda, ones_own
+from hpc_parallel.config import file_problems, job_python
 from hpc_parallel.config.class_paths import missing_part
-from hpc_parallel.config.key_suggestions import SYNONYMS, edits, suggest
-from hpc_parallel.config.quantities import same_quantity
+from hpc_parallel.config.key_suggestions import SYNONYMS, edits, same_quantity, suggest
 from hpc_parallel.config.resolve import flat
 from tests.composed import composed
 
@@ -202,10 +201,10 @@ def test_a_closed_folder_of_another_user_is_passed_over(
     monkeypatch.setattr(Path, "stat", guarded)
     rule, _ = missing_part("shy.Net") or ("", ())
     assert f"but in {tmp_path}/open" in rule
-    assert conda.named({"CONDA_ENVS_PATH": str(tmp_path), "HOME": str(tmp_path), "PATH": ""}) == {}
-    assert conda.find_environment("closed/torch", variables={"PATH": ""}) is None
-    assert ones_own.of_ones_own("model", "mine") is None
-    assert ones_own.of_ones_own("data", "closed/notes") is None
+    assert job_python.named({"CONDA_ENVS_PATH": str(tmp_path), "HOME": str(tmp_path), "PATH": ""}) == {}
+    assert job_python.find_environment("closed/torch", variables={"PATH": ""}) is None
+    assert file_problems.of_ones_own("model", "mine") is None
+    assert file_problems.of_ones_own("data", "closed/notes") is None
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from hpc_parallel.__main__ import main
 from hpc_parallel.machine.fabric_kind import FabricDevices, Port
-from hpc_parallel.site import checks, python_lines, shell_checks
+from hpc_parallel.site import checks
 from hpc_parallel.slurm import client
 from tests.composed import prepared
 
@@ -77,7 +77,7 @@ SHELL = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "4", "HOME": "/root", "MY_NCCL
     ],
 )  # fmt: skip
 def test_what_a_job_inherits(words: list[str], shell: dict[str, str], state: str, text: str) -> None:
-    line = shell_checks.environment_line(prepared(*words).config, environment=shell)
+    line = checks.environment_line(prepared(*words).config, environment=shell)
     assert (line.state, line.text) == (state, text)
 
 
@@ -97,7 +97,7 @@ def test_modules_that_this_host_does_not_have(
 ) -> None:
     (here / ".bash_profile").write_text(AVAILABLE)
     monkeypatch.setenv("HOME", str(here))
-    (line,) = shell_checks.module_lines(prepared(f"launcher.modules={names}").config)
+    (line,) = checks.module_lines(prepared(f"launcher.modules={names}").config)
     assert (line.state, line.subject) == (state, "modules")
     assert part in line.text
 
@@ -105,17 +105,17 @@ def test_modules_that_this_host_does_not_have(
 def test_without_module_no_module_is_judged(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(here))
     (here / ".bash_profile").write_text("unset -f module")
-    (line,) = shell_checks.module_lines(prepared("launcher.modules=[gcc]").config)
+    (line,) = checks.module_lines(prepared("launcher.modules=[gcc]").config)
     assert (line.state, line.text) == ("ok", "gcc: not checked, there is no `module` here")
-    assert list(shell_checks.module_lines(prepared().config)) == []
+    assert list(checks.module_lines(prepared().config)) == []
 
 
 def test_scratch_of_another_host_is_a_note(here: Path) -> None:
     config = prepared("cluster.scratch=$WHERE/x").config
-    (line,) = shell_checks.scratch_lines(config, environment={"WHERE": "/nowhere"})
+    (line,) = checks.scratch_lines(config, environment={"WHERE": "/nowhere"})
     assert (line.state, line.text.partition(";")[0]) == ("ok", "/nowhere/x is not on this host")
     (here / "x").mkdir()
-    (line,) = shell_checks.scratch_lines(config, environment={"WHERE": str(here)})
+    (line,) = checks.scratch_lines(config, environment={"WHERE": str(here)})
     assert line.text.startswith(f"{here}/x exists here;")
 
 
@@ -136,8 +136,8 @@ def test_slurm_is_wanted_and_missing(capsys: pytest.CaptureFixture[str]) -> None
 def test_packages_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = [Requirement(text) for text in requires("hpc-parallel") or ()]
     assert len(needed) > 5
-    monkeypatch.setattr(python_lines, "requires", lambda name: ["numpy<1", "no-such-package", "torch>=2"])
-    _, packages, _ = python_lines.python_lines(prepared().config)
+    monkeypatch.setattr(checks, "requires", lambda name: ["numpy<1", "no-such-package", "torch>=2"])
+    _, packages, _ = checks.python_lines(prepared().config)
     assert packages.state == "error"
     assert packages.text == (
         f"numpy {version('numpy')} is not <1; no-such-package is missing. "
@@ -149,16 +149,16 @@ def test_the_python_of_the_job_is_asked_and_not_this_one(here: Path, monkeypatch
     python = here / "python3.99"
     python.write_text("""#!/bin/sh\necho '["3.99.1", [["Torch", "9.1+cpu"], ["numpy", "0.5"]]]'\n""")
     python.chmod(0o755)
-    monkeypatch.setattr(python_lines, "requires", lambda name: ["numpy>=1", "submitit"])
+    monkeypatch.setattr(checks, "requires", lambda name: ["numpy>=1", "submitit"])
     config = prepared("launcher=script", "cluster=cpu", f"launcher.python={python}").config
-    found, packages, torch = python_lines.python_lines(config)
+    found, packages, torch = checks.python_lines(config)
     assert (found.state, found.text) == ("ok", f"3.99.1, {python}")
     assert packages.text == (
         "numpy 0.5 is not >=1; submitit is missing. Try pip install -e . with this Python."
     )
     assert torch.text == "9.1+cpu (gloo)"
     python.write_text("#!/bin/sh\nexit 1\n")
-    (line,) = python_lines.python_lines(config)
+    (line,) = checks.python_lines(config)
     assert (line.state, line.text) == (
         "error", f"{python} does not run here. Try launcher.python={sys.executable}.",
     )  # fmt: skip
@@ -175,8 +175,8 @@ def test_the_python_of_the_job_is_asked_and_not_this_one(here: Path, monkeypatch
 )
 def test_a_torch_without_gpus(words: tuple[str, ...], state: str) -> None:
     config = prepared("launcher=script", *words).config
-    assert python_lines.torch_line(config, {"torch": "2.13.0+cpu"}).state == state
-    assert python_lines.torch_line(config, {"torch": "2.13.0", "nvidia-nccl-cu13": "2.28"}).state == "ok"
+    assert checks.torch_line(config, {"torch": "2.13.0+cpu"}).state == state
+    assert checks.torch_line(config, {"torch": "2.13.0", "nvidia-nccl-cu13": "2.28"}).state == "ok"
 
 
 INFINIBAND = FabricDevices([Port("mlx5_0", "1", "InfiniBand", Path("/sys"))], [], [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import pytest
 from hypothesis import given, settings
@@ -115,9 +115,9 @@ def test_class_paths_are_checked_without_import(target: str, right: bool) -> Non
 
 @pytest.mark.parametrize(
     ("word", "check"),
-    [("strategy=dataparallel", "execution_checks"), ("model=huggingface", "huggingface_checks"),
-     ("task=infer", "task_checks"), ("profile=torch", "profile_checks"),
-     ("launcher.venv=.", "python_checks")],
+    [("strategy=dataparallel", "execution_problems"), ("model=huggingface", "huggingface_problems"),
+     ("task=infer", "_infer"), ("profile=torch", "_profiled_steps"),
+     ("launcher.venv=.", "venv_problems")],
 )  # fmt: skip
 def test_a_run_enters_the_checks_that_it_meets(config: RunConfig, word: str, check: str) -> None:
     assert check in entered_checks(resolve(composed(word))[0])
@@ -125,19 +125,19 @@ def test_a_run_enters_the_checks_that_it_meets(config: RunConfig, word: str, che
 
 
 def entered_checks(config: RunConfig) -> set[str]:
-    """The files of `config/checks/` with a function that was called."""
-    files: set[Path] = set()
+    """The functions of `config/checks/` that were called."""
+    codes: set[CodeType] = set()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         if event == "call":
-            files.add(Path(frame.f_code.co_filename))
+            codes.add(frame.f_code)
 
     sys.setprofile(note)
     try:
         find_problems(config)
     finally:
         sys.setprofile(None)
-    return {file.stem for file in files if file.parent.name == "checks"}
+    return {code.co_name for code in codes if Path(code.co_filename).parent.name == "checks"}
 
 
 DEGREE = st.sampled_from([-1, 1, 2, 3, 4])

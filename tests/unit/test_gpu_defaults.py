@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_parallel.config.gpu_defaults import default_precision
+from hpc_parallel.config.node_devices import default_precision
 from hpc_parallel.models import attention
 from hpc_parallel.slurm import limits
 from hpc_parallel.slurm.limits import NodeShare, share_of_a_gpu

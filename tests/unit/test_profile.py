@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpc_parallel.config.checks.profile_checks import measured_steps
+from hpc_parallel.config.checks.task_checks import measured_steps
 from hpc_parallel.config.schema import ProfileConfig, RunConfig
 from hpc_parallel.failure import failure, rank_process
 from hpc_parallel.failure.nvidia_profiler import ProfilerError, profiler_words

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.config import container_paths
-from hpc_parallel.config.container_paths import container_warnings
+from hpc_parallel.config import site_limits
 from hpc_parallel.config.resolve import resolve
+from hpc_parallel.config.site_limits import container_warnings
 from hpc_parallel.run import main
 from hpc_parallel.slurm import client
 from hpc_parallel.slurm import limits as partition_limits
@@ -189,7 +189,7 @@ SIF = (
 def test_paths_that_the_container_does_not_see_are_named(
     here: Path, words: tuple[str, ...], hidden: list[str], mounts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(container_paths, "_OF_APPTAINER", ())  # the folders of this test are in /tmp
+    monkeypatch.setattr(site_limits, "_OF_APPTAINER", ())  # the folders of this test are in /tmp
     home, big = here / "home", here / "big"
     for folder in (home / "mine", big / "texts", big / "venv/bin"):
         folder.mkdir(parents=True)

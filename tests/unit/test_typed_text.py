@@ -11,7 +11,8 @@ from hpc_parallel import api
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import Cell, compose_cells, compose_run
 from hpc_parallel.config.resolve import resolve
-from hpc_parallel.config.schema import register
+from hpc_parallel.config.schema import RunConfig, register
+from hpc_parallel.config.typed_config import MistypedError, typed
 from hpc_parallel.problems import ConfigError
 
 register()
@@ -72,3 +73,24 @@ def test_a_text_of_a_file_that_yaml_changes_is_refused_with_its_line(tmp_path: P
                                         (6, "extra.constraint", "on"))]  # fmt: skip
     assert [line.partition(" otherwise.")[0] for line in lines] == places
     assert lines[0].endswith('Write "0123", with the quotes.')
+
+
+@pytest.mark.parametrize("word", ["strategy=pipeline", "task=infer", "optimizer=sgd", "model=convnet"])
+def test_values_have_the_types_that_omegaconf_gives(word: str) -> None:
+    config, values, _ = resolve(run(*LOCAL, word).config)
+    schema = RunConfig(task=type(config.task)(), optimizer=type(config.optimizer)())
+    reference = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values))
+    older = {**values, "nodes": 1, "cluster": {**values["cluster"], "start_timeout_s": 300}}
+    del older["preflight"], older["launcher"]["grace_s"]
+    assert config == reference == typed(older)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("nodes", "2"), ("nodes", True), ("nodes", 1.5), ("nodes", None), ("launcher.modules", [1]),
+     ("launcher", "slurm"), ("launcher.partiton", "gpu"), ("cluster.srun", {1: "x"}), ("task.name", [])],
+)  # fmt: skip
+def test_a_value_of_another_type_is_named(key: str, value: object) -> None:
+    table, _, name = key.rpartition(".")
+    with pytest.raises(MistypedError, match=f"^{key}( |:)"):
+        typed({table: {name: value}} if table else {name: value})

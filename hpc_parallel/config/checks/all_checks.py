@@ -9,14 +9,9 @@ from dataclasses import dataclass
 from hpc_parallel.config.checks import (
     cluster_checks,
     data_checks,
-    execution_checks,
-    huggingface_checks,
     key_checks,
     layout_checks,
     model_size_checks,
-    optimizer_checks,
-    profile_checks,
-    python_checks,
     script_checks,
     site_checks,
     task_checks,
@@ -41,16 +36,19 @@ class Check:
 # Problems of keys that the command line does not name are shown in the order of these checks.
 # A script skips the checks of OF_TRAINING, because it reads no key of our training.
 OF_TRAINING = (
-    Check(optimizer_checks.find_problems),
-    Check(execution_checks.find_problems, lambda run: run.strategy.execution in execution_checks.WHOLE),
-    Check(execution_checks.compression_problems, lambda run: run.strategy.gradient_compression != "none"),
+    Check(training_checks.optimizer_problems),
+    Check(layout_checks.execution_problems, lambda run: run.strategy.execution in layout_checks.WHOLE),
+    Check(layout_checks.compression_problems, lambda run: run.strategy.gradient_compression != "none"),
     Check(layout_checks.find_problems),
     Check(model_size_checks.class_problems),
     Check(model_size_checks.decoder_problems, is_reference_decoder),
     Check(training_checks.callback_problems, lambda run: bool(run.training.callbacks)),
     Check(data_checks.find_problems),
     Check(data_checks.parquet_problems, lambda run: class_path(run.data) == ParquetDataConfig._target_),
-    Check(huggingface_checks.find_problems, lambda run: class_path(run.model) == HuggingFaceConfig._target_),
+    Check(
+        model_size_checks.huggingface_problems,
+        lambda run: class_path(run.model) == HuggingFaceConfig._target_,
+    ),
     Check(data_checks.fit_problems),
     Check(data_checks.digit_problems, lambda run: class_path(run.data) == DigitsDataConfig._target_),
     Check(model_size_checks.convnet_problems, lambda run: is_convnet(run.model)),
@@ -58,15 +56,15 @@ OF_TRAINING = (
     Check(training_checks.switch_problems),
     Check(training_checks.compile_whole_problems, lambda run: run.training.compile_whole),
     Check(training_checks.fp8_problems, lambda run: run.training.fp8 != training_checks.OFF),
-    Check(profile_checks.find_problems, lambda run: run.profile.kind != "none"),
+    Check(task_checks.profile_problems, lambda run: run.profile.kind != "none"),
     Check(cluster_checks.machine_problems, lambda run: bool(run.machine.collectives)),
 )
 OF_ALL_TASKS = (
     Check(cluster_checks.find_problems),
     Check(site_checks.find_problems),
-    Check(python_checks.python_problems, lambda run: run.launcher.python is not None),
-    Check(python_checks.conda_problems, lambda run: run.launcher.conda is not None),
-    Check(python_checks.venv_problems, lambda run: run.launcher.venv is not None),
+    Check(site_checks.python_problems, lambda run: run.launcher.python is not None),
+    Check(site_checks.conda_problems, lambda run: run.launcher.conda is not None),
+    Check(site_checks.venv_problems, lambda run: run.launcher.venv is not None),
 )
 
 

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from hpc_parallel.config import fabric_kinds
-from hpc_parallel.config.node_devices import launcher_kind, runs_on_cpus
+from hpc_parallel.config.node_devices import runs_on_cpus
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK
 from hpc_parallel.config.site_schema import RUNTIMES
@@ -41,8 +41,7 @@ def find_problems(config: RunConfig) -> Problems:
 
 def _meets_on_cpus(config: RunConfig) -> bool:
     """Whether the data between several hosts will certainly go through gloo."""
-    is_job = launcher_kind(config.launcher.kind) != "local"
-    return is_job and config.nodes > 1 and runs_on_cpus(config)
+    return config.launcher.kind != "local" and config.nodes > 1 and runs_on_cpus(config)
 
 
 def _srun_flag(flag: str, value: Any) -> Problems:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.checks.key_checks import sizes_are_legal
-from hpc_parallel.config.checks.suggestions import multiples_near
+from hpc_parallel.config.checks.suggestions import multiples_near, paths_near
 from hpc_parallel.config.class_paths import class_tables, target_problems
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK
@@ -32,8 +32,7 @@ from hpc_parallel.layout.model_data_schema import (
     TransformerConfig,
     UNetConfig,
 )
-from hpc_parallel.problems import Problem, Problems, nearest
-from hpc_parallel.record.safe_read import list_folder
+from hpc_parallel.problems import Problem, Problems
 
 TOKENS = {"text": TextDataConfig._target_, "tokens": TokensDataConfig._target_}
 # The data that our models train on, by class path. A user's class may take any data.
@@ -59,10 +58,8 @@ def find_problems(config: RunConfig) -> Problems:
     vocab_size = 256 if config.data["_target_"].endswith("TextData") else stated
     if (path := config.data.get("path")) is not None:
         if not path or not os.path.exists(os.path.expanduser(path)):
-            parent = Path(os.path.expanduser(path)).parent
-            names = [entry.name for entry in list_folder(parent)] if path else []
-            near = nearest(Path(path).name, names)
-            yield Problem("data.path", path, "does not exist here", tuple(parent / name for name in near))
+            near = paths_near(Path(os.path.expanduser(path))) if path else ()
+            yield Problem("data.path", path, "does not exist here", near)
         else:
             try:
                 vocab_size = _stored_vocab_size(config.data) or vocab_size

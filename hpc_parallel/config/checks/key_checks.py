@@ -35,8 +35,9 @@ def foreign_tables(config: RunConfig) -> Iterator[str]:
     """A class of ours needs a table with its own keys: `model._target_=...` alone changes none of them."""
     for group, choices in (("model", MODELS), ("data", DATA)):
         table = getattr(config, group)
+        target = class_path(table)
         for choice, schema in choices.items():
-            if class_path(table) == schema._target_:
+            if target == schema._target_:
                 needed = {item.name for item in fields(schema)}
                 missing, unknown = _names(needed - table.keys()), _names(table.keys() - needed)
                 reasons = [f"it needs {missing}"] * bool(missing) + [f"it has no {unknown}"] * bool(unknown)

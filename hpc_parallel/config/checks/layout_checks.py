@@ -1,18 +1,34 @@
-"""Check degrees against devices, and the batch against both. The axes have their own checks."""
+"""Check degrees, memory and shares against devices, the batch against all, and `strategy.execution`.
+
+The axes have their own checks.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from hpc_parallel.config.checks import axis_checks, device_memory_checks, pipeline_checks, shares_checks
+from hpc_parallel.config.checks import axis_checks, pipeline_checks
 from hpc_parallel.config.checks.suggestions import multiples_near, near
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
-from hpc_parallel.layout.axes import AXES, DEGREE
-from hpc_parallel.layout.batch_plan import batch_of
+from hpc_parallel.layout.axes import AVERAGED_AXES, AXES, DEGREE
+from hpc_parallel.layout.batch_plan import BatchPlan, batch_of
 from hpc_parallel.layout.counts import count
-from hpc_parallel.layout.layout import Layout, divisors, servers
+from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, SPMD, Layout, divisors, servers
+from hpc_parallel.layout.model_bytes import GIB, least_bytes, trains
 from hpc_parallel.layout.schedules import stages_per_rank
-from hpc_parallel.problems import Problem, Problems
+from hpc_parallel.layout.shares import MEASURED, apportion, divided, slowdown
+from hpc_parallel.problems import Problem, Problems, spell
+
+WHOLE = (DATAPARALLEL, PARAMETER_SERVER)  # the executions whose devices hold whole models
+MOST_SLOWDOWN = 1.25  # of a batch split into whole samples, against an exact split
+MOST_SUGGESTED = 8  # numbers in one suggestion
+MOST_RATIO = 100  # of the fastest to the slowest device: a slower one only delays the others
+SHARES_KEY = "strategy.shares"
+TRAINING_TASKS = ("train", "proof")  # `proof` is the task of the command parity
 
 
 def find_problems(config: RunConfig) -> Problems:
@@ -33,12 +49,12 @@ def find_problems(config: RunConfig) -> Problems:
     except ValueError:
         yield _degrees_problem(config, strategy, devices, free)
         return
-    shares_problems = list(shares_checks.find_problems(config, layout))
+    shares_problems = list(_shares(config, layout))
     yield from shares_problems
-    unshared = shares_checks.without_shares(config) if shares_problems else config
+    unshared = replace(config, strategy=replace(config.strategy, shares=None)) if shares_problems else config
     yield from _batch(unshared, layout)
     yield from axis_checks.find_problems(config, layout)
-    yield from device_memory_checks.find_problems(config, layout)
+    yield from _memory(config, layout)
 
 
 def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, free: list[str]) -> Problem:
@@ -90,4 +106,154 @@ def _batch(config: RunConfig, layout: Layout) -> Problems:
             yield Problem(key, value, rule, near(value, divisors(samples)))
         return
     yield from pipeline_checks.batch_problems(config, layout, plan)
-    yield from shares_checks.batch_problems(config, plan)
+    yield from shares_batch_problems(config, plan)
+
+
+def execution_problems(config: RunConfig) -> Problems:
+    execution = config.strategy.execution
+    yield from _whole_replicas(config, execution)
+    if execution == DATAPARALLEL:
+        yield from _one_process(config)
+    elif execution == PARAMETER_SERVER and config.devices == 1:
+        rule = "leaves the server alone: it needs at least one worker"
+        yield Problem("gpus_per_node", 1, rule, (2,), _all_replicas(config))
+
+
+def _whole_replicas(config: RunConfig, execution: str) -> Problems:
+    for axis in AXES:
+        degree = getattr(config.strategy, axis)
+        if axis != "replicate" and degree != 1:
+            rule = f"can't be combined with strategy.execution = {execution}, whose devices hold whole models"
+            yield Problem(f"strategy.{axis}", degree, rule, (1,), _all_replicas(config))
+
+
+def _one_process(config: RunConfig) -> Problems:
+    if config.nodes > 1:
+        rule = f"is more than one node, and {DATAPARALLEL} drives the devices of one node from one process"
+        yield Problem("nodes", config.nodes, rule, (1,), _all_replicas(config))
+    # Both switches would run a part of one replica's forward pass without the other replicas.
+    for switch, off in (("activation_checkpointing", "none"), ("compile", False)):
+        if (value := getattr(config.training, switch)) != off:
+            rule = f"can't be combined with strategy.execution = {DATAPARALLEL}"
+            yield Problem(f"training.{switch}", value, rule, (off,))
+
+
+def compression_problems(config: RunConfig) -> Problems:
+    """Only DistributedDataParallel has a hook for compression."""
+    strategy = config.strategy
+    replicas = any(getattr(strategy, axis) != 1 for axis in AVERAGED_AXES)
+    sliced = strategy.shard != 1 or strategy.tensor != 1
+    if strategy.execution != SPMD or sliced or not replicas:
+        rule = "needs whole replicas whose gradients DistributedDataParallel averages (strategy=data)"
+        yield Problem("strategy.gradient_compression", strategy.gradient_compression, rule, ("none",))
+
+
+def _all_replicas(config: RunConfig) -> tuple[str, ...]:
+    return () if config.strategy.replicate == -1 else ("strategy.replicate=-1",)
+
+
+def _memory(config: RunConfig, layout: Layout) -> Problems:
+    """Refuse a reference decoder whose weights, gradients and optimizer state alone exceed a device's memory.
+
+    `config/site_limits.py` compares the memory that a job requests (`launcher.memory_gb`) with the partition.
+    """
+    memory_gb = config.cluster.device_memory_gb
+    least = least_bytes(config, layout)
+    if memory_gb is None or least is None or least <= memory_gb * GIB:
+        return
+    held = "weights, gradients and optimizer state" if trains(config) else "weights"
+    rule = (
+        f"is less than the {least / GIB:.1f} GB of {held} that a device holds at least in this layout "
+        f"({layout}). Use more devices with strategy=fsdp, or a smaller model"
+    )
+    yield Problem("cluster.device_memory_gb", memory_gb, rule)
+
+
+def _shares(config: RunConfig, layout: Layout) -> Problems:
+    """`strategy.shares`: one speed for each part."""
+    shares = config.strategy.shares
+    if shares is None:
+        return
+    if reason := _unusable(config, layout):
+        yield Problem(SHARES_KEY, shares, f"can't be used: {reason}", (None,))
+    elif shares != MEASURED:
+        parts = divided(layout)
+        what = f"{parts} {'ranks of the pipeline' if layout.pipeline > 1 else 'replicas'}"
+        if rule := _broken_rule(shares, parts=parts, what=what):
+            near = _near_shares(shares, parts=parts)
+            usable = parts <= MOST_SUGGESTED and _split_batch(config, layout, near)
+            yield Problem(SHARES_KEY, shares, rule, (near, MEASURED) if usable else (MEASURED,))
+
+
+def _broken_rule(shares: Any, *, parts: int, what: str) -> str | None:
+    if not isinstance(shares, list) or not shares or not all(map(_is_speed, shares)):
+        return f"must be a list of numbers above 0, one for each of the {what}, or {MEASURED}"
+    if len(shares) != parts:
+        return f"has {len(shares)} numbers, but there are {what}"
+    if max(shares) > MOST_RATIO * min(shares):
+        return f"has numbers that differ by more than a factor {MOST_RATIO}: leave so slow a device out"
+    return None
+
+
+def _near_shares(shares: Any, *, parts: int) -> list[Any]:
+    """Legal shares that keep the legal numbers of `shares`."""
+    given = [share if _is_speed(share) else 1 for share in shares] if isinstance(shares, list) else []
+    least = math.ceil(max(given, default=1) / MOST_RATIO)
+    kept = [*given, *[1] * parts][:parts]
+    return [share if share * MOST_RATIO >= max(kept) else least for share in kept]
+
+
+def _split_batch(config: RunConfig, layout: Layout, shares: Sequence[float]) -> bool:
+    """Whether the global batch can be split by these shares."""
+    try:
+        plan = batch_of(replace(config, strategy=replace(config.strategy, shares=shares)), layout)
+    except ValueError:
+        return False
+    return plan.shares is None or _fits(plan.data, plan.microbatch_size, plan.shares)
+
+
+def _is_speed(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _unusable(config: RunConfig, layout: Layout) -> str | None:
+    """Why no shares can be used with this configuration; None if they can."""
+    strategy = config.strategy
+    if config.task.name not in TRAINING_TASKS:
+        return f"only a training is split by shares, not task={config.task.name}"
+    if strategy.execution == DATAPARALLEL:
+        return "torch splits the batch of nn.DataParallel into equal parts"
+    if layout.expert > 1:
+        return f"with strategy.expert = {layout.expert} it is not proven"
+    if layout.pipeline > 1 and layout.data > 1:
+        return f"they could be those of {layout.data} replicas or of {layout.pipeline} ranks of a pipeline"
+    if layout.pipeline > 1 and strategy.cuts is not None:
+        return "strategy.cuts already says which blocks each rank has"
+    if divided(layout) == 1:
+        return f"{layout} has neither replicas nor pipeline stages, which shares divide"
+    return None
+
+
+def shares_batch_problems(config: RunConfig, plan: BatchPlan) -> Problems:
+    """A microbatch is split into whole samples, which must come near the shares."""
+    shares, training = plan.shares, config.training
+    if shares is None or _fits(plan.data, plan.microbatch_size, shares):
+        return
+    rule = (
+        f"is split by {SHARES_KEY} = {spell(config.strategy.shares)} into {plan}, which takes "
+        f"{slowdown(plan.sizes, shares):.2f} times as long as an exact split"
+    )
+    if training.microbatch_size is not None:
+        sizes = [size for size in divisors(plan.samples_per_replica) if _fits(plan.data, size, shares)]
+        if sizes:
+            yield Problem("training.microbatch_size", training.microbatch_size, rule, (sizes[0],))
+            return
+    microbatches = plan.microbatches if training.microbatch_size is None else 1
+    size = next(size for size in itertools.count(plan.samples_per_replica) if _fits(plan.data, size, shares))
+    along = () if training.microbatch_size is None else ("training.microbatch_size=null",)
+    batch = plan.data * microbatches * size
+    yield Problem("training.global_batch_size", training.global_batch_size, rule, (batch,), along)
+
+
+def _fits(replicas: int, size: int, shares: Sequence[float]) -> bool:
+    return slowdown(apportion(replicas * size, shares), shares) <= MOST_SLOWDOWN

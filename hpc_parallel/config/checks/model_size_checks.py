@@ -1,17 +1,53 @@
-"""Check the class of the model, and the sizes of our models."""
+"""Check the class of the model, the sizes of ours and Hugging Face's, and the weights that it starts from."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
 from hpc_parallel.config.checks.key_checks import sizes_are_legal
-from hpc_parallel.config.checks.suggestions import near
+from hpc_parallel.config.checks.suggestions import near, paths_near, without_axis
 from hpc_parallel.config.class_paths import target_problems
+from hpc_parallel.config.huggingface_source import FAMILIES, FIXED, Source, read_source, roles_in
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.layout.counts import class_path
-from hpc_parallel.layout.layout import divisors
-from hpc_parallel.layout.model_data_schema import CellsDataConfig, DigitsDataConfig
-from hpc_parallel.problems import Problem, Problems
+from hpc_parallel.config.task_schema import GenerateConfig
+from hpc_parallel.config.tasks import prompt_lengths
+from hpc_parallel.layout.counts import class_path, sequence_length
+from hpc_parallel.layout.layout import divisors, legal_layout
+from hpc_parallel.layout.model_data_schema import (
+    CellsDataConfig,
+    ConvNetConfig,
+    DigitsDataConfig,
+    SegmenterConfig,
+    TransformerConfig,
+    UNetConfig,
+)
+from hpc_parallel.problems import Problem, Problems, nearest, spell
+from hpc_parallel.record.checkpoint_index import complete
+from hpc_parallel.record.find import path_of
+from hpc_parallel.record.run_folder import RunFolder, is_run_folder
+from hpc_parallel.record.safe_read import DamagedError, parse_json
+from hpc_parallel.record.safetensors_header import read_header
+from hpc_parallel.record.trust import UntrustedError, require_private
+from hpc_parallel.record.values import table, text
 
 CLASSES = {DigitsDataConfig._target_: 10, CellsDataConfig._target_: 2}
+# Sizes without a default, each with a legal value. A model type has defaults for the other sizes.
+REQUIRED = {
+    "vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 1,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
+SIZES = (*REQUIRED, "num_key_value_heads", "head_dim", "intermediate_size")
+IMAGE_SHAPE = ("channels", "classes", "in_channels", "kernel_size")
+SHAPE = {  # the keys of a model that decide the shapes of its weights
+    TransformerConfig._target_: ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size", "tied_head"),
+    ConvNetConfig._target_: IMAGE_SHAPE,
+    SegmenterConfig._target_: IMAGE_SHAPE,
+    UNetConfig._target_: IMAGE_SHAPE,
+}
 
 
 def class_problems(config: RunConfig) -> Problems:
@@ -55,3 +91,139 @@ def convnet_problems(config: RunConfig) -> Problems:
         yield Problem("model.in_channels", model["in_channels"], "does not fit grey images", (1,))
     if model["classes"] < least:
         yield Problem("model.classes", model["classes"], f"is less than the {least} of the data", (least,))
+
+
+def huggingface_problems(config: RunConfig) -> Problems:
+    """Check by the source of the library (`config/huggingface_source.py`)."""
+    if find_spec("transformers") is None:
+        yield "model = huggingface needs transformers, which is not installed (pip install transformers)."
+        return
+    given = config.model.get("config") or {}
+    kind = given.get("model_type")
+    if kind not in FAMILIES:
+        legal = nearest(str(kind), FAMILIES) or ["llama"]
+        yield Problem("model.config.model_type", kind, f"is not one of {', '.join(FAMILIES)}", tuple(legal))
+        return
+    try:
+        source = read_source(kind)
+    except LookupError as error:
+        yield Problem("model.config.model_type", kind, f"can't be: {error}", ("llama",))
+        return
+    yield from _huggingface_keys(given, kind=kind, source=source)
+    yield from _huggingface_sizes(config, given, kind=kind)
+    yield from _huggingface_plan(config, kind=kind, source=source)
+
+
+def _huggingface_keys(given: Mapping[str, Any], *, kind: str, source: Source) -> Problems:
+    for key, value in given.items():
+        if value is None or key == "model_type":
+            continue
+        if key not in source.names:
+            common = [name for name, alias in source.aliases.items() if alias == key]
+            meant = common or nearest(key, source.names)
+            rule = f"is not a key of {kind}'s configuration"
+            rule += f" (model.config.{meant[0]} is)" if meant else ""
+            yield _refused(key, value, rule, legal=None)
+        elif key in FIXED and value != FIXED[key][0]:
+            yield _refused(key, value, FIXED[key][1], legal=FIXED[key][0])
+
+
+def _refused(key: str, value: Any, rule: str, *, legal: Any) -> str:
+    """The suggestion has two pluses: they work whether or not the model's file has the key."""
+    return f"model.config.{key} = {spell(value)} {rule}. Try ++model.config.{key}={spell(legal)}."
+
+
+def _huggingface_sizes(config: RunConfig, given: Mapping[str, Any], *, kind: str) -> Problems:
+    wrong = False
+    for key in SIZES:
+        value = given.get(key)
+        missing = value is None and key in REQUIRED
+        if missing or (value is not None and (not isinstance(value, int) or value < 1)):
+            wrong = True
+            rule = "must be given" if missing else "must be a whole number of at least 1"
+            yield Problem(f"model.config.{key}", value, rule, (REQUIRED.get(key),))
+    if wrong:
+        return
+    width, heads = int(given["hidden_size"]), int(given["num_attention_heads"])
+    kv_heads = given.get("num_key_value_heads") or heads
+    if width % heads:
+        rule = f"does not divide model.config.hidden_size = {width}"
+        yield Problem("model.config.num_attention_heads", heads, rule, near(heads, divisors(width)))
+    if heads % kv_heads:
+        rule = f"does not divide model.config.num_attention_heads = {heads}"
+        yield Problem("model.config.num_key_value_heads", kv_heads, rule, (heads,))
+    if FAMILIES[kind].positions:
+        yield from _positions(config, most=int(given["max_position_embeddings"]))
+
+
+def _positions(config: RunConfig, *, most: int) -> Problems:
+    """No sample and no text may be longer than the learned positions."""
+    rule = f"is more than model.config.max_position_embeddings = {most}, the number of learned positions"
+    length = sequence_length(config)
+    if length is not None and length > most:
+        yield Problem("data.sequence_length", length, rule, (most,))
+    if isinstance(config.task, GenerateConfig):
+        try:
+            room = most + 1 - max(prompt_lengths(config))  # the model doesn't read the last token
+        except (ValueError, OSError, KeyError, TypeError):  # task_checks reports the error
+            return
+        if config.task.new_tokens > room:
+            legal = (room,) if room > 0 else ()
+            yield Problem("task.new_tokens", config.task.new_tokens, f"with its prompt {rule}", legal)
+
+
+def _huggingface_plan(config: RunConfig, *, kind: str, source: Source) -> Problems:
+    layout = legal_layout(config.strategy, devices=config.devices)
+    if layout is not None and layout.tensor > 1 and not roles_in(source.plan):
+        what = "a tensor plan that can't be followed here" if source.plan else "no tensor plan"
+        rule = f"can't be used: transformers has {what} for {kind}"
+        yield without_axis("tensor", rule, config=config, layout=layout)
+
+
+def weights_problems(config: RunConfig) -> Problems:
+    """Check `weights=FILE.safetensors|RUN` without torch."""
+    if config.weights is None or config.resume is not None:  # a resumed run uses its own checkpoints
+        return
+    path = Path(os.path.expanduser(config.weights))
+    try:
+        if not path.exists():
+            path = path_of(config.weights)
+        if not path.exists():
+            yield Problem("weights", config.weights, "does not exist here", paths_near(path))
+            return
+        if path.is_dir():
+            model = model_of_run(path, trusted=config.launcher.shared_folder)
+        else:
+            model = table(parse_json(read_header(path)[1].get("model", "{}")))
+    except DamagedError as error:
+        yield f"weights = {path} can't be used: {error.reason}"
+        return
+    except (OSError, ValueError, UntrustedError) as error:  # also if several runs match the name
+        yield f"weights = {path} can't be used: {getattr(error, 'strerror', None) or error}"
+        return
+    yield from _weight_shapes(config.model, model)
+
+
+def model_of_run(path: Path, *, trusted: bool) -> Mapping[str, Any]:
+    """The model of a run that has a checkpoint. Raises ValueError, UntrustedError."""
+    if not is_run_folder(path):
+        raise ValueError("the folder is not a run folder. Name a run folder or a .safetensors file")
+    checkpoints = complete(RunFolder(path).checkpoints)
+    if not checkpoints:
+        raise ValueError("the run has no checkpoint")
+    if not trusted:
+        require_private(checkpoints[0].path)  # its index is a pickle
+    return table(table(checkpoints[0].manifest.get("config")).get("model"))
+
+
+def _weight_shapes(model: Any, trained: Mapping[str, Any]) -> Problems:
+    """For our models: the keys that give the weights other shapes than those of the trained model."""
+    target = text(trained.get("_target_"))
+    if not isinstance(model, dict) or not target:
+        return
+    if model.get("_target_") != target:
+        return  # another class may have the same weights: the job compares names
+    for key in SHAPE.get(target, ()):
+        if key in trained and model[key] != trained[key]:
+            rule = "differs from the model that the weights were trained with"
+            yield Problem(f"model.{key}", model[key], rule, (trained[key],))

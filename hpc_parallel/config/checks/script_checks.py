@@ -10,13 +10,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hpc_parallel.config.checks.suggestions import paths_near
 from hpc_parallel.config.find_module import module_problem
-from hpc_parallel.config.node_devices import launcher_kind
+from hpc_parallel.config.job_python import environment_key, is_chosen
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import KINDS, NODE, RANKS, TASK, TORCHRUN, absolute, may_mention
-from hpc_parallel.config.script_schema import ScriptConfig
+from hpc_parallel.config.task_schema import ScriptConfig
 from hpc_parallel.layout.layout import processes_per_node
-from hpc_parallel.problems import Problem, Problems, nearest
+from hpc_parallel.problems import Problem, Problems
 
 # Keys of our own training, which a script does not read.
 UNREAD = ("strategy", "model", "data", "optimizer", "training", "weights")
@@ -132,7 +133,7 @@ def _command(config: RunConfig, command: str) -> Problems:
             "node."
         )
     elif os.sep not in command:
-        if not _changes_environment(config) and shutil.which(command) is None:
+        if environment_key(config) is None and shutil.which(command) is None:
             here = (f"./{command}",) if Path(command).is_file() else ()
             rule = "is not on the PATH" + (f"; a program of this folder is {here[0]}" if here else "")
             yield Problem("script.command", command, rule, here)
@@ -162,23 +163,10 @@ def _metrics(pattern: str | None) -> Problems:
 
 def _near(text: str, path: Path) -> tuple[str, ...]:
     """Similar names in the folder of `path`, written like `text`."""
-    try:
-        names = sorted(os.listdir(path.parent))
-    except OSError:
-        return ()
-    return tuple(os.path.join(os.path.dirname(text), name) for name in nearest(path.name, names))
-
-
-def _changes_environment(config: RunConfig) -> bool:
-    """Whether the job's setup, modules or container may change its PATH; a local run ignores them."""
-    launcher, cluster = config.launcher, config.cluster
-    lines = (launcher.container, launcher.setup, launcher.modules, cluster.setup, cluster.modules)
-    return launcher_kind(launcher.kind) != "local" and any(lines)
+    return tuple(os.path.join(os.path.dirname(text), near.name) for near in paths_near(path))
 
 
 def _has_other_python(config: RunConfig) -> bool:
     """Whether the job may run another Python than this one."""
-    launcher = config.launcher
-    if launcher_kind(launcher.kind) == "local":
-        return False
-    return bool(launcher.python or launcher.conda or launcher.venv) or _changes_environment(config)
+    is_job = config.launcher.kind != "local"
+    return is_job and (is_chosen(config.launcher) or environment_key(config) is not None)

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
 
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.layout.axes import AXES
 from hpc_parallel.layout.layout import Layout, divisors
-from hpc_parallel.problems import Problem
+from hpc_parallel.problems import Problem, nearest
+from hpc_parallel.record.safe_read import list_folder
 
 
 def near(value: int, legal: Iterable[int]) -> tuple[int, ...]:
     """The two legal numbers that are nearest to `value`, in ascending order."""
     return tuple(sorted(sorted(legal, key=lambda number: abs(number - value))[:2]))
+
+
+def paths_near(path: Path) -> tuple[Path, ...]:
+    """The path beside `path` that has the nearest name."""
+    names = [entry.name for entry in list_folder(path.parent)]
+    return tuple(path.parent / name for name in nearest(path.name, names))
 
 
 def multiples_near(value: int, unit: int) -> tuple[int, ...]:

@@ -1,10 +1,12 @@
-"""Check a task against the rest of the configuration."""
+"""Check a task against the rest of the configuration, and what a profiler can record of it."""
 
 from __future__ import annotations
 
 import os
+import shutil
 
-from hpc_parallel.config.node_devices import launcher_kind
+from hpc_parallel.config.job_python import environment_key
+from hpc_parallel.config.node_devices import runs_on_cpus
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.task_schema import (
     CollectivesConfig,
@@ -15,8 +17,11 @@ from hpc_parallel.config.task_schema import (
 from hpc_parallel.data.codec import encode, reads_bytes
 from hpc_parallel.layout.axes import SAMPLE_AXES
 from hpc_parallel.layout.counts import class_path, count, is_convnet, sequence_length
-from hpc_parallel.layout.layout import SPMD, Layout, legal_layout
+from hpc_parallel.layout.layout import SPMD, Layout, legal_layout, processes_per_node
 from hpc_parallel.problems import Problem, Problems
+
+UNMEASURED = 3  # steps before those of `training.measure_steps`: two for warm-up, one that counts bytes
+OF_NVIDIA = ("nsys", "ncu")
 
 
 def find_problems(config: RunConfig) -> Problems:
@@ -38,7 +43,7 @@ def find_problems(config: RunConfig) -> Problems:
 def _seconds(config: RunConfig) -> Problems:
     """The time budget of the tasks that measure."""
     seconds, launcher = getattr(config.task, "seconds", None), config.launcher
-    if seconds is None or launcher_kind(launcher.kind) == "local":
+    if seconds is None or launcher.kind == "local":
         return
     if seconds > 60 * launcher.time_minutes:
         rule = f"is more than launcher.time_minutes = {launcher.time_minutes}"
@@ -64,7 +69,7 @@ def _message_sizes(task: CollectivesConfig) -> Problems:
 
 def _storage(task: PreflightTaskConfig, *, launcher: str) -> Problems:
     """A job may see other folders than this machine, so only a local run is checked."""
-    if task.storage is None or launcher_kind(launcher) != "local":
+    if task.storage is None or launcher != "local":
         return
     if not os.path.isdir(task.storage):
         yield Problem("task.storage", task.storage, "is not a folder", (None,))
@@ -112,3 +117,63 @@ def _is_prompt(text: str, *, as_bytes: bool, room: int | None) -> bool:
     except ValueError:
         return False
     return bool(tokens) and min(tokens) >= 0 and (room is None or max(tokens) < room)
+
+
+def measured_steps(config: RunConfig) -> int:
+    """`training.measure_steps`; 0 with Nsight, because CUPTI serves only one profiler in a process."""
+    return 0 if config.profile.kind in OF_NVIDIA else config.training.measure_steps
+
+
+def profile_problems(config: RunConfig) -> Problems:
+    profile = config.profile
+    if config.task.name != "train":
+        rule = f"records steps, and task={config.task.name} has none"
+        yield Problem("profile.kind", profile.kind, rule, ("none",))
+        return
+    yield from _profiled_steps(config)
+    processes = config.nodes * processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
+    if wrong := [rank for rank in profile.ranks if not 0 <= rank < processes]:
+        rule = f"has no rank {wrong[0]}: the ranks are 0 to {processes - 1}"
+        legal = [rank for rank in profile.ranks if rank not in wrong] or [0]
+        yield Problem("profile.ranks", profile.ranks, rule, (legal,))
+    if profile.arguments and profile.kind not in OF_NVIDIA:
+        yield Problem("profile.arguments", profile.arguments, "are for profile=nsys and profile=ncu", ([],))
+    if profile.memory and profile.kind != "torch":
+        yield Problem("profile.memory", True, "is for profile=torch", (False,))
+    elif profile.memory and runs_on_cpus(config):
+        yield Problem("profile.memory", True, "records the memory of GPUs, and the run has none", (False,))
+    if profile.kind in OF_NVIDIA:
+        yield from _nvidia(config, processes=processes)
+
+
+def _profiled_steps(config: RunConfig) -> Problems:
+    profile, training = config.profile, config.training
+    measured = measured_steps(config)
+    first_free = UNMEASURED + measured + 1 if measured else 1
+    last = profile.first_step + profile.steps - 1
+    if measured and profile.first_step < first_free:
+        rule = f"lies in the steps that training.measure_steps = {training.measure_steps} watches"
+        yield Problem("profile.first_step", profile.first_step, rule, (first_free,))
+    elif last > training.steps:
+        rule = f"and profile.steps = {profile.steps} end after training.steps = {training.steps}"
+        fitting = training.steps - profile.steps + 1
+        if fitting >= first_free:
+            yield Problem("profile.first_step", profile.first_step, rule, (fitting,))
+        else:
+            needed = first_free + profile.steps - 1
+            along = (f"training.steps={needed}",)
+            yield Problem("profile.first_step", profile.first_step, rule, (first_free,), along)
+
+
+def _nvidia(config: RunConfig, *, processes: int) -> Problems:
+    kind, launcher = config.profile.kind, config.launcher
+    if launcher.kind == "local":
+        rule = "wraps the processes of a job, and launcher=local forks its ranks"
+        yield Problem("profile.kind", kind, rule, ("torch",))
+        return
+    if kind == "ncu" and processes > 1:
+        rule = f"repeats each kernel, for which {processes} ranks would wait for ever: it is for one device"
+        yield Problem("profile.kind", kind, rule, ("nsys",))
+    if environment_key(config) is None and shutil.which(kind) is None:
+        rule = "is not installed on this machine, and nothing that the job runs first may find it"
+        yield Problem("profile.kind", kind, rule, (kind,), ("launcher.modules=[MODULE]",))
