@@ -21,9 +21,9 @@ from hpc_parallel.exit_codes import DONE, WRONG
 from hpc_parallel.failure.run_state import State, states
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.find import find_run
-from hpc_parallel.record.log_noise import is_noise
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.names import label
+from hpc_parallel.record.rank_output import is_noise
 from hpc_parallel.record.recorded import RecordedRun, read_run
 from hpc_parallel.record.safe_read import MIB, DamagedError, list_folder, open_regular
 from hpc_parallel.shell import command_parser, run_command

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpc_parallel.commands.run_rows import duration
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.memory import MemoryPlan
@@ -14,7 +13,7 @@ from hpc_parallel.planning.run_work import assumptions
 from hpc_parallel.planning.step_time import StepTime
 from hpc_parallel.planning.storage_times import StorageTimes, Wait
 from hpc_parallel.planning.work import Work
-from hpc_parallel.record.metrics_file import size
+from hpc_parallel.record.metrics_file import duration, size
 
 HOUR_S = 3600
 POWERS = ((1e3, "kWh"), (1e6, "MWh"), (1e9, "GWh"))  # in Wh

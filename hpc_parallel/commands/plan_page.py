@@ -27,7 +27,7 @@ from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.credentials import without_secret_values
 from hpc_parallel.record.timeline_file import RankTimeline, StageWork
 from hpc_parallel.report.page import WITHOUT_PLOTS, can_draw
-from hpc_parallel.report.plan_html import PlanPage, RoleBytes, ScalingPoint, render
+from hpc_parallel.report.plan_html import PlanPage, RoleBytes, ScalingPoint, pictures, render
 from hpc_parallel.shell import complain
 from hpc_parallel.terminal import say
 
@@ -76,14 +76,14 @@ def page_files(plan: Planned) -> dict[str, str | bytes]:
     page = _page(plan)
     plots = []
     if can_draw():
-        from hpc_parallel.report.plan_plots import draw
+        from hpc_parallel.report.drawing import draw
 
-        plots = draw(page)
+        plots = [draw(picture) for picture in pictures(page)]
     values = record(plan.config, (plan.work, plan.step), hardware=plan.hardware, tokens=plan.tokens)
     return {
         PAGE: render(page, plots),
         FIGURES: json.dumps(values, indent=2, allow_nan=False) + "\n",
-        **{f"{PLOTS}/{plot.name}.png": plot.png for plot in plots},
+        **{f"{PLOTS}/{plot.picture.name}.png": plot.png for plot in plots},
     }
 
 

@@ -91,4 +91,4 @@ def files_of(report: Report) -> dict[str, str | bytes]:
     files: dict[str, str | bytes] = {PAGE: report.html, MARKDOWN: report.markdown, TABLE: report.csv}
     if report.latency_csv:
         files[LATENCY] = report.latency_csv
-    return files | {f"{PLOTS}/{plot.name}.png": plot.png for plot in report.plots}
+    return files | {f"{PLOTS}/{plot.picture.name}.png": plot.png for plot in report.plots}

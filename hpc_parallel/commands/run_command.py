@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def sweep(line: CommandLine) -> int:
     """Check and start all combinations of the command line; returns the exit code. Raises ConfigError."""
     from hpc_parallel.sweep.earlier import KEY, Earlier, read_earlier
-    from hpc_parallel.sweep.hold import held
+    from hpc_parallel.sweep.start import held
 
     earlier, rest = read_earlier(line.words)
     line = line.with_words(rest)

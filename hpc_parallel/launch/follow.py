@@ -15,7 +15,6 @@ from hpc_parallel.failure.failure import CONFIGURATION, signal_name
 from hpc_parallel.problems import printable, quoted
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Failure, Stop
-from hpc_parallel.record.log_noise import is_noise
 from hpc_parallel.record.metrics_file import (
     SEPARATOR,
     MetricsLine,
@@ -26,7 +25,7 @@ from hpc_parallel.record.metrics_file import (
 )
 from hpc_parallel.record.names import RUN_COMMAND, from_here
 from hpc_parallel.record.phase import read_phase
-from hpc_parallel.record.rank_output import OutputTail
+from hpc_parallel.record.rank_output import OutputTail, is_noise
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_tail, size_of

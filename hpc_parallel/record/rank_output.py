@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from hpc_parallel.problems import printable
-from hpc_parallel.record.log_noise import is_noise
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, open_regular, read_tail, size_of, status_of
 
 _MOST_BYTES = 16 * 1024  # in one read
 _MOST_CHARACTERS = 500  # of a line
+# torch's store looks up the host name of each connection (c10d/socket.cpp, `formatSockAddr`). If the site's
+# DNS has no name for the address, every rank prints this warning. The environment variable that hides it
+# hides every other warning too, so commands that show a log leave the line out. The file keeps it.
+_HOST_NAME = re.compile(
+    r"(\[rank\d+\]:)?\[W[^\]]*\] \[c10d\] The hostname of the client socket cannot be retrieved\. err=-?\d+"
+)
 
 
 class OutputTail:
@@ -55,6 +61,11 @@ def last_output(folder: RunFolder) -> str | None:
             if (text := _shown(line)).strip() and not is_noise(line):
                 return printable(text.strip())
     return None
+
+
+def is_noise(line: str) -> bool:
+    """Whether a line of a rank's log says nothing about the run."""
+    return _HOST_NAME.fullmatch(line.rstrip()) is not None
 
 
 def _shown(line: str) -> str:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from hpc_parallel.layout.batch_plan import plan_batch
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.schedules import SCHEDULES
-from hpc_parallel.report.drawing import Note, add_legend, annotate, canvas, ink, spread, style
+from hpc_parallel.report import picture
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row, identity
 from hpc_parallel.report.labels import RUN_KEYS, SPEEDLESS, legend
@@ -21,6 +17,8 @@ from hpc_parallel.report.tables import unit_of
 
 CLOSED_FORM = ("gpipe", "1f1b", "naive")
 MICROBATCHES = ("microbatches", "microbatch_size")
+HOLLOW = {"linestyle": "none", "fillstyle": "none"}
+FORMULA = picture.Curve((), {**HOLLOW, "color": picture.INK, "marker": "o"}, "formula: (P-1)/(M+P-1)")
 
 
 @dataclass(frozen=True)
@@ -114,44 +112,34 @@ def _label(row: Row) -> Sequence[str]:
     return _schedule(row), f"{row.strategy} {row.shape}", *options
 
 
-def have_memory(families: Sequence[ScheduleFamily]) -> bool:
-    """Whether all runs have a peak of memory, which is then the horizontal axis."""
-    return all(point.peak_memory_bytes for family in families for point in family.points)
-
-
-def figure(families: Sequence[ScheduleFamily]) -> Figure:
-    """Plot the bubble of every run over memory, or over microbatches; hollow markers show the formula."""
-    drawing, ((axes,),) = canvas(3.8)
-    points = [point for family in families for point in family.points]
-    by_memory = have_memory(families)
-    unit = unit_of("bytes", (point.peak_memory_bytes for point in points))
-
-    def x_of(point: PipelineRun) -> float:
-        memory_bytes = point.peak_memory_bytes if by_memory else None
-        return point.microbatches if memory_bytes is None else memory_bytes / unit.size
-
-    name = f"memory per device, {unit.name}" if by_memory else "microbatches"
-    spread(axes.xaxis, [x_of(point) for point in points], name=name)
-    handles = [_draw(axes, family, index, x_of) for index, family in enumerate(families)]
-    labels = legend(family.words for family in families)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("bubble, %")
-    if any(point.formula is not None for point in points):
-        handles.append(Line2D([], [], color=ink(), marker="o", linestyle="none", fillstyle="none"))
-        labels.append("formula: (P-1)/(M+P-1)")
-    add_legend(drawing, handles, labels)
-    annotate(drawing, axes, [Note(x_of(p), 100 * p.bubble_share, str(p.microbatches)) for p in points])
-    return drawing
-
-
-def _draw(axes: Axes, family: ScheduleFamily, index: int, x_of: Callable[[PipelineRun], float]) -> Line2D:
-    """Draw a family and its formula; returns the line."""
-    curve_style = style(index)
-    x = [x_of(point) for point in family.points]
-    (line,) = axes.plot(x, [100 * point.bubble_share for point in family.points], **curve_style)
-    with_formula = [point for point in family.points if point.formula is not None]
-    axes.plot(
-        [x_of(point) for point in with_formula], [100 * (point.formula or 0) for point in with_formula],
-        color=curve_style["color"], marker=curve_style["marker"], linestyle="none", fillstyle="none",
+def pictures(rows: Sequence[Row]) -> Iterator[picture.Picture]:
+    """Yields the bubble of every run over memory, or over microbatches if a run's memory is not known."""
+    of_all = families(rows)
+    if not of_all:
+        return
+    by_memory = all(point.peak_memory_bytes for family in of_all for point in family.points)
+    yield picture.Picture(
+        "bubble", "bubble", f"Bubble of pipelines, by {'memory' if by_memory else 'microbatches'}",
+        "A point is a run with its number of microbatches. A line joins runs that differ only in this "
+        "number. Hollow: the formula of the schedule, which is not a measurement. Better is down"
+        + " and to the left" * by_memory + "." + picture.first_of(picture.MAX_CURVES, len(of_all)),
+        _graphs(of_all[: picture.MAX_CURVES], by_memory=by_memory),
     )  # fmt: skip
-    return line
+
+
+def _graphs(families: Sequence[ScheduleFamily], *, by_memory: bool) -> picture.Graphs:
+    unit = unit_of("bytes", (point.peak_memory_bytes for family in families for point in family.points))
+    curves: list[picture.Curve] = []
+    formulas: list[picture.Curve] = []
+    for index, (text, family) in enumerate(zip(legend(one.words for one in families), families, strict=True)):
+        shares, closed = [], []
+        for point in family.points:
+            x = (point.peak_memory_bytes or 0) / unit.size if by_memory else point.microbatches
+            shares.append((x, 100 * point.bubble_share))
+            closed += [] if point.formula is None else [(x, 100 * point.formula)]
+        counts = [str(point.microbatches) for point in family.points]
+        curves.append(picture.Curve(shares, picture.style(index), text, notes=counts))
+        formulas += [picture.Curve(closed, picture.style(index, **HOLLOW))] * bool(closed)
+    across = picture.Scale(f"memory per device, {unit.name}" if by_memory else "microbatches", picture.SPREAD)
+    graph = picture.Graph(across, picture.Scale("bubble, %", picture.FROM_ZERO), [*curves, *formulas])
+    return picture.Graphs([("", [graph])], 3.8, [FORMULA] * bool(formulas))

@@ -14,17 +14,15 @@ from hpc_parallel.report.measures import (
     Measure,
     Runs,
     ahead_of_all,
+    hybrid_keeps_memory,
     level,
     near_ideal,
     slower_across_machines,
     versus,
-    workers_near_ideal,
-)
-from hpc_parallel.report.memory_measures import (
-    hybrid_keeps_memory,
     workers_hold_less_than_a_replica,
     workers_hold_less_than_the_server,
     workers_hold_no_optimizer,
+    workers_near_ideal,
 )
 
 MUCH = 0.1  # share of a step that counts as a high overhead

@@ -10,8 +10,10 @@ from hpc_parallel.config.task_schema import COLLECTIVES
 from hpc_parallel.problems import printable
 from hpc_parallel.record.collectives_file import CollectiveRow, Collectives
 from hpc_parallel.record.typed import read_if_possible
+from hpc_parallel.report import picture
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row
+from hpc_parallel.report.labels import legend
 
 MICRO, GIGA = 1e-6, 1e9
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
@@ -73,3 +75,44 @@ def bytes_text(size: float) -> str:
     """`4 KiB`."""
     factor, unit = next((scale for scale in _UNITS if size >= scale[0]), _UNITS[-1])
     return f"{size / factor:g} {unit}"
+
+
+def pictures(rows: Sequence[Row]) -> Iterator[picture.Picture]:
+    """Yields a plot for each collective that moves data, with one curve for each group of each run."""
+    by_operation: dict[str, list[CollectiveCurve]] = defaultdict(list)
+    for curve in curves(rows):
+        if sum(point.size_bytes > 0 for point in curve.points) > 1:
+            by_operation[curve.operation].append(curve)
+    for operation, of_one in by_operation.items():
+        words = _words(of_one)
+        common = [word for word in words[0] if all(word in label for label in words)]
+        yield picture.Picture(
+            f"collectives_{operation}", "collectives",
+            f"{operation} by size{': ' * bool(common)}{', '.join(common)}",
+            "Left: time of one call on the slowest rank. Right: bus bandwidth, as nccl-tests defines it."
+            + picture.first_of(picture.MAX_CURVES, len(of_one)),
+            _graphs(of_one[:picture.MAX_CURVES]),
+        )  # fmt: skip
+
+
+def _words(curves: Sequence[CollectiveCurve]) -> list[Sequence[str]]:
+    """The parts of each curve's label. A legend shows only the parts that differ."""
+    by_run = picture.words_of([curve.row for curve in curves])
+    return [
+        (*label, f"{curve.group} ({curve.ranks})", curve.dtype)
+        for label, curve in zip(by_run, curves, strict=True)
+    ]
+
+
+def _graphs(curves: Sequence[CollectiveCurve]) -> picture.Graphs:
+    times, rates = [], []
+    for index, (curve, text) in enumerate(zip(curves, legend(_words(curves)), strict=True)):
+        points = [point for point in curve.points if point.size_bytes > 0]
+        of_time = [(point.size_bytes, point.time_s / MICRO) for point in points]
+        of_rate = [(point.size_bytes, point.bus_rate / GIGA) for point in points]
+        times.append(picture.Curve(of_time, picture.style(index), text))
+        rates.append(picture.Curve(of_rate, picture.style(index)))
+    size = picture.Scale("size", picture.SIZES, text=bytes_text)
+    time = picture.Scale(f"time of {curves[0].operation}, us", picture.LOGARITHMIC)
+    rate = picture.Scale("bus bandwidth, GB/s", picture.FROM_ZERO)
+    return picture.Graphs([("", [picture.Graph(size, time, times), picture.Graph(size, rate, rates)])], 3.6)

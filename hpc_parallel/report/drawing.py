@@ -1,8 +1,6 @@
-"""Draw the plots of a report: as SVG for wide and narrow screens, and as PNG.
+"""Draw the pictures of a report with matplotlib: as SVG for wide and narrow screens, and as PNG.
 
-The text in an SVG has the text colour of the page. The other colours are those of Okabe and Ito (2008), which
-colour-blind readers can distinguish. Markers, dashes and hatches repeat the information. matplotlib is an
-extra and is imported with this module.
+The text in an SVG has the text colour of the page. matplotlib is an extra and is imported with this module.
 """
 
 from __future__ import annotations
@@ -11,31 +9,44 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import fill
-from typing import Any, TypeVar
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis, XAxis
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from hpc_parallel.report.gather import Row
-from hpc_parallel.report.labels import ROOM, labels_of, legend, titles_of_work
+from hpc_parallel.report.labels import ROOM, short
+from hpc_parallel.report.picture import (
+    COUNTS,
+    FROM_ZERO,
+    INK,
+    LINEAR,
+    LOGARITHMIC,
+    SIZES,
+    Bar,
+    Bars,
+    Curve,
+    Fill,
+    Graph,
+    Graphs,
+    HeatMap,
+    Look,
+    Picture,
+    Scale,
+)
 
-T = TypeVar("T")
-BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
-COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)
-MARKERS, DASHES = "osD^vPX*", ("-", "--", ":", "-.")
-HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
 WIDTH, NARROW = 9.0, 4.3  # width in inches of a plot, and of the same plot on a phone
-INK = "#0a0b0c"  # placeholder for the text colour of the page
+PAGE_INK = "#0a0b0c"  # placeholder for the text colour of the page
 PNG = {"text.color": "black", "axes.labelcolor": "black", "axes.edgecolor": "black", "xtick.color": "black",
        "ytick.color": "black", "hatch.color": "black", "figure.facecolor": "white"}  # fmt: skip
-SVG = {**dict.fromkeys(PNG, INK), "figure.facecolor": "none", "svg.fonttype": "none"}
+SVG = {**dict.fromkeys(PNG, PAGE_INK), "figure.facecolor": "none", "svg.fonttype": "none"}
 COMMON = {
     "font.family": "DejaVu Sans", "font.size": 10, "axes.facecolor": "none", "axes.spines.top": False,
     "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "grid.color": "#808080",
@@ -45,7 +56,8 @@ COMMON = {
 }  # fmt: skip
 TITLE_SIZE, CHARACTERS_PER_INCH = 11.5, 10
 STEPS = (1, 2, 5, 10)  # between the ticks of an axis
-MAX_CURVES, MAX_PANELS, MAX_BARS = 18, 6, 40
+MAX_TEXTS = 100  # on the blocks of a bar; more have room only if blocks overlap
+MOST_NUMBERS = 12  # names of a heat map whose cells show their values
 MAX_NOTES = 300  # each note is compared with all notes before it
 NOTE_SIZE = 8.0  # font size of a note, points
 # Offsets in points from a marker to the nearer lower corner of its note.
@@ -54,81 +66,42 @@ NOTE_OFFSETS = ((6, 4), (-6, 4), (6, -11), (-6, -11))
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot in all formats."""
+    """A picture in all formats."""
 
-    name: str  # of its PNG file
-    section: str
-    title: str
-    caption: str  # how to read it
+    picture: Picture
     svg: str  # an element for the page
     narrow_svg: str  # the same for a narrow page
     png: bytes
 
 
-@dataclass(frozen=True)
-class Note:
-    """A text beside the marker at (x, y), in data units."""
-
-    x: float
-    y: float
-    text: str
-
-
-@dataclass(frozen=True)
-class WorkKind:
-    """The runs of one kind of work (model, data, task, global batch), which are comparable."""
-
-    title: str  # what differs from the other kinds; empty if it is the only one
-    rows: Sequence[Row]
-
-
-def kinds(rows: Sequence[Row], *, most: int) -> list[WorkKind]:
-    """The first `most` runs of each of the first MAX_PANELS kinds of work."""
-    groups = panels_of(rows, lambda row: row.work)
-    titles = titles_of_work([group[0].run for group in groups])
-    return [WorkKind(title, group[:most]) for title, group in zip(titles, groups, strict=True)]
-
-
-def panels_of(items: Sequence[T], key: Callable[[T], object]) -> list[list[T]]:
-    """The items of the first MAX_PANELS values of `key`, in the order of the items."""
-    groups: dict[object, list[T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return list(groups.values())[:MAX_PANELS]
-
-
-def drawn_of(groups: Iterable[Sequence[object]], count: int) -> str:
-    """A sentence for the caption if these groups together have fewer than `count` curves or bars."""
-    return first_of(sum(map(len, groups)), count)
-
-
-def words_of(rows: Sequence[Row]) -> list[Sequence[str]]:
-    """The parts of each label that differ among these runs."""
-    labels = labels_of([row.run for row in rows], [row.layout_text for row in rows])
-    return [label.words for label in labels]
-
-
-def plot(name: str, section: str, title: str, caption: str, figure: Callable[[], Figure]) -> Plot:
-    """Draw `figure` in all formats, each with the title above it."""
+def draw(picture: Picture) -> Plot:
+    """Draw the picture in all formats."""
     with mpl.rc_context({**COMMON, **PNG}):
         png = io.BytesIO()
-        _titled(figure(), title).savefig(png, format="png", dpi=144, bbox_inches="tight")
-    wide, narrow = (_svg(figure, title, name=name, width=width) for width in (WIDTH, NARROW))
-    return Plot(name, section, title, caption, wide, narrow, png.getvalue())
+        figure_of(picture).savefig(png, format="png", dpi=144, bbox_inches="tight")
+    wide, narrow = (_svg(picture, width=width) for width in (WIDTH, NARROW))
+    return Plot(picture, wide, narrow, png.getvalue())
 
 
-def _svg(figure: Callable[[], Figure], title: str, *, name: str, width: float) -> str:
+def _svg(picture: Picture, *, width: float) -> str:
     size = {"figure.figsize": (width, width)}
-    with mpl.rc_context({**COMMON, **SVG, **size, "svg.hashsalt": f"{name} {width}"}):
+    with mpl.rc_context({**COMMON, **SVG, **size, "svg.hashsalt": f"{picture.name} {width}"}):
         svg = io.StringIO()
-        drawn = _titled(figure(), title)
-        drawn.savefig(svg, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
-    return _inline(svg.getvalue(), title)
+        metadata = {"Date": None, "Creator": None}
+        figure_of(picture).savefig(svg, format="svg", bbox_inches="tight", metadata=metadata)
+    return _inline(svg.getvalue(), picture.title)
 
 
-def _titled(figure: Figure, title: str) -> Figure:
-    """Write the title above the figure, in as many lines as it needs."""
-    text = fill(title, int(CHARACTERS_PER_INCH * figure.get_figwidth()))
+def figure_of(picture: Picture) -> Figure:
+    """The figure in the current width and colours of matplotlib, with the title above it."""
+    content = picture.content
+    if isinstance(content, Graphs):
+        figure = _draw_graphs(content)
+    elif isinstance(content, Bars):
+        figure = _draw_bars(content)
+    else:
+        figure = _draw_heat_map(content)
+    text = fill(picture.title, int(CHARACTERS_PER_INCH * figure.get_figwidth()))
     figure.set_figheight(figure.get_figheight() + 0.2 * text.count("\n"))
     figure.suptitle(text, x=0.01, ha="left", fontsize=TITLE_SIZE)
     return figure
@@ -138,7 +111,7 @@ def _inline(svg: str, title: str) -> str:
     """The SVG element in the text colour of the page. Group ids are removed: all plots have the same ids."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    body = re.sub(r'<g id="[^"]*">', "<g>", body).replace(INK, "currentColor")
+    body = re.sub(r'<g id="[^"]*">', "<g>", body).replace(PAGE_INK, "currentColor")
     return body.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" ', 1)
 
 
@@ -165,6 +138,114 @@ def is_wide() -> bool:
     return bool(mpl.rcParams["figure.figsize"][0] > NARROW)
 
 
+def _draw_graphs(content: Graphs) -> Figure:
+    figure, panels = canvas(*(content.height for _ in content.panels), columns=len(content.panels[0][1]))
+    drawn: list[tuple[Axes, Graph]] = []
+    below: list[Curve] = []  # in the legend below all panels
+    for across, (title, graphs) in zip(panels, content.panels, strict=True):
+        name_panel(across[0], title)
+        drawn += zip(across, graphs, strict=True)
+        for axes, graph in zip(across, graphs, strict=True):
+            _draw_graph(axes, graph)
+            named = [curve for curve in graph.curves if curve.text]
+            if content.own_legends:
+                axes.legend(*_entries(named), fontsize=8, loc="upper right")
+            else:
+                below += named
+    if below := [*below, *content.more]:
+        add_legend(figure, *_entries(below))
+    for axes, graph in drawn:
+        annotate(figure, axes, graph.curves)
+    return figure
+
+
+def _draw_graph(axes: Axes, graph: Graph) -> None:
+    across: list[float] = []
+    up: list[float] = []
+    for curve in graph.curves:
+        x, y = [x for x, _ in curve.points], [y for _, y in curve.points]
+        if curve.tops:
+            axes.vlines(x, y, curve.tops, color=curve.look["color"], linewidth=0.8, alpha=0.6)
+        axes.plot(x, y, **_inked(curve.look))
+        across += x
+        up += [*y, *curve.tops]
+    if graph.level is not None:
+        axes.axhline(graph.level, color=ink(), linestyle=(0, (1, 1.5)), linewidth=1)
+    _apply(graph.x, axes.xaxis, across)
+    _apply(graph.y, axes.yaxis, up)
+
+
+def _entries(curves: Sequence[Curve]) -> tuple[list[Line2D], list[str]]:
+    """The lines and the texts of a legend."""
+    return [Line2D([], [], **_inked(curve.look)) for curve in curves], [curve.text for curve in curves]
+
+
+def _inked(look: Look) -> dict[str, Any]:
+    return {**look, "color": ink()} if look["color"] == INK else dict(look)
+
+
+def _draw_bars(content: Bars) -> Figure:
+    figure, panels = canvas(*(1.0 + 0.36 * len(bars) for _, bars in content.panels))
+    for (axes,), (title, bars) in zip(panels, content.panels, strict=True):
+        name_bars(axes, [bar.name for bar in bars])
+        name_panel(axes, title)
+        for y, bar in enumerate(bars):
+            _draw_bar(axes, bar, y)
+        _apply(content.scale, axes.xaxis, content.scale.values)
+        for y, bar in enumerate(bars):
+            _write_texts(axes, bar, y)
+        if content.marked is not None:
+            place, dashes = content.marked
+            axes.axvline(place, color=ink(), linewidth=1.5, linestyle=dashes)
+    drawn = {block.fill for _, bars in content.panels for bar in bars for block in bar.blocks}
+    if looks := [look for look in content.fills if look in drawn]:
+        add_legend(figure, [Patch(**_bar_style(look)) for look in looks], [text for _, _, text in looks])
+    return figure
+
+
+def _draw_bar(axes: Axes, bar: Bar, y: int) -> None:
+    for look in dict.fromkeys(block.fill for block in bar.blocks):
+        spans = [(block.start, block.end - block.start) for block in bar.blocks if block.fill == look]
+        axes.broken_barh(spans, (y - 0.35, 0.7), **_bar_style(look))
+    if bar.note:
+        axes.annotate(
+            bar.note, (max(block.end for block in bar.blocks), y), xytext=(4, 0),
+            textcoords="offset points", va="center", fontsize=9,
+        )  # fmt: skip
+
+
+def _write_texts(axes: Axes, bar: Bar, y: int) -> None:
+    """Write the text of each block that has room, up to MAX_TEXTS."""
+    low, high = axes.get_xlim()
+    count, character = 0, 0.011 if is_wide() else 0.03  # a character's width, as a share of the axis
+    for block in bar.blocks:
+        room = (block.end - block.start) / (high - low)
+        if block.text and room > character * (len(block.text) + 0.4) and count < MAX_TEXTS:
+            count += 1
+            axes.annotate(
+                block.text, ((block.start + block.end) / 2, y), ha="center", va="center", fontsize=8,
+                color="black", bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.6},
+            )  # fmt: skip
+
+
+def _draw_heat_map(content: HeatMap) -> Figure:
+    width = WIDTH * 0.7 if is_wide() else NARROW
+    figure = Figure(figsize=(width, width * 0.86), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(content.table, cmap="cividis", vmin=0)
+    axes.grid(visible=False)
+    axes.set_xticks(range(len(content.names)), labels=content.names, rotation=90)
+    axes.set_yticks(range(len(content.names)), labels=content.names)
+    values = [(a, b, value) for a, row in enumerate(content.table) for b, value in enumerate(row)
+              if not math.isnan(value)]  # fmt: skip
+    middle = max(value for _, _, value in values) / 2
+    for a, b, value in values if len(content.names) <= MOST_NUMBERS else ():
+        colour = "black" if value > middle else "white"
+        axes.annotate(f"{value:.3g}", (b, a), ha="center", va="center", fontsize=9, color=colour)
+    figure.colorbar(image, label=content.unit)
+    return figure
+
+
 def add_legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
     """Add a legend below the axes, in columns if there is room, and make the figure taller by its height."""
     short_labels = max(map(len, labels), default=0) <= ROOM
@@ -181,37 +262,14 @@ def ink() -> str:
     return str(mpl.rcParams["text.color"])
 
 
-def bar_style(colour: str, hatch: str) -> dict[str, Any]:
+def _bar_style(look: Fill) -> dict[str, Any]:
     """The look of a bar, and of its patch in a legend."""
-    return {"facecolor": colour, "hatch": hatch, "edgecolor": ink(), "linewidth": 0.4}
-
-
-def add_patch_legend(figure: Figure, styles: Iterable[tuple[str, str]], names: Sequence[str]) -> None:
-    """A legend with a patch for each (colour, hatch) of bars."""
-    add_legend(figure, [Patch(**bar_style(*each)) for each in styles], names)
-
-
-def style(index: int) -> dict[str, Any]:
-    """Colour, marker and dashes of the curve number `index`."""
-    return {
-        "color": COLOURS[index % len(COLOURS)],
-        "marker": MARKERS[index % len(MARKERS)],
-        "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
-    }
-
-
-def bar_chart(of_kinds: Sequence[WorkKind]) -> tuple[Figure, list[Axes]]:
-    """An empty chart with a panel for each kind of work and one horizontal bar per run in it."""
-    figure, panels = canvas(*(1.0 + 0.36 * len(kind.rows) for kind in of_kinds))
-    for (axes,), kind in zip(panels, of_kinds, strict=True):
-        name_bars(axes, legend(words_of(kind.rows)))
-        name_panel(axes, kind.title)
-    return figure, [axes for (axes,) in panels]
+    return {"facecolor": look[0], "hatch": look[1], "edgecolor": ink(), "linewidth": 0.4}
 
 
 def name_panel(axes: Axes, title: str) -> None:
     """Write the title of a kind of work above its panel."""
-    text = title if len(title) <= 2 * ROOM else f"{title[: 2 * ROOM - 1]}…"
+    text = short(title, 2 * ROOM)
     axes.set_title(text if is_wide() else fill(text, ROOM), loc="left", fontsize=10 if is_wide() else 8)
 
 
@@ -223,33 +281,41 @@ def name_bars(axes: Axes, labels: Sequence[str]) -> None:
     axes.tick_params(axis="y", length=0, labelsize=10 if is_wide() else 8)
 
 
-def short(label: str) -> str:
-    """The label, truncated to ROOM characters."""
-    return label if len(label) <= ROOM else f"{label[: ROOM - 1]}…"
+def _apply(scale: Scale, axis: Axis, values: Sequence[float]) -> None:
+    """Label the axis and set its limits and ticks.
 
-
-def first_of(drawn: int, count: int) -> str:
-    """A sentence for the caption if only `drawn` of `count` curves or bars are drawn."""
-    return f" The first {drawn} of {count}." if count > drawn else ""
-
-
-def spread(axis: Axis, values: Sequence[float], *, name: str) -> None:
-    """Label the axis, and make it logarithmic if the largest value is over five times the smallest.
-
-    values: positive. A linear axis has margins of 5 % of the largest value, so that nearly equal values look
+    A narrow SPREAD becomes linear with margins of 5 % of the largest value, so that nearly equal values look
     close.
     """
-    if max(values) > 5 * min(values):
-        logarithmic(axis, values, name=name)
-        return
-    margin = 0.05 * max(values)
-    set_limits = axis.axes.set_xlim if isinstance(axis, XAxis) else axis.axes.set_ylim
-    set_limits(min(values) - margin, max(values) + margin)
-    axis.set_label_text(name)
+    axis.set_label_text(scale.name)
+    across, axes = isinstance(axis, XAxis), axis.axes
+    if scale.kind == LINEAR:
+        if across:
+            axes.margins(x=0.02)
+    elif scale.kind == FROM_ZERO:
+        (axes.set_xlim if across else axes.set_ylim)(0, *scale.values)
+    elif scale.kind in (SIZES, COUNTS):
+        _double(axes, scale, values)
+    elif scale.kind == LOGARITHMIC or max(values) > 5 * min(values):
+        _logarithmic(axis, values)
+    else:
+        margin = 0.05 * max(values)
+        (axes.set_xlim if across else axes.set_ylim)(min(values) - margin, max(values) + margin)
 
 
-def logarithmic(axis: Axis, values: Sequence[float], *, name: str) -> None:
-    """Label the axis and make it logarithmic, with ticks of 1, 2 and 5 times a power of ten.
+def _double(axes: Axes, scale: Scale, values: Sequence[float]) -> None:
+    axes.set_xscale("log", base=2)
+    if scale.kind == COUNTS:
+        axes.set_xticks(ticks := sorted(set(values)), labels=list(map(str, ticks)))
+    else:
+        axes.xaxis.set_major_locator(LogLocator(2, numticks=6 if is_wide() else 5))  # the texts are long
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: scale.text(value)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _logarithmic(axis: Axis, values: Sequence[float]) -> None:
+    """Make the axis logarithmic, with ticks of 1, 2 and 5 times a power of ten.
 
     values: positive. The axis spans at least a factor of five, so that it has ticks and nearly equal values
     look close.
@@ -263,27 +329,31 @@ def logarithmic(axis: Axis, values: Sequence[float], *, name: str) -> None:
     axis.set_major_locator(LogLocator(subs=STEPS[:3] if decades < (4 if is_wide() else 2) else (1,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.12g}"))
     axis.set_minor_locator(NullLocator())
-    axis.set_label_text(name)
 
 
-def annotate(figure: Figure, axes: Axes, notes: Sequence[Note]) -> None:
+def annotate(figure: Figure, axes: Axes, curves: Sequence[Curve]) -> None:
     """Write each note where it covers no marker and no other note, or omit it if there is no room.
 
-    Earlier notes are placed first. The widths of notes are estimated, because a backend measures them only
-    at the end.
+    The notes at the ends of the curves are placed first. The widths of notes are estimated, because a backend
+    measures them only at the end.
     """
+    points = [list(zip(curve.points, curve.notes, strict=True)) for curve in curves if curve.notes]
+    ends = [point for of_curve in points for point in (of_curve[:1] + of_curve[1:][-1:])]
+    notes = [*ends, *(point for of_curve in points for point in of_curve[1:-1])]
+    if not notes:
+        return
     figure.draw_without_rendering()  # the layout determines the distances of markers
     scale = 72 / figure.dpi
-    markers = [tuple(scale * axes.transData.transform((note.x, note.y))) for note in notes]
+    markers = [tuple(scale * axes.transData.transform(point)) for point, _ in notes]
     occupied = [(x - 4, y - 4, x + 4, y + 4) for x, y in markers]
-    for note, (x, y) in zip(notes[:MAX_NOTES], markers, strict=False):
-        width = 0.65 * NOTE_SIZE * len(note.text)
+    for (point, text), (x, y) in zip(notes[:MAX_NOTES], markers, strict=False):
+        width = 0.65 * NOTE_SIZE * len(text)
         for right, up in NOTE_OFFSETS:
             left = x + right if right > 0 else x + right - width
             box = (left, y + up, left + width, y + up + NOTE_SIZE)
             if not any(_overlap(box, other) for other in occupied):
                 axes.annotate(
-                    note.text, (note.x, note.y), xytext=(right, up), textcoords="offset points",
+                    text, point, xytext=(right, up), textcoords="offset points",
                     ha="left" if right > 0 else "right", fontsize=NOTE_SIZE,
                 )  # fmt: skip
                 occupied.append(box)

@@ -28,9 +28,8 @@ from hpc_parallel.record.recorded import RecordedRun, find_runs
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, read_sweep
 from hpc_parallel.record.timeline_file import RankTimeline, StepTimeline
 from hpc_parallel.record.values import flatten
-from hpc_parallel.report.figures import is_count, number
+from hpc_parallel.report.figures import fullest, is_count, number
 from hpc_parallel.report.labels import OPTIMIZER_SPEEDLESS, SPEEDLESS, Label, labels_of
-from hpc_parallel.report.rank_state import fullest
 from hpc_parallel.report.spread import Spread, throughput_spread
 
 COMPLETED = "completed"

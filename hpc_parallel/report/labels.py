@@ -151,14 +151,15 @@ def legend(labels: Iterable[Sequence[str]]) -> list[str]:
     common = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
     distinct = [[word for word in label if word not in common] for label in parts]
     texts = [", ".join(label) for label in (distinct if all(distinct) else parts)]
-    for cut in (_cut_end, _cut_start):
+    for cut in (short, _cut_start):
         short_texts = [cut(text, ROOM) for text in texts]
         if len(set(short_texts)) == len(set(texts)):
             return short_texts
-    return [f"{_cut_end(text, ROOM - 5)} ({number})" for number, text in enumerate(texts, start=1)]
+    return [f"{short(text, ROOM - 5)} ({number})" for number, text in enumerate(texts, start=1)]
 
 
-def _cut_end(text: str, room: int) -> str:
+def short(text: str, room: int = ROOM) -> str:
+    """The text, cut at its end to `room` characters."""
     return text if len(text) <= room else f"{text[: room - 1]}…"
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hpc_parallel.record.metrics_file import MetricsLine
+from hpc_parallel.report import picture
 from hpc_parallel.report.escaping import to_csv
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row
+from hpc_parallel.report.labels import legend
+from hpc_parallel.report.tables import Unit, unit_of
 
 MAX_SIZES = 200  # batch sizes of one run: a real measurement has fewer
 KEYS = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s", "tokens_per_s")
@@ -69,4 +72,44 @@ def table(curves: Sequence[LatencyCurve]) -> str:
             for curve in curves
             for point in curve.points
         ),
+    )
+
+
+def pictures(rows: Sequence[Row]) -> Iterator[picture.Picture]:
+    """Yields the plot of latency over throughput if a run has timings, with a panel for each kind of work.
+
+    Batch sizes, latency and throughput grow by factors, so both axes are logarithmic.
+    """
+    timed = curves(rows)
+    if not timed:
+        return
+    by_run = {curve.row.run.path: curve for curve in timed[: picture.MAX_CURVES]}
+    of_kinds = picture.kinds([curve.row for curve in by_run.values()], most=picture.MAX_CURVES)
+    unit = unit_of("seconds", (point.latency_s for curve in by_run.values() for point in curve.points))
+    scales = (
+        picture.Scale("throughput, samples/s", picture.LOGARITHMIC),
+        picture.Scale(f"latency of a batch, {unit.name}", picture.LOGARITHMIC),
+    )
+    texts = legend(picture.words_of([row for kind in of_kinds for row in kind.rows]))
+    numbered = enumerate(texts)
+    panels = []
+    for kind in of_kinds:
+        lines = [_line(by_run[row.run.path], unit, *next(numbered)) for row in kind.rows]
+        panels.append((kind.title, [picture.Graph(*scales, lines)]))
+    yield picture.Picture(
+        "latency", "latency", "Latency against throughput, by batch size",
+        "A point is a batch size of a run, with its number if there is room. It shows the median; the "
+        "thin line ends at the 99th percentile. Better is down and to the right."
+        + picture.first_of(len(texts), len(timed)),
+        picture.Graphs(panels, 3.8),
+    )  # fmt: skip
+
+
+def _line(curve: LatencyCurve, unit: Unit, index: int, text: str) -> picture.Curve:
+    return picture.Curve(
+        [(point.samples_per_s, point.latency_s / unit.size) for point in curve.points],
+        picture.style(index),
+        text,
+        tops=[(point.latency_p99_s or point.latency_s) / unit.size for point in curve.points],
+        notes=[str(point.batch_size) for point in curve.points],
     )

@@ -6,52 +6,37 @@ A user's own script may report only its steps. The x-axis of a panel with such a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-
-from hpc_parallel.report.drawing import (
-    MAX_CURVES,
-    Plot,
-    WorkKind,
-    add_legend,
-    canvas,
-    drawn_of,
-    ink,
-    kinds,
-    name_panel,
-    plot,
-    style,
-    words_of,
-)
+from hpc_parallel.report import picture
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row
-from hpc_parallel.report.labels import legend
 
 MAX_POINTS = 300
 TRAINING, VALIDATION = "loss", "validation_loss"
 AXES = {"samples": "samples consumed", "step": "step"}  # keys of a line of metrics
 THINNEST, WIDER = 1.3, 0.7  # of a line, points; each earlier curve is wider than the next one
+DOTTED = {"linestyle": ":", "fillstyle": "none", "linewidth": THINNEST}
+VALIDATED = picture.Curve((), {**DOTTED, "color": picture.INK, "marker": "o"}, "validation")
 
 
-def plots(rows: Sequence[Row]) -> Iterator[Plot]:
+def pictures(rows: Sequence[Row]) -> Iterator[picture.Picture]:
     """One plot of the losses of all runs that logged at least two."""
-    if drawn := [row for row in rows if len(points(row, TRAINING, over=axis_of([row]))) > 1]:
-        of_kinds = kinds(drawn, most=MAX_CURVES)
-        validated = any(
-            points(row, VALIDATION, over=axis_of([row])) for kind in of_kinds for row in kind.rows
-        )
-        title = f"Loss of {drawn[0].label}" if len(drawn) == 1 else f"Loss by {AXES[axis_of(drawn)]}"
-        yield plot(
-            "loss", "loss", title,
-            ("Lines: training. Dotted, hollow markers: validation. " if validated else "Training only. ")
-            + "Runs of the same configuration should coincide, whatever their layout: of curves that lie on "
-            "each other, the wider ones show at the edges." * (len(drawn) > 1)
-            + drawn_of((kind.rows for kind in of_kinds), len(drawn)),
-            partial(_figure, of_kinds, validated=validated),
-        )  # fmt: skip
+    drawn = [row for row in rows if len(points(row, TRAINING, over=axis_of([row]))) > 1]
+    if not drawn:
+        return
+    of_kinds = picture.kinds(drawn, most=picture.MAX_CURVES)
+    graphs = [_graph(kind) for kind in of_kinds]
+    count = sum(len(kind.rows) for kind in of_kinds)
+    validated = sum(len(graph.curves) for graph in graphs) > count
+    panels = [(kind.title, [graph]) for kind, graph in zip(of_kinds, graphs, strict=True)]
+    yield picture.Picture(
+        "loss", "loss", f"Loss of {drawn[0].label}" if len(drawn) == 1 else f"Loss by {AXES[axis_of(drawn)]}",
+        ("Lines: training. Dotted, hollow markers: validation. " if validated else "Training only. ")
+        + "Runs of the same configuration should coincide, whatever their layout: of curves that lie on "
+        "each other, the wider ones show at the edges." * (len(drawn) > 1)
+        + picture.first_of(count, len(drawn)),
+        picture.Graphs(panels, 3.6, [VALIDATED] * validated, own_legends=len(panels) > 1),  # colours repeat
+    )  # fmt: skip
 
 
 def axis_of(rows: Sequence[Row]) -> str:
@@ -70,44 +55,15 @@ def points(row: Row, key: str, *, over: str) -> list[tuple[float, float]]:
     return lines[::stride] + lines[-1:] * bool(len(lines) % stride != 1 and stride > 1)
 
 
-def _figure(of_kinds: Sequence[WorkKind], *, validated: bool) -> Figure:
-    figure, panels = canvas(*(3.6 for _ in of_kinds))
-    handles: list[Line2D] = []
-    labels: list[str] = []
-    for (axes,), kind in zip(panels, of_kinds, strict=True):
-        over = axis_of(kind.rows)
-        drawn = [_curve(axes, row, index, len(kind.rows), over=over) for index, row in enumerate(kind.rows)]
-        name_panel(axes, kind.title)
-        axes.set_xlabel(AXES[over])
-        axes.set_ylabel("loss")
-        axes.margins(x=0.02)
-        if len(of_kinds) > 1:  # colours repeat in the panels, so each panel has its own legend
-            names = legend(words_of(kind.rows))
-            axes.legend(drawn, names, fontsize=8, loc="upper right")
-        else:
-            handles, labels = drawn, legend(words_of(kind.rows))
-    if validated:
-        handles.append(
-            Line2D([], [], color=ink(), marker="o", fillstyle="none", linestyle=":", linewidth=THINNEST)
-        )
-        labels.append("validation")
-    if handles:
-        add_legend(figure, handles, labels)
-    return figure
-
-
-def _curve(axes: Axes, row: Row, index: int, count: int, *, over: str) -> Line2D:
-    """Draw both losses of a run; returns the line of the training."""
-    look = style(index)
-    places, losses = zip(*points(row, TRAINING, over=over), strict=True)
-    spacing = max(1, len(places) // 8)
-    width = THINNEST + WIDER * min(count - 1 - index, 5)
-    (line,) = axes.plot(
-        places, losses, markevery=(index % spacing, spacing), markersize=5, linewidth=width, **look
-    )
-    if validation := points(row, VALIDATION, over=over):
-        places, losses = zip(*validation, strict=True)
-        look = {**look, "linestyle": ":", "fillstyle": "none"}
-        axes.plot(places, losses, markersize=7, linewidth=THINNEST, **look)
-    assert isinstance(line, Line2D)
-    return line
+def _graph(kind: picture.WorkKind) -> picture.Graph:
+    over = axis_of(kind.rows)
+    curves = []
+    for index, (row, text) in enumerate(zip(kind.rows, kind.legend, strict=True)):
+        training, validation = (points(row, key, over=over) for key in (TRAINING, VALIDATION))
+        spacing = max(1, len(training) // 8)
+        width = THINNEST + WIDER * min(len(kind.rows) - 1 - index, 5)
+        look = picture.style(index, markersize=5, linewidth=width, markevery=(index % spacing, spacing))
+        curves.append(picture.Curve(training, look, text))
+        if validation:
+            curves.append(picture.Curve(validation, picture.style(index, markersize=7, **DOTTED)))
+    return picture.Graph(picture.Scale(AXES[over]), picture.Scale("loss"), curves)

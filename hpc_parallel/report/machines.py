@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hpc_parallel.record.device_states import device_lines
-from hpc_parallel.record.machine_check_table import MeasuredMachine, machine_lines
+from hpc_parallel.record.machine_check_table import MeasuredMachine, links, machine_lines
 from hpc_parallel.record.network import topology_lines, transport_lines
 from hpc_parallel.record.recorded_slow_ranks import accused_lines
 from hpc_parallel.record.typed import read_if_possible
+from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row
+from hpc_parallel.report.labels import short
+from hpc_parallel.report.picture import HeatMap, Picture
 
 MOST_LINES = 40  # of a run
-MOST_TOPOLOGIES = 6
+MOST_TOPOLOGIES, MOST_PLOTS, MOST_HOSTS = 6, 6, 128
+GIGA = 1e9
 
 
 def machines(rows: Sequence[Row]) -> list[tuple[Row, list[str]]]:
@@ -27,6 +32,31 @@ def _lines(row: Row) -> list[str]:
     lines = machine_lines(measured) if measured is not None else []
     hidden = len(lines) - MOST_LINES
     return lines[:MOST_LINES] + [f"and {hidden} more"] * (hidden > 0)
+
+
+def pictures(rows: Sequence[Row]) -> Iterator[Picture]:
+    """Yields a heat map of the links between hosts for each run that measured them."""
+    maps = [(row, links_map) for row in rows if (links_map := _links_map(row)) is not None]
+    for index, (row, links_map) in enumerate(maps[:MOST_PLOTS], start=1):
+        yield Picture(
+            f"links_{index}", "links", f"Links of {row.label}",
+            "Bytes per second in each direction between two hosts, both directions at the same time.",
+            links_map,
+        )  # fmt: skip
+
+
+def _links_map(row: Row) -> HeatMap | None:
+    measured = read_if_possible(MeasuredMachine, row.run.folder.machine_check) or MeasuredMachine()
+    of_pairs = links(measured)
+    rates = {pair: rate for pair, rate in of_pairs.items() if number(rate)}
+    if not rates or len({host for pair in of_pairs for host in pair}) > MOST_HOSTS:
+        return None
+    hosts = sorted({host for pair in rates for host in pair})
+    table = [[math.nan] * len(hosts) for _ in hosts]
+    for (one, other), rate in rates.items():
+        a, b = hosts.index(one), hosts.index(other)
+        table[a][b] = table[b][a] = rate / GIGA
+    return HeatMap([short(host) for host in hosts], table, "GB/s in each direction")
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,20 @@
-"""Measures that judge a claim by the figures of the runs of a report."""
+"""Measures that judge a claim by the figures of the runs of a report.
+
+Those about the memory of a parameter server and of hybrids need the state of each rank.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_parallel.record.summary_file import RankState
+from hpc_parallel.report.figures import rank_states
 from hpc_parallel.report.gather import Row
 from hpc_parallel.report.spread import NOISE
-from hpc_parallel.report.tables import Series, digits, spread_text, unit_of
+from hpc_parallel.report.tables import COLUMNS, Series, digits, spread_text, unit_of
 
 BACKED, CONTRADICTED, EVEN, OPEN = "backed", "contradicted", "no difference seen", "not measured here"
 NO_VERDICT = "no verdict on a CPU"  # the memory includes the interpreter, libraries and malloc's cache
@@ -18,16 +23,14 @@ NO_FIGURE = "no figure decides it"  # the verdict on a claim without a measure
 CLOSE_TO_IDEAL = 0.8  # smallest efficiency that counts as "n times as fast"
 FEW_DEVICES = 8  # largest number of devices for the claim of near-ideal speed-up
 FIGURE_NAMES = {  # key -> name, kind of unit
-    "samples_per_s": ("throughput", "rate"),
-    "peak_memory_bytes": ("memory per device", "bytes"),
+    **{column.key: (column.title, column.kind) for column in COLUMNS},
     "state_bytes": ("weights, gradients and optimizer state per device", "bytes"),
-    "bubble_share": ("bubble", "share"),
-    "exposed_communication_share": ("exposed communication", "share"),
     # Seconds, because shares would compare steps of unequal length.
     "exposed_communication_s": ("exposed communication of a step", "seconds"),
-    "traffic_bytes": ("traffic per step", "bytes"),
     "busiest_rank_traffic_bytes": ("traffic of the busiest rank", "bytes"),
 }
+SERVER = "parameter_server"
+SPLITTING_AXES = ("pipeline", "tensor")  # the product of their degrees is the number of parts of the model
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class Evidence:
 
     verdict: str = OPEN
     figure: str = ""
+
+
+def _judged(figure: str, *, backed: bool, even: bool = False) -> Evidence:
+    return Evidence(EVEN if even else BACKED if backed else CONTRADICTED, figure)
 
 
 @dataclass(frozen=True)
@@ -68,9 +75,8 @@ def versus(strategy: str, other: str, key: str, *, more: bool) -> Measure:
         figure = _against(key, a, b)
         if key == "peak_memory_bytes" and (a.on_cpu or b.on_cpu):
             return Evidence(NO_VERDICT, figure)
-        if _are_even(key, a, b):
-            return Evidence(EVEN, figure)
-        return Evidence(BACKED if (_value(key, a) > _value(key, b)) == more else CONTRADICTED, figure)
+        backed = (_value(key, a) > _value(key, b)) == more
+        return _judged(figure, backed=backed, even=_are_even(key, a, b))
 
     return measure
 
@@ -94,9 +100,8 @@ def slower_across_machines(strategy: str) -> Measure:
         figure = _against(key, across, inside)
         if across.hosts < (across.run.nodes or 0):
             return Evidence(ONE_MACHINE, figure)
-        if _are_even(key, across, inside):
-            return Evidence(EVEN, figure)
-        return Evidence(BACKED if _value(key, across) < _value(key, inside) else CONTRADICTED, figure)
+        backed = _value(key, across) < _value(key, inside)
+        return _judged(figure, backed=backed, even=_are_even(key, across, inside))
 
     return measure
 
@@ -121,9 +126,12 @@ def in_one_unit(kind: str, *values: tuple[float, str]) -> str:
 
 def _are_even(key: str, a: Row, b: Row) -> bool:
     """Whether the difference between two runs is too small to show anything."""
-    x, y = _value(key, a), _value(key, b)
     varies = key == "samples_per_s" and a.spread.overlaps(b.spread)
-    return varies or abs(x - y) <= NOISE * max(x, y)
+    return varies or _is_noise(_value(key, a), _value(key, b))
+
+
+def _is_noise(x: float, y: float) -> bool:
+    return abs(x - y) <= NOISE * max(x, y)
 
 
 def level(strategy: str, key: str, *, above: float) -> Measure:
@@ -140,7 +148,7 @@ def level(strategy: str, key: str, *, above: float) -> Measure:
         figure = (
             f"{name}: {unit.show(value)} % ({row.label}); {digits(100 * above, 2)} % or more would be much"
         )
-        return Evidence(BACKED if value >= above else CONTRADICTED, figure)
+        return _judged(figure, backed=value >= above)
 
     return measure
 
@@ -163,7 +171,7 @@ def near_ideal(strategy: str) -> Measure:
             f"efficiency {point.efficiency:.0%} on {point.devices} devices, from {series.points[0].devices} "
             f"({series.kind} scaling, {series.label}); {CLOSE_TO_IDEAL:.0%} would be close"
         )
-        return Evidence(BACKED if point.efficiency >= CLOSE_TO_IDEAL else CONTRADICTED, figure)
+        return _judged(figure, backed=point.efficiency >= CLOSE_TO_IDEAL)
 
     return measure
 
@@ -172,7 +180,7 @@ def workers_near_ideal(runs: Runs) -> Evidence:
     """Whether n workers, up to FEW_DEVICES, are nearly n times as fast as one device on the same batch."""
     pairs = [
         (row, single)
-        for row in measured(runs.rows, "parameter_server", "samples_per_s")
+        for row in measured(runs.rows, SERVER, "samples_per_s")
         for single in measured(runs.rows, "single", "samples_per_s")
         if row.settings == single.settings
         and 1 < workers(row) <= FEW_DEVICES
@@ -187,7 +195,7 @@ def workers_near_ideal(runs: Runs) -> Evidence:
         f"efficiency {efficiency:.0%} with {workers(row)} workers ({row.label}), from one device "
         f"({single.label}); {CLOSE_TO_IDEAL:.0%} would be close"
     )
-    return Evidence(BACKED if efficiency >= CLOSE_TO_IDEAL else CONTRADICTED, figure)
+    return _judged(figure, backed=efficiency >= CLOSE_TO_IDEAL)
 
 
 def workers(row: Row) -> int:
@@ -213,9 +221,7 @@ def ahead_of_all(strategy: str, key: str, *, best: Callable[..., Any]) -> Measur
                 unit = unit_of(kind, (x, y))
                 figure = f"{name}: {unit.show(x)} {unit.name} ({row.label}), "
                 figure += f"best of the others {unit.show(y)} {unit.name} ({first.label})"
-                if _are_even(key, row, first):
-                    return Evidence(EVEN, figure)
-                return Evidence(BACKED if best(x, y) == x else CONTRADICTED, figure)
+                return _judged(figure, backed=best(x, y) == x, even=_are_even(key, row, first))
         return Evidence()
 
     return measure
@@ -230,3 +236,72 @@ def measured(rows: Sequence[Row], strategy: str, key: str) -> list[Row]:
         and row.figures[key] is not None
         and (row.processes > 1 or not key.startswith("exposed_communication"))
     ]
+
+
+def workers_hold_no_optimizer(runs: Runs) -> Evidence:
+    for row, server, worker in _served(runs.rows):
+        values = (worker.optimizer, "fullest worker"), (server.optimizer, f"server, {row.label}")
+        figure = f"optimizer state: {in_one_unit('bytes', *values)}"
+        return _judged(figure, backed=not worker.optimizer, even=not server.optimizer)
+    return Evidence()
+
+
+def workers_hold_less_than_the_server(runs: Runs) -> Evidence:
+    for row, server, worker in _served(runs.rows):
+        return _holds_less((worker.total, "fullest worker"), (server.total, f"server, {row.label}"))
+    return Evidence()
+
+
+def workers_hold_less_than_a_replica(runs: Runs) -> Evidence:
+    for row, _, worker in _served(runs.rows):
+        for replica in measured(runs.rows, "data", "state_bytes"):
+            if replica.settings == row.settings and replica.devices == row.devices:
+                total = replica.figures["state_bytes"] or 0.0
+                values = (worker.total, f"fullest worker, {row.label}"), (total, f"replica, {replica.label}")
+                return _holds_less(*values)
+    return Evidence()
+
+
+def _served(rows: Sequence[Row]) -> Iterator[tuple[Row, RankState, RankState]]:
+    """Each run of a parameter server, with its server and the worker that holds most; most devices first."""
+    for row in sorted(measured(rows, SERVER, "state_bytes"), key=lambda row: -(row.devices or 0)):
+        server, *others = rank_states(row.run.totals)
+        if others:
+            yield row, server, max(others, key=lambda state: state.total)
+
+
+def _holds_less(a: tuple[float, str], b: tuple[float, str]) -> Evidence:
+    name, kind = FIGURE_NAMES["state_bytes"]
+    figure = f"{name}: {in_one_unit(kind, a, b)}"
+    return _judged(figure, backed=a[0] < b[0], even=_is_noise(a[0], b[0]))
+
+
+def hybrid_keeps_memory(runs: Runs) -> Evidence:
+    """Whether a hybrid's fullest device holds no more than the fullest device of model parallelism.
+
+    The model-parallel run has as many parts as the hybrid has parts or stages. The hybrid's parts are its
+    stages times the parts of each layer; replicas split nothing.
+    """
+    name, kind = FIGURE_NAMES["state_bytes"]
+    pairs = [
+        (hybrid, other)
+        for hybrid in measured(runs.rows, "hybrid", "state_bytes")
+        for strategy in ("model", "pipeline")
+        for other in measured(runs.rows, strategy, "state_bytes")
+        if hybrid.workload == other.workload and _parts(other) in (_parts(hybrid), _stages(hybrid))
+        if _parts(other) == _stages(other) > 1 and math.prod(hybrid.layout.values()) > _stages(hybrid)
+    ]
+    if not pairs:
+        return Evidence()
+    hybrid, other = max(pairs, key=lambda pair: (_parts(pair[1]), pair[0].devices or 0))
+    x, y = (row.figures["state_bytes"] or 0.0 for row in (hybrid, other))
+    figure = f"{name}: {in_one_unit(kind, (x, hybrid.label), (y, other.label))}"
+    return _judged(figure, backed=x <= (1 + NOISE) * y)
+
+
+def _stages(row: Row) -> int:
+    return row.layout.get("pipeline", 1)
+
+
+def _parts(row: Row) -> int:
+    return math.prod(row.layout.get(axis, 1) for axis in SPLITTING_AXES)

@@ -22,6 +22,7 @@ from hpc_parallel.report.gather import Gathered, Row
 from hpc_parallel.report.machines import machines, networks
 from hpc_parallel.report.measures import Evidence, Runs
 from hpc_parallel.report.model_metrics import own_metrics
+from hpc_parallel.report.plots import pictures
 from hpc_parallel.report.predictions import Prediction, predictions
 from hpc_parallel.report.seeds import pools
 from hpc_parallel.report.spread import NOISE, ROUNDING
@@ -120,7 +121,7 @@ def render(gathered: Gathered) -> Report:
         "series": series,
         "parts": parts,
         "part_names": parts_of(rows),
-        "unmeasured": _unmeasured({plot.section for plot in plots}) if can_draw() else [],
+        "unmeasured": _unmeasured({plot.picture.section for plot in plots}) if can_draw() else [],
         "parts_unit": unit_of("seconds", (sum((row.parts or {}).values()) for row in parts)),
         "predictions": [prediction for prediction in predicted if prediction.measured is not None],
         "pools": pools(rows),
@@ -150,9 +151,9 @@ def _plots(
 ) -> Sequence[Plot]:
     if not can_draw():
         return []
-    from hpc_parallel.report.plots import draw
+    from hpc_parallel.report.drawing import draw
 
-    return draw(rows, series=series, predictions=predictions)
+    return [draw(picture) for picture in pictures(rows, series=series, predictions=predictions)]
 
 
 def fill(name: str, values: dict[str, Any], **settings: Any) -> str:

@@ -1,137 +1,145 @@
-"""The plots of a report and their captions."""
+"""All plots of a report, and those that are bars: times, memory, and measured figures beside planned ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
-
-from matplotlib.figure import Figure
+from itertools import cycle
 
 from hpc_parallel.report import (
     bubble,
-    collective_plots,
-    latency_curves,
-    link_heat_maps,
+    collective_curves,
+    latency,
     loss_curves,
-    memory_bars,
+    machines,
+    picture,
     scaling_curves,
     timeline_drawing,
 )
-from hpc_parallel.report.drawing import (
-    BLUE,
-    GREEN,
-    MAX_BARS,
-    MAX_CURVES,
-    ORANGE,
-    PURPLE,
-    VERMILION,
-    Plot,
-    WorkKind,
-    add_patch_legend,
-    bar_chart,
-    bar_style,
-    canvas,
-    drawn_of,
-    first_of,
-    ink,
-    kinds,
-    logarithmic,
-    name_bars,
-    plot,
-)
+from hpc_parallel.report.figures import rank_states
 from hpc_parallel.report.gather import Row
 from hpc_parallel.report.labels import legend
 from hpc_parallel.report.predictions import Prediction
-from hpc_parallel.report.tables import Series, digits, parts_of, unit_of
+from hpc_parallel.report.tables import Series, digits, unit_of
 
-PART_STYLES = {
-    "compute": (BLUE, ""), "communication": (VERMILION, "//"), "bubble": (ORANGE, ".."),
-    "data": (GREEN, "xx"), "other": (PURPLE, "\\\\"),
-}  # fmt: skip
+PEAK = "peak_memory_bytes"
+TIMES = {
+    "compute": (picture.BLUE, "", "compute"),
+    "communication": (picture.VERMILION, "//", "communication"),
+    "bubble": (picture.ORANGE, "..", "bubble"),
+    "data": (picture.GREEN, "xx", "data"),
+    "other": (picture.PURPLE, "\\\\", "other"),
+}
+STATES = (
+    (picture.BLUE, "", "weights"),
+    (picture.ORANGE, "//", "gradients"),
+    (picture.GREEN, "..", "optimizer state"),
+)
 
 
-def draw(rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence[Prediction]) -> list[Plot]:
+def pictures(
+    rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence[Prediction]
+) -> list[picture.Picture]:
     """All plots for which these runs have figures."""
     return [
-        *scaling_curves.plots(series),
-        *latency_curves.plots(rows),
-        *_parts_plots(rows),
-        *memory_bars.plots(rows),
-        *_bubble_plots(rows),
-        *loss_curves.plots(rows),
-        *timeline_drawing.plots(rows),
-        *_prediction_plots(predictions),
-        *collective_plots.plots(rows),
-        *link_heat_maps.plots(rows),
+        *scaling_curves.pictures(series),
+        *latency.pictures(rows),
+        *_step_parts(rows),
+        *_peaks(rows),
+        *_states(rows),
+        *bubble.pictures(rows),
+        *loss_curves.pictures(rows),
+        *timeline_drawing.pictures(rows),
+        *_ratios(predictions),
+        *collective_curves.pictures(rows),
+        *machines.pictures(rows),
     ]
 
 
-def _parts_plots(rows: Sequence[Row]) -> Iterator[Plot]:
-    if with_parts := [row for row in rows if row.parts is not None]:
-        of_kinds = kinds(with_parts, most=MAX_BARS)
-        yield plot(
-            "step_parts", "parts", "Where the time of a step goes",
-            "Parts of a profiled step, mean over the ranks. Profiling makes the step longer."
-            + drawn_of((kind.rows for kind in of_kinds), len(with_parts)),
-            partial(_parts, of_kinds),
-        )  # fmt: skip
+def _step_parts(rows: Sequence[Row]) -> Iterator[picture.Picture]:
+    yield from _of_runs(
+        "step_parts", "parts", "Where the time of a step goes",
+        "Parts of a profiled step, mean over the ranks. Profiling makes the step longer.",
+        bars=[(row, [(row.parts[part], fill) for part, fill in TIMES.items()]) for row in rows if row.parts],
+        axis=("time of one step", "seconds"), fills=list(TIMES.values()),
+    )  # fmt: skip
 
 
-def _bubble_plots(rows: Sequence[Row]) -> Iterator[Plot]:
-    if families := bubble.families(rows):
-        by_memory = bubble.have_memory(families)
-        yield plot(
-            "bubble", "bubble", f"Bubble of pipelines, by {'memory' if by_memory else 'microbatches'}",
-            "A point is a run with its number of microbatches. A line joins runs that differ only in this "
-            "number. Hollow: the formula of the schedule, which is not a measurement. Better is down"
-            + " and to the left" * by_memory + "." + first_of(MAX_CURVES, len(families)),
-            lambda: bubble.figure(families[:MAX_CURVES]),
-        )  # fmt: skip
+def _peaks(rows: Sequence[Row]) -> Iterator[picture.Picture]:
+    """The peak of a process on a CPU contains the interpreter and its libraries, and is not drawn."""
+    measured = [(row, peak) for row in rows if (peak := row.figures[PEAK]) is not None and not row.on_cpu]
+    strategies = list(dict.fromkeys(row.strategy for row, _ in measured))
+    looks = zip(cycle(picture.COLOURS), cycle(picture.HATCHES), cycle([""]), strict=False)
+    fills = dict(zip(strategies, looks, strict=False))
+    yield from _of_runs(
+        "memory", "memory", "Peak memory of the fullest device",
+        "The maximum that any rank allocated on its device.",
+        bars=[(row, [(peak, fills[row.strategy])]) for row, peak in measured],
+        axis=("memory per device", "bytes"),
+    )  # fmt: skip
 
 
-def _prediction_plots(predictions: Sequence[Prediction]) -> Iterator[Plot]:
+def _states(rows: Sequence[Row]) -> Iterator[picture.Picture]:
+    counted = [
+        (row, max(states, key=lambda state: state.total))
+        for row in rows
+        if (states := rank_states(row.run.totals))
+    ]
+    bars = [
+        (row, list(zip((state.parameters, state.gradients, state.optimizer), STATES, strict=True)))
+        for row, state in counted
+        if state.total
+    ]
+    yield from _of_runs(
+        "state", "memory", "Weights, gradients and optimizer state of the fullest device",
+        "Counted on each rank; activations come on top.",
+        bars=bars, axis=("state per device", "bytes"), fills=STATES,
+    )  # fmt: skip
+
+
+def _of_runs(
+    *texts: str,
+    bars: Sequence[tuple[Row, Sequence[tuple[float, picture.Fill]]]],
+    axis: tuple[str, str],
+    fills: Sequence[picture.Fill] = (),
+) -> Iterator[picture.Picture]:
+    """A bar for each run, in a panel for each kind of work; nothing without bars.
+
+    texts: of the picture. axis: its name and the kind of its unit. The sum is written behind bars of bytes.
+    """
+    parts = {id(row): of_row for row, of_row in bars}
+    totals = {id(row): sum(length for length, _ in of_row) for row, of_row in bars}
+    of_kinds = picture.kinds([row for row, _ in bars], most=picture.MAX_BARS)
+    drawn = [id(row) for kind in of_kinds for row in kind.rows]
+    unit = unit_of(axis[1], (totals[row] for row in drawn))
+
+    def bar(name: str, row: int) -> picture.Bar:
+        blocks = picture.stacked((length / unit.size, fill) for length, fill in parts[row])
+        return picture.Bar(name, blocks, unit.show(totals[row]) if axis[1] == "bytes" else "")
+
+    if drawn:
+        name, section, title, caption = texts
+        panels = [(kind.title, list(map(bar, kind.legend, map(id, kind.rows)))) for kind in of_kinds]
+        content = picture.Bars(panels, picture.Scale(f"{axis[0]}, {unit.name}", picture.FROM_ZERO), fills)
+        caption += picture.first_of(len(drawn), len(bars))
+        yield picture.Picture(name, section, title, caption, content)
+
+
+def _ratios(predictions: Sequence[Prediction]) -> Iterator[picture.Picture]:
     if with_ratio := [prediction for prediction in predictions if prediction.ratio is not None]:
-        yield plot(
+        drawn = with_ratio[: picture.MAX_BARS]
+        names = legend((*prediction.row.names.words, prediction.title) for prediction in drawn)
+        ratios = [prediction.ratio or 1.0 for prediction in drawn]
+        bars = []
+        for name, ratio in zip(names, ratios, strict=True):
+            fill = (picture.VERMILION, "//", "") if ratio > 1 else (picture.BLUE, "", "")
+            block = picture.Block(min(1, ratio), max(1, ratio), fill)
+            bars.append(picture.Bar(name, [block], digits(ratio, 3)))
+        reach = max(*ratios, 1 / min(ratios), 2)
+        room = (1 / reach, 1.2 * reach)  # also for the notes
+        scale = picture.Scale("measured / predicted", picture.LOGARITHMIC, room)
+        yield picture.Picture(
             "predicted", "predicted", "Measured divided by predicted",
             "1 is an exact prediction. Twice and half are equally far from it."
-            + first_of(MAX_BARS, len(with_ratio)),
-            lambda: _ratios(with_ratio[:MAX_BARS]),
+            + picture.first_of(picture.MAX_BARS, len(with_ratio)),
+            picture.Bars([("", bars)], scale, marked=(1, "-")),
         )  # fmt: skip
-
-
-def _parts(of_kinds: Sequence[WorkKind]) -> Figure:
-    figure, panels = bar_chart(of_kinds)
-    rows = [row for kind in of_kinds for row in kind.rows]
-    unit = unit_of("seconds", (sum((row.parts or {}).values()) for row in rows))
-    parts = parts_of(rows)
-    for axes, kind in zip(panels, of_kinds, strict=True):
-        left = [0.0] * len(kind.rows)
-        for part in parts:
-            widths = [(row.parts or {})[part] / unit.size for row in kind.rows]
-            axes.barh(range(len(widths)), widths, left=left, height=0.7, **bar_style(*PART_STYLES[part]))
-            left = [start + width for start, width in zip(left, widths, strict=True)]
-        axes.set_xlabel(f"time of one step, {unit.name}")
-    add_patch_legend(figure, (PART_STYLES[part] for part in parts), parts)
-    return figure
-
-
-def _ratios(predictions: Sequence[Prediction]) -> Figure:
-    figure, ((axes,),) = canvas(0.7 + 0.36 * len(predictions))
-    ratios = [prediction.ratio or 1.0 for prediction in predictions]
-    colours = [VERMILION if ratio > 1 else BLUE for ratio in ratios]
-    reach = max(max(ratios), 1 / min(ratios), 2)
-    logarithmic(axes.xaxis, (1 / reach, reach), name="measured / predicted")
-    bars = axes.barh(
-        range(len(ratios)), [ratio - 1 for ratio in ratios], left=1, height=0.7, color=colours,
-        edgecolor=ink(), linewidth=0.4,
-    )  # fmt: skip
-    for bar, ratio in zip(bars, ratios, strict=True):
-        bar.set_hatch("//" if ratio > 1 else "")
-        axes.annotate(
-            digits(ratio, 3), (max(1, ratio), bar.get_y() + 0.35), xytext=(4, 0), textcoords="offset points",
-            va="center", fontsize=9,
-        )  # fmt: skip
-    axes.set_xlim(1 / reach / 1.2, reach * 1.4)
-    axes.axvline(1, color=ink(), linewidth=1)
-    name_bars(axes, legend((*prediction.row.names.words, prediction.title) for prediction in predictions))
-    return figure

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_bytes
+from hpc_parallel.report import collective_curves, loss_curves, machines
 from hpc_parallel.report.gather import gather
 
 
@@ -25,12 +26,13 @@ def main(arguments: Sequence[str]) -> None:
 
 def draw(folder: RunFolder) -> None:
     """Write the plots of the run's losses (if it logged at least two), its collectives and its links."""
-    from hpc_parallel.report import collective_plots, link_heat_maps, loss_curves
+    from hpc_parallel.report import drawing
 
     rows = gather([folder.path]).rows
-    for plot in (*loss_curves.plots(rows), *collective_plots.plots(rows), *link_heat_maps.plots(rows)):
-        folder.plots.mkdir(mode=0o700, exist_ok=True)
-        write_bytes(folder.plots / f"{plot.name}.png", plot.png)
+    for module in (loss_curves, collective_curves, machines):
+        for picture in module.pictures(rows):
+            folder.plots.mkdir(mode=0o700, exist_ok=True)
+            write_bytes(folder.plots / f"{picture.name}.png", drawing.draw(picture).png)
 
 
 if __name__ == "__main__":

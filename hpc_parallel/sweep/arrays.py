@@ -1,21 +1,37 @@
-"""A sweep on Slurm: one job array, and one call of sbatch, for each set of requested resources."""
+"""A sweep on Slurm: one job array, and one call of sbatch, for each set of requested resources.
+
+With `sweep.wait`, all its jobs are shown in one display until the last one has ended.
+"""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_parallel.config.site_schema import ClusterConfig
+from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.launch.batch_script import render, render_array
+from hpc_parallel.launch.wait import (
+    ASK_EVERY_S,
+    PERIOD_S,
+    conclude_job,
+    has_ended,
+    has_summary,
+    summary_timeout_s,
+)
 from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.record.sweep_folder import write_sweep
-from hpc_parallel.slurm.jobs import Job, never_starting
+from hpc_parallel.slurm.jobs import Job, job_states, never_starting
 from hpc_parallel.slurm.records import max_array_size
 from hpc_parallel.slurm.submit import SiteRefusedError, refusal_message, submit_script, withdraw
 from hpc_parallel.sweep.sweep_plan import PlannedRun, SweepPlan
+from hpc_parallel.sweep.sweep_table import after_the_end
+from hpc_parallel.sweep.view import SweepView
 from hpc_parallel.sweep.write import for_each, take_back
 
 REASON_S = 1.0  # time for the scheduler to examine a submitted job
@@ -137,3 +153,48 @@ def _describe(array: Array) -> str:
     config = array.runs[0].run.config
     others = f" and {len(array.runs) - 1} more" * (not array.is_single)
     return f"nodes={config.nodes} gpus_per_node={config.gpus_per_node} ({array.runs[0].label}{others})"
+
+
+def follow_jobs(plan: SweepPlan, jobs: Mapping[Path, Job]) -> int:
+    """Show the jobs' states and metrics. Returns 0 if all runs completed, else 1.
+
+    Ctrl-C ends the display, not the jobs.
+    """
+    active = {planned: jobs[planned.run.folder.path] for planned in plan.runs}
+    ended_s: dict[PlannedRun, float] = {}  # jobs whose summary is not visible on this host yet
+    completed = True
+    with SweepView(len(active)) as view:
+        try:
+            for planned, job in active.items():
+                view.start(planned, f"job {job.id} submitted")
+            while active:
+                states = job_states(active.values())
+                for planned, job in list(active.items()):
+                    view.poll(planned)
+                    state = states[job]
+                    if not has_ended(planned.run.folder, state):
+                        view.note(planned, f"job {job.id} {state}")
+                        continue
+                    since_s = time.monotonic() - ended_s.setdefault(planned, time.monotonic())
+                    if not has_summary(planned.run) and since_s < summary_timeout_s(state.state):
+                        continue
+                    if not has_summary(planned.run):
+                        conclude_job(planned.run.folder, job.id, state)
+                    completed = view.end(planned) and completed
+                    del active[planned]
+                _poll(view, active)
+        except KeyboardInterrupt:
+            print(f"\nno longer following; the jobs go on ({len(active)} have not ended)", file=sys.stderr)
+            return FAILED
+        for line in (view.counts(), *after_the_end(plan.folder, completed=completed)):
+            view.say(line)
+    return DONE if completed else FAILED
+
+
+def _poll(view: SweepView, active: Mapping[PlannedRun, Job]) -> None:
+    """Read only the run folders between two queries to Slurm, which serves many users."""
+    until_s = time.monotonic() + ASK_EVERY_S
+    while active and time.monotonic() < until_s:
+        for planned in active:
+            view.poll(planned)
+        time.sleep(PERIOD_S)

@@ -13,7 +13,7 @@ from hpc_parallel.failure.run_state import State, states
 from hpc_parallel.launch.resume import value_of
 from hpc_parallel.problems import ConfigError, Problem, nearest, quoted
 from hpc_parallel.record.checkpoint_index import complete
-from hpc_parallel.record.names import RUNS
+from hpc_parallel.record.names import RUNS, from_here
 from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.recorded_start import SHARED_FOLDER, grants_trust, key_of
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
@@ -137,9 +137,7 @@ def require_own(folder: Path) -> None:
 
 def resume_command(folder: Path) -> str:
     """The shell command that runs the missing and failed runs of a sweep."""
-    current = Path.cwd()
-    path = folder.relative_to(current) if folder.is_relative_to(current) else folder
-    return f"python -m hpc_parallel.run -m {shlex.quote(f'{KEY}{quoted(path)}')}"
+    return f"python -m hpc_parallel.run -m {shlex.quote(f'{KEY}{quoted(from_here(folder))}')}"
 
 
 def _split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -26,7 +26,6 @@ from hpc_parallel.config.tasks import objective_problems, objectives
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.problems import ConfigError, Problem, Problems, quoted
 from hpc_parallel.record.metrics_file import figure
-from hpc_parallel.record.names import from_here
 from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.sweep_folder import (
     MANIFEST,
@@ -39,7 +38,6 @@ from hpc_parallel.record.sweep_folder import (
 from hpc_parallel.shell import complain
 from hpc_parallel.slurm.submit import SiteRefusedError
 from hpc_parallel.sweep import sweep_table
-from hpc_parallel.sweep.next_steps import report_command
 from hpc_parallel.sweep.start import open_folder
 from hpc_parallel.sweep.sweep_plan import OF_THE_SWEEP
 from hpc_parallel.sweep.trial import RunFailedError, Trial, read_result
@@ -176,7 +174,7 @@ def _report(trial: Trial, stopped: Exception | None, *, names: Sequence[str]) ->
         print(line)
     if (results := folder / RESULTS).is_file():
         print(results.read_text(encoding="utf-8").rstrip())
-    print(f"sweep folder: {from_here(folder)}\nto compare the runs:\n  {report_command(folder)}", flush=True)
+    print("\n".join(sweep_table.after_the_end(folder, completed=True)), flush=True)
     if stopped is not None:
         complain([f"the sweeper stopped: {_line(stopped)}"])
     if isinstance(stopped, SiteRefusedError):

@@ -8,8 +8,8 @@ from collections import deque
 
 from hpc_parallel.launch.local_launcher import PERIOD_S, Agent, counting_signals
 from hpc_parallel.record import owner
-from hpc_parallel.sweep.next_steps import after_the_end
 from hpc_parallel.sweep.sweep_plan import PlannedRun, SweepPlan
+from hpc_parallel.sweep.sweep_table import after_the_end
 from hpc_parallel.sweep.view import SweepView
 from hpc_parallel.sweep.write import for_each, take_back
 

@@ -1,23 +1,28 @@
-"""Start a planned sweep: write its folders, then submit it or run it on this machine."""
+"""Start a planned sweep: write its folders, then submit it or run it on this machine.
+
+Only one command can start a sweep at a time: two at once would both start the same runs.
+"""
 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from hpc_parallel.exit_codes import DONE, REFUSED
 from hpc_parallel.launch.batch_script import ScriptLauncher
 from hpc_parallel.launch.launcher import Launcher, launcher_of
 from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.record import owner
 from hpc_parallel.record.names import from_here
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.sweep_folder import create, write_sweep
 from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.shell import complain
 from hpc_parallel.slurm.jobs import queued_states
 from hpc_parallel.slurm.submit import estimate
-from hpc_parallel.sweep import next_steps, sweep_table
-from hpc_parallel.sweep.hold import held, release
+from hpc_parallel.sweep import sweep_table
 from hpc_parallel.sweep.sweep_plan import SweepPlan, folder_problems
 from hpc_parallel.sweep.write import take_back, write_runs
 
@@ -87,22 +92,18 @@ def open_folder(folder: Path) -> None:
 
 def submit(plan: SweepPlan) -> int:
     """Submit the runs to Slurm as arrays; with `sweep.wait`, wait until all have ended."""
-    from hpc_parallel.sweep.arrays import submit as submit_arrays
+    from hpc_parallel.sweep import arrays
 
-    jobs, refusals = submit_arrays(plan)
+    jobs, refusals = arrays.submit(plan)
     release(plan.folder)  # the jobs now own their runs
     ids = {path: job.id for path, job in jobs.items()}
     states = {job.id: state for job, state in queued_states(jobs.values()).items()}
     sweep_table.console().print(sweep_table.submitted(plan, ids, states, without_job="refused"))
     complain(refusals)
-    print("\n".join(next_steps.after_submission(plan.folder, submitted=bool(jobs))), flush=True)
+    print("\n".join(sweep_table.after_submission(plan.folder, submitted=bool(jobs))), flush=True)
     if refusals:
         return REFUSED
-    if not plan.settings.wait:
-        return DONE
-    from hpc_parallel.sweep.follow_jobs import follow_jobs
-
-    return follow_jobs(plan, jobs)
+    return arrays.follow_jobs(plan, jobs) if plan.settings.wait else DONE
 
 
 def write_scripts(plan: SweepPlan) -> int:
@@ -142,3 +143,35 @@ def preview(plan: SweepPlan, *, kind: str, launcher: Launcher) -> int:
 
     complain([*describe(runs[0]), f"  (run 0: {plan.runs[0].label})"])  # to stderr: stdout has the scripts
     return DONE
+
+
+@contextmanager
+def held(folder: Path, *, key: str) -> Iterator[None]:
+    """Own the sweep folder until the end of the block, or until its runs have owners (`release`).
+
+    The owner is recorded in `owner.json`, as for a run.
+
+    key: the setting that named the folder.
+
+    Raises ConfigError that names the owner.
+    """
+    owned = RunFolder(folder)
+    try:
+        owner.claim(owned)
+    except owner.OwnedError as error:
+        on_other_host = " on " in str(error).partition(", as ")[2]  # this host can't see if it runs
+        rule = f"{error}" + f". If that process is gone: rm {owned.owner}" * on_other_host
+        raise ConfigError([Problem(key, folder, rule)]) from error
+    except OSError as error:
+        rule = f"can't be written: {error.strerror or error}"
+        raise ConfigError([Problem(key, folder, rule)]) from error
+    try:
+        yield
+    finally:
+        release(folder)
+
+
+def release(folder: Path) -> None:
+    """Give up ownership if this process still has it. If not, another start may own the folder."""
+    if folder.is_dir():
+        owner.release(RunFolder(folder))

@@ -1,8 +1,9 @@
-"""Tables and notes about the runs of a sweep."""
+"""What a sweep prints: tables and notes about its runs, and the commands that can follow."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hpc_parallel.record.names import command_on, from_here
 from hpc_parallel.record.sweep_folder import SkippedRun, common
 from hpc_parallel.slurm.jobs import JobState
+from hpc_parallel.sweep.earlier import resume_command
 from hpc_parallel.sweep.sweep_plan import SweepPlan
 
 _UNLIMITED = 100_000  # columns: in a file or a pipe, nothing is truncated or wrapped
@@ -66,4 +69,31 @@ def skipped(impossible: Sequence[SkippedRun], runs: Sequence[Sequence[str]]) -> 
     for run in impossible:
         distinct = " ".join(override for override in run.overrides if override not in fixed)
         lines += [f"  {distinct or ' '.join(run.overrides)}: {problem}" for problem in run.problems]
+    return lines
+
+
+def after_submission(folder: Path, *, submitted: bool) -> list[str]:
+    """The lines after the submission; `submitted`: whether Slurm accepted any job."""
+    commands = {"to run those that failed": resume_command(folder)}
+    if submitted:
+        commands = {
+            "to follow the runs": command_on(folder, "status", "--watch"),
+            "to end them": command_on(folder, "cancel"),
+            **commands,
+        }
+    return _lines(folder, commands)
+
+
+def after_the_end(folder: Path, *, completed: bool) -> list[str]:
+    """The lines after the last run; `completed`: whether all runs completed, so that none is left to run."""
+    if not completed:
+        return _lines(folder, {"to run those that are missing or failed": resume_command(folder)})
+    report = shlex.join(["python", "-m", "hpc_parallel", "report", from_here(folder)])
+    return _lines(folder, {"to compare the runs": report})
+
+
+def _lines(folder: Path, commands: Mapping[str, str]) -> list[str]:
+    lines = [f"sweep folder: {from_here(folder)}"]
+    for purpose, command in commands.items():
+        lines += [f"{purpose}:", f"  {command}"]
     return lines

@@ -13,9 +13,10 @@ from hpc_parallel.config.compose import compose_cells
 from hpc_parallel.config.places import find_folder
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json, write_text
-from hpc_parallel.record.summary_file import Summary
+from hpc_parallel.record.summary_file import RankState, Summary
 from hpc_parallel.record.typed import build
 from hpc_parallel.report.claims import APPROACHES, judged
+from hpc_parallel.report.figures import fullest, rank_states
 from hpc_parallel.report.gather import gather
 from hpc_parallel.report.measures import (
     BACKED,
@@ -28,7 +29,6 @@ from hpc_parallel.report.measures import (
     Runs,
 )
 from hpc_parallel.report.page import render
-from hpc_parallel.report.rank_state import RankState, fullest, rank_states
 from hpc_parallel.report.tables import scaling
 from hpc_parallel.sweep.sweep_plan import plan_sweep
 from tests.marks import in_full

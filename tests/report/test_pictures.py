@@ -15,10 +15,11 @@ from matplotlib.figure import Figure
 
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.report import drawing, plots
-from hpc_parallel.report.drawing import COMMON, Plot
+from hpc_parallel.report.drawing import COMMON, draw, figure_of
 from hpc_parallel.report.gather import gather
 from hpc_parallel.report.labels import legend
+from hpc_parallel.report.picture import Picture
+from hpc_parallel.report.plots import pictures
 from hpc_parallel.report.predictions import predictions
 from hpc_parallel.report.tables import scaling
 from tests.report.measured_runs import ended, note, state
@@ -27,32 +28,24 @@ from tests.report.test_tradeoffs import SIZES, timing
 
 PARTS = {"compute": 0.2, "communication": 0.03, "bubble": 0.1, "data": 0.001, "other": 0.01}
 
-MODULES = (  # which draw
-    plots, plots.scaling_curves, plots.memory_bars, plots.loss_curves, plots.timeline_drawing,
-    plots.latency_curves, plots.collective_plots,
-)  # fmt: skip
+
+def pictures_of(folder: Path) -> list[Picture]:
+    rows = gather([folder]).rows
+    return pictures(rows, series=scaling(rows), predictions=predictions(rows))
 
 
 @pytest.fixture
-def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, Figure]]:
+def drawn(tmp_path: Path) -> Callable[[], dict[str, Figure]]:
     """Name -> figure of all plots of the runs in tmp_path, as they are for a wide screen."""
 
-    def draw() -> dict[str, Figure]:
-        figures: dict[str, Figure] = {}
+    def figures() -> dict[str, Figure]:
+        with mpl.rc_context(COMMON):
+            by_name = {picture.name: figure_of(picture) for picture in pictures_of(tmp_path)}
+            for figure in by_name.values():
+                figure.draw_without_rendering()
+        return by_name
 
-        def keep(name: str, section: str, title: str, caption: str, figure: Callable[[], Figure]) -> Plot:
-            with mpl.rc_context(COMMON):
-                figures[name] = drawing._titled(figure(), title)
-                figures[name].draw_without_rendering()
-            return Plot(name, section, title, caption, "", "", b"")
-
-        for module in MODULES:
-            monkeypatch.setattr(module, "plot", keep)
-        found = gather([tmp_path]).rows
-        plots.draw(found, series=scaling(found), predictions=predictions(found))
-        return figures
-
-    return draw
+    return figures
 
 
 Drawn = Callable[[], dict[str, Figure]]
@@ -182,9 +175,7 @@ def test_there_is_a_panel_for_each_kind_of_work(tmp_path: Path, drawn: Drawn) ->
     assert [len(axes.lines) for axes in figures["loss"].axes] == [2, 2, 2]
 
 
-def test_a_caption_says_that_kinds_of_work_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_caption_says_that_kinds_of_work_are_left_out(tmp_path: Path) -> None:
     """A plot has at most six panels."""
     for layers in range(4, 11):
         for nodes in (1, 2):
@@ -193,11 +184,7 @@ def test_a_caption_says_that_kinds_of_work_are_left_out(
                 step_parts_s=PARTS, rank_state_bytes=state(100, 100),
             )  # fmt: skip
         timing(tmp_path / f"{layers}-infer", "strategy=single", f"model.layers={layers}", sizes=SIZES)
-    for module in MODULES:  # captions need no drawing
-        monkeypatch.setattr(module, "plot", lambda *texts: Plot(*texts[:4], "", "", b""))
-    rows = gather([tmp_path]).rows
-    found = plots.draw(rows, series=scaling(rows), predictions=predictions(rows))
-    captions = {plot.name: plot.caption for plot in found}
+    captions = {picture.name: picture.caption for picture in pictures_of(tmp_path)}
     ends = {
         "strong_scaling": "6 of 7", "latency": "6 of 7", "step_parts": "12 of 14", "state": "12 of 14",
         "loss": "12 of 14", "memory": "9 of 21",
@@ -276,7 +263,7 @@ def test_a_cpus_memory_is_drawn_without_the_interpreter(tmp_path: Path, drawn: D
     figures = drawn()
     assert "memory" not in figures
     (axes,) = figures["state"].axes
-    widths = [patch.get_width() for patch in axes.patches]  # type: ignore[attr-defined]
+    widths = [path.get_extents().width for bars in axes.collections for path in bars.get_paths()]
     assert widths == [2.0, 2.0, 4.0] * 2  # MB of weights, gradients, optimizer of the fullest rank
     (axes,) = figures["bubble"].axes
     assert axes.get_xlabel() == "microbatches"
@@ -311,13 +298,12 @@ def test_a_line_joins_only_runs_that_differ_in_what_it_says(tmp_path: Path) -> N
 def test_a_phone_gets_a_narrow_picture_with_the_same_texts(tmp_path: Path) -> None:
     for nodes in (1, 2):
         ended(tmp_path / f"{nodes}", "strategy=data", f"nodes={nodes}", samples_per_s=50 * nodes)
-    found = gather([tmp_path]).rows
-    drawn = plots.draw(found, series=scaling(found), predictions=[])
-    assert {plot.name for plot in drawn} == {"strong_scaling", "memory", "loss"}
-    for plot in drawn:
+    plots = {picture.name: draw(picture) for picture in pictures_of(tmp_path)}
+    assert set(plots) == {"strong_scaling", "memory", "loss"}
+    for name, plot in plots.items():
         wide, narrow = (
             float(re.findall(r'width="([\d.]+)pt"', svg)[0]) for svg in (plot.svg, plot.narrow_svg)
         )
-        assert narrow <= 330 < 560 <= wide, plot.name  # of 390 px (292 pt) or 1280 px (960 pt), with margins
+        assert narrow <= 330 < 560 <= wide, name  # of 390 px (292 pt) or 1280 px (960 pt), with margins
         names = {text for text in re.findall(r">([^<>]+)</text>", plot.svg) if not re.match(r"[\d.]+$", text)}
-        assert names <= set(re.findall(r">([^<>]+)</text>", plot.narrow_svg)), plot.name
+        assert names <= set(re.findall(r">([^<>]+)</text>", plot.narrow_svg)), name

@@ -19,7 +19,7 @@ from hpc_parallel.planning.hardware import named_hardware
 from hpc_parallel.planning.pipeline_orders import Pipeline
 from hpc_parallel.planning.pipeline_times import Span, simulate
 from hpc_parallel.record.timeline_file import RankTimeline, StageWork
-from hpc_parallel.report.plan_plots import MAX_CHUNKS, MAX_RANKS, PARTS, drawable
+from hpc_parallel.report.plan_html import MAX_CHUNKS, MAX_RANKS, PARTS, drawable
 from tests.composed import composed
 from tests.report.browser import open_page, unavailable_reason
 
@@ -79,7 +79,7 @@ def test_its_memory_is_that_of_each_role(folder: Path) -> None:
         values = [int(VALUE.search(row[column])[1]) for row in kinds]  # type: ignore[index]
         assert values == [size for kind, size in held.devices[at].kinds.items()
                           if size or held.devices[2 - at].kinds[kind]]  # fmt: skip
-    parts = [kind for kinds_of_part, _, _ in PARTS.values() for kind in kinds_of_part]
+    parts = [kind for _, kinds_of_part in PARTS for kind in kinds_of_part]
     assert sorted(parts) == sorted(memory.KINDS)
 
 

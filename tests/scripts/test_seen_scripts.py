@@ -15,6 +15,7 @@ import pytest
 
 from hpc_parallel.report import loss_curves
 from hpc_parallel.report.gather import gather
+from hpc_parallel.report.picture import Graphs
 from tests.scripts.test_local_scripts import ROOT, TWO_NODES, command, run, started
 
 pytestmark = pytest.mark.processes
@@ -68,7 +69,7 @@ def test_logs_follow_a_script_and_status_shows_its_last_line(home: Path) -> None
     assert shown.read_text().splitlines() == lines
 
 
-def test_a_report_draws_the_figures_of_scripts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_draws_the_figures_of_scripts(home: Path) -> None:
     """Over their steps, if they tell no samples."""
     (home / "steps.py").write_text(STEPS)
     (home / "asked").write_text("....")
@@ -80,9 +81,9 @@ def test_a_report_draws_the_figures_of_scripts(home: Path, monkeypatch: pytest.M
         table = list(csv.DictReader(file))
     assert [(row["state"], row["final_loss"]) for row in table] == [("completed", "2.0")] * 2
     assert (home / "report/plots/loss.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(loss_curves, "plot", lambda *words: words[-1]())  # the figure that the page shows
-    (figure,) = loss_curves.plots(gather([home / "sweep"]).rows)
-    (axes,) = figure.axes
-    assert axes.get_xlabel() == "step"
-    expected = [[1, 8], [2, 4], [3, 2.6666666666666665], [4, 2]]
-    assert [line.get_xydata().tolist() for line in axes.get_lines()] == [expected] * 2
+    (picture,) = loss_curves.pictures(gather([home / "sweep"]).rows)
+    assert isinstance(picture.content, Graphs)
+    ((_, (graph,)),) = picture.content.panels
+    assert graph.x.name == "step"
+    expected = [(1, 8), (2, 4), (3, 2.6666666666666665), (4, 2)]
+    assert [curve.points for curve in graph.curves] == [expected] * 2

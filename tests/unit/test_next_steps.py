@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from hpc_parallel.sweep.next_steps import after_submission, after_the_end
+from hpc_parallel.sweep.sweep_table import after_submission, after_the_end
 
 GUIDE = Path(__file__).parents[2] / "docs" / "sweep.md"
 pytestmark = pytest.mark.usefixtures("here")
