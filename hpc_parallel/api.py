@@ -27,9 +27,9 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.failure.end_runs import Target, end_runs
 from hpc_parallel.failure.run_state import State, states
 from hpc_parallel.launch.checked_run import checked_run, with_resumed
+from hpc_parallel.launch.follow import conclude_job, summary_timeout_s
 from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.recompose import Origin, recompose, remember
-from hpc_parallel.launch.wait import conclude_job, summary_timeout_s
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.names import RUNS
 from hpc_parallel.record.recorded import RecordedRun, find_runs, read_run

@@ -31,15 +31,14 @@ from hpc_parallel.failure import (
 )
 from hpc_parallel.failure.nvidia_profiler import ProfilerError, profiler_words
 from hpc_parallel.failure.process_tree import adopt_orphans, end_descendants
-from hpc_parallel.failure.script_devices import DeviceWatch
-from hpc_parallel.failure.script_metrics import MetricsWriter
-from hpc_parallel.failure.script_watch import ScriptSupervisor
+from hpc_parallel.failure.script_metrics import DeviceWatch, MetricsWriter
 from hpc_parallel.failure.supervisor import Supervisor, watching
 from hpc_parallel.machine.fabric import DeviceError, site_variables
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import size_of
+from hpc_parallel.record.safe_write import open_append
 
 WORKER = (sys.executable, "-u", "-m", "hpc_parallel.worker.main")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -95,7 +94,7 @@ def _run_script(
 ) -> None:
     """Like `run`, but for a user's script. Processes that the script leaves behind are ended."""
     adopt_orphans()
-    script_failure.forget(folder, rank=world.rank)
+    script_rank.error_file(folder, rank=world.rank).unlink(missing_ok=True)  # of an earlier start
     script = config["script"]
     relay = script_rank.Relay(
         script["stop_signal"], in_job=in_job,
@@ -122,7 +121,8 @@ def _run_script(
         if world.rank == 0:
             script_rank.begin(folder, config, world=world, environment=variables)
         command, working = script_rank.command_of(folder, config, rank=world.rank, variables=variables)
-        with script_rank.streams(folder, rank=world.rank) as (out, err):
+        logs = [open_append(folder.log(world.rank, stream)) for stream in ("out", "err")]
+        with os.fdopen(logs[0], "ab") as out, os.fdopen(logs[1], "ab") as err:
             child = subprocess.Popen(
                 command, cwd=working, env=variables,
                 preexec_fn=partial(_prepare, os.getpid(), handles=script["stop_signal"]),
@@ -135,7 +135,7 @@ def _run_script(
     relay.connect(child)
     checks.append(DeviceWatch(folder, world=world, process=child.pid, environment=variables))
     if timeout_s is not None:
-        supervisor = ScriptSupervisor(
+        supervisor = script_failure.ScriptSupervisor(
             folder, world=world, process=child.pid, timeout_s=timeout_s, environment=variables
         )
         checks.append(supervisor)

@@ -1,30 +1,48 @@
-"""Reads the figures of a script into `metrics.jsonl`, in the parent of rank 0.
+"""Records the figures of a script: reads its own ones into `metrics.jsonl`, and measures each rank.
 
-They come from the lines that rank 0 prints (`script.metrics`), from `job_context.log`, and from the event
-files that it writes for TensorBoard. One process writes the file, so a restart can drop the steps that it
-repeats.
+The parent of rank 0 reads the lines that rank 0 prints (`script.metrics`), what `job_context.log` writes, and
+event files for TensorBoard. One process writes the file, so a restart can drop the steps that it repeats.
+The parent of each rank measures the use of the device, the CPUs and the memory.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.failure.event_files import EventFiles
+import psutil
+
+from hpc_parallel.failure.process_tree import tree_of
 from hpc_parallel.job_context import LOGGED
+from hpc_parallel.machine.device_state import device_state
+from hpc_parallel.machine.topology import nvml_module
+from hpc_parallel.machine.world import World
+from hpc_parallel.problems import printable
 from hpc_parallel.record.attempts import keep_metrics
+from hpc_parallel.record.device_states import device_file
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import DamagedError, open_regular, parse_line, size_of
-from hpc_parallel.record.safe_write import append_line
+from hpc_parallel.record.safe_read import DamagedError, is_file, open_regular, parse_line, size_of
+from hpc_parallel.record.safe_write import append_line, write_json
 from hpc_parallel.record.values import finite, integer, number
 
 Figures = dict[str, Any]
+Load = Callable[[], Iterable[Any]]  # the events that were added to a file since the last call
 _MOST_BYTES = 2**20  # in one read; a longer line is cut
+_EVERY = 10  # calls between two reads of event files, which list the folder, and two samples of all processes
+_MOST_FILES, _MOST_FIGURES, _MOST_EVENT_BYTES = 64, 256, 2**30  # of TensorBoard
+# Tags of the training loss in PyTorch's tutorials, in the Trainer of transformers and in Lightning.
+_LOSSES = ("loss", "Loss/train", "train/loss", "train_loss", "train_loss_step")
+_MEANS = ("utilisation", "power_w")  # the other figures are peaks
 
 
 class MetricsWriter:
@@ -91,3 +109,152 @@ def _logged_figures(line: str) -> Figures | None:
         for key, value in values.items()
         if key == "time" or value is None or number(value) is not None
     }
+
+
+class DeviceWatch:
+    """Keeps a file with the figures of a rank up to date.
+
+    Call it from time to time while the script runs, and once after its end. `cpu_cores` is the CPU time per
+    second of all processes of the rank. `resident_bytes` is the largest sum of their memory; shared pages
+    count once for each process. With an NVIDIA GPU, the file also has the figures of `device_state`.
+    """
+
+    def __init__(
+        self, folder: RunFolder, *, world: World, process: int, environment: Mapping[str, str]
+    ) -> None:
+        """environment: the variables of the script."""
+        self._file, self._process = device_file(folder, rank=world.rank), process
+        self._figures: dict[str, Any] = {"rank": world.rank, "host": world.host}
+        self._nvml = nvml_module()
+        self._uuid = None if self._nvml is None else gpu_of(environment, nvml=self._nvml)
+        self._started = time.monotonic()
+        self._calls, self._samples, self._cpu_s = 0, 0, 0.0
+
+    def __call__(self, is_last: bool) -> None:
+        self._calls += 1
+        if is_last:  # the processes have ended, so use what Linux counted
+            used = resource.getrusage(resource.RUSAGE_CHILDREN)
+            self._keep(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024)
+        elif self._calls % _EVERY == 1:
+            self._keep(*_used_by_tree(self._process))
+            self._samples += 1
+            for key, value in device_state(self._nvml, self._uuid).items():
+                before = self._figures.get(key, value)
+                mean = before + (value - before) / self._samples
+                self._figures[key] = mean if key in _MEANS else max(before, value)
+        else:
+            return
+        write_json(self._file, self._figures)
+
+    def _keep(self, cpu_s: float, resident_bytes: int) -> None:
+        self._cpu_s = max(self._cpu_s, cpu_s)
+        self._figures["cpu_cores"] = self._cpu_s / (time.monotonic() - self._started)
+        self._figures["resident_bytes"] = max(resident_bytes, self._figures.get("resident_bytes", 0))
+
+
+def gpu_of(environment: Mapping[str, str], *, nvml: Any) -> str | None:
+    """The UUID of a rank's GPU: by torch's convention, the local rank is its index. None without a GPU."""
+    with suppress(nvml.NVMLError, ValueError):
+        nvml.nvmlInit()
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        numbers = [str(index) for index in range(nvml.nvmlDeviceGetCount())]
+        names = numbers if visible is None else [name for name in visible.split(",") if name]
+        local_rank = int(environment["LOCAL_RANK"])
+        name = names[local_rank if local_rank < len(names) else 0] if names else None
+        if name is None or not name.isdecimal():
+            return name
+        return str(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(int(name))))
+    return None
+
+
+def _used_by_tree(process: int) -> tuple[float, int]:
+    """Seconds on CPUs, and bytes of resident memory, of a process and its descendants."""
+    cpu_s, resident_bytes = 0.0, 0
+    for member in tree_of(process):
+        with suppress(psutil.Error):
+            cpu_s += sum(member.cpu_times()[:4])  # its own, and of the children that have ended
+            resident_bytes += member.memory_info().rss
+    return cpu_s, resident_bytes
+
+
+class EventFiles:
+    """The event files that appear in a run folder, outside of its own sub-folders."""
+
+    def __init__(self, root: Path) -> None:
+        """root: the run folder. An earlier start wrote the files that are in it now."""
+        folder = RunFolder(root)
+        self._root, self._skipped = root, {folder.code, folder.logs, folder.rendezvous, folder.slurm}
+        self._loaders: dict[Path, Load] = dict.fromkeys(self._paths(), _nothing)
+        self._calls = 0
+
+    def read(self, is_last: bool) -> Iterator[dict[str, Any]]:
+        """The figures that were added since the last call, one object for each step of a file."""
+        self._calls += 1
+        if not is_last and self._calls % _EVERY:
+            return
+        for path in self._paths():
+            if path not in self._loaders:
+                is_full = sum(load is not _nothing for load in self._loaders.values()) >= _MOST_FILES
+                self._loaders[path] = _refuse(path, f"{_MOST_FILES} others are") if is_full else _loader(path)
+            try:
+                yield from _figures(self._loaders[path])
+            except Exception as error:  # a damaged record ends the reading of its file
+                self._loaders[path] = _refuse(path, f"{type(error).__name__}: {error}")
+
+    def _paths(self) -> list[Path]:
+        paths = []
+        for place, folders, names in os.walk(self._root):
+            folders[:] = sorted(name for name in folders if Path(place, name) not in self._skipped)
+            paths += [Path(place, name) for name in sorted(names) if "tfevents" in name]
+        return [path for path in paths if is_file(path) and not path.is_symlink()]
+
+
+def _loader(path: Path) -> Load:
+    try:
+        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    except ImportError:
+        return _refuse(path, "install tensorboard beside hpc_parallel")
+    if path.stat().st_size > _MOST_EVENT_BYTES:
+        return _refuse(path, "it is larger than 1 GiB")
+    load: Load = EventFileLoader(str(path)).Load
+    return load
+
+
+def _refuse(path: Path, reason: str) -> Load:
+    print(printable(f"{path} is not read into metrics.jsonl: {reason}"), file=sys.stderr)
+    return _nothing
+
+
+def _nothing() -> Iterable[Any]:
+    """The events of a file that is not read."""
+    return ()
+
+
+def _figures(load: Load) -> list[dict[str, Any]]:
+    steps: dict[int, dict[str, Any]] = defaultdict(dict)
+    for event in load():
+        figures = steps[event.step]
+        for value in event.summary.value:
+            if (scalar := _scalar(value)) is not None and len(figures) < _MOST_FIGURES:
+                figures[value.tag] = finite(scalar)
+        figures["time"] = datetime.fromtimestamp(event.wall_time, UTC).isoformat()
+    lines = [
+        {"step": step, **{tag: number for tag, number in figures.items() if tag != "step"}}
+        for step, figures in sorted(steps.items()) if len(figures) > 1
+    ]  # fmt: skip
+    for line in lines:
+        if (loss := next((line[tag] for tag in _LOSSES if tag in line), None)) is not None:
+            line["loss"] = loss
+    return lines
+
+
+def _scalar(value: Any) -> float | None:
+    """The number of a summary's value; None for an image or a table. The reader makes all numbers tensors."""
+    from tensorboard.util.tensor_util import make_ndarray
+
+    if value.WhichOneof("value") != "tensor" or value.tensor.tensor_shape.dim:  # a shape may need much memory
+        return None
+    try:
+        return float(make_ndarray(value.tensor))
+    except (TypeError, ValueError):  # a text
+        return None

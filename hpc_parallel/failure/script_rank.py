@@ -1,4 +1,4 @@
-"""Prepares one rank of `task=script`: its command, the variables that torchrun would set, and its logs."""
+"""Prepares one rank of `task=script`: its command, the variables that torchrun would set, and its start."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,7 +26,7 @@ from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.provenance import installed_packages
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json
-from hpc_parallel.record.safe_write import open_append, write_json
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.slurm.jobs import job_of
 from hpc_parallel.slurm.short_forms import expand_hosts
 
@@ -192,17 +192,6 @@ def begin(
     write_json(folder.environment, submitted | started)
     kind = "-m " if kind_of(config["script"]) == "module" else ""
     note_phase(folder, f"running {kind}{name_of(config['script'])}")
-
-
-@contextmanager
-def streams(folder: RunFolder, *, rank: int) -> Iterator[tuple[int, int]]:
-    """The logs of the rank, to which a restart appends, as descriptors of stdout and stderr."""
-    logs = [open_append(folder.log(rank, stream)) for stream in ("out", "err")]
-    try:
-        yield logs[0], logs[1]
-    finally:
-        for log in logs:
-            os.close(log)
 
 
 class Relay:

@@ -1,4 +1,4 @@
-"""The sbatch flags of a run, and complete batch scripts that need no submitit.
+"""The sbatch flags of a run, and complete batch scripts.
 
 A script starts one run, or an array of runs that need the same resources.
 """
@@ -107,7 +107,7 @@ def gpu_flags(run: PreparedRun) -> Flags:
 
 
 def needs_own_script(run: PreparedRun) -> bool:
-    """Whether submitit's script can't start this run, because it uses srun without a container."""
+    """Whether submitit can't start the ranks, because it uses srun without a container."""
     return run.config.cluster.start != "srun" or run.config.launcher.container is not None
 
 
@@ -130,15 +130,12 @@ def srun_arguments(run: PreparedRun) -> list[str]:
     return [f"--{flag}" if value is True else f"--{flag}={value}" for flag, value in flags.items()]
 
 
-def environment_block(run: PreparedRun, *, log_suffix: str) -> str:
-    """The lines before the first process starts. The job's output file is named job id + `log_suffix`."""
-    return _templates().get_template("environment.sh.j2").render(_values(run, log_suffix))
-
-
-def render(run: PreparedRun) -> str:
-    """A complete batch script that starts the workers without submitit."""
-    output: Flags = {"output": f"{run.folder.slurm}/%j.out", "open-mode": "append"}
-    return _render(run, sbatch_flags(run) | output, tasks=None, **_values(run, ".out"))
+def render(run: PreparedRun, *, payload: bool = False) -> str:
+    """A complete batch script. payload: whether submitit starts the ranks, from its pickled payload."""
+    suffix = "_0_log.out" if payload else ".out"  # submitit's name for the output of a job
+    output: Flags = {"output": f"{run.folder.slurm}/%j{suffix}", "open-mode": "append"}
+    values = {"flags": sbatch_flags(run) | output, "tasks": None, "payload": payload}
+    return _templates().get_template("job.sh.j2").render({**_values(run, suffix), **values})
 
 
 def render_array(
@@ -156,19 +153,16 @@ def render_array(
         "output": f"{tasks}/%a/{run.folder.slurm.name}/%A_%a.out",
         "open-mode": "append",
     }
-    array_values = {
+    array_values: dict[str, object] = {
+        "flags": sbatch_flags(run) | array_flags,
+        "tasks": str(tasks),
+        "payload": False,
         "job": ARRAY_TASK,
         "run_folder": RUN,
         "log": ShellWord(f'"$hpc_parallel_run/{run.folder.slurm.name}/{ARRAY_TASK}.out"'),
         "import_path": _import_path(run, folder=RUN),
     }
-    flags = sbatch_flags(run) | array_flags
-    return _render(run, flags, tasks=str(tasks), **{**_values(run, ".out"), **array_values})
-
-
-def _render(run: PreparedRun, flags: Flags, **values: object) -> str:
-    context = {"flags": flags, "srun_arguments": srun_arguments(run), **values}
-    return _templates().get_template("job.sh.j2").render(context)
+    return _templates().get_template("job.sh.j2").render({**_values(run, ".out"), **array_values})
 
 
 def _import_path(run: PreparedRun, *, folder: ShellWord) -> ShellWord | str:
@@ -185,10 +179,12 @@ def _import_path(run: PreparedRun, *, folder: ShellWord) -> ShellWord | str:
 
 def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
     launcher, cluster = run.config.launcher, run.config.cluster
+    arguments = cluster.container_arguments
     return {
         "job": JOB,
         "python": host_python(launcher),
         "run_folder": str(run.folder.path),
+        "slurm_folder": str(run.folder.slurm),
         "log": ShellWord(f'{shlex.quote(str(run.folder.slurm))}/"{JOB}"{log_suffix}'),
         "safe_path": run.imports is not None,
         "import_path": "" if run.imports is None else os.pathsep.join(map(str, run.imports.import_path)),
@@ -197,22 +193,9 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "venv": launcher.venv and str(absolute(launcher.venv)),
         "program": _program(launcher),
         "setup": [*cluster.setup, *launcher.setup],
-        **_start_values(run),
-    }
-
-
-def _program(launcher: LauncherConfig) -> str | None:
-    """The name of `launcher.python` that the job must find on its PATH; None for a path or in an image."""
-    is_name = launcher.python is not None and os.sep not in launcher.python
-    return launcher.python if is_name and launcher.container is None else None
-
-
-def _start_values(run: PreparedRun) -> Mapping[str, object]:
-    """How the ranks are started, and in which container."""
-    launcher, cluster = run.config.launcher, run.config.cluster
-    arguments = cluster.container_arguments
-    return {
+        # How the ranks are started, and in which container:
         "start": cluster.start,
+        "srun_arguments": srun_arguments(run),
         "mpirun_arguments": cluster.mpirun,
         "torchrun_arguments": run.config.script.torchrun,
         "nodes": run.config.nodes,
@@ -228,6 +211,12 @@ def _start_values(run: PreparedRun) -> Mapping[str, object]:
         "container_arguments": (["--nv"] if cluster.gpus else []) if arguments is None else arguments,
         "rank_python": rank_python(launcher),
     }
+
+
+def _program(launcher: LauncherConfig) -> str | None:
+    """The name of `launcher.python` that the job must find on its PATH; None for a path or in an image."""
+    is_name = launcher.python is not None and os.sep not in launcher.python
+    return launcher.python if is_name and launcher.container is None else None
 
 
 @cache

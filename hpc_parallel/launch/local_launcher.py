@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import FrameType, MappingProxyType
-from typing import TYPE_CHECKING
 
 from hpc_parallel.failure.failure import signal_name
 from hpc_parallel.launch.prepare import PreparedRun
@@ -21,9 +20,6 @@ from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import open_append
 from hpc_parallel.record.summary_file import Summary
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 AGENT = ("-m", "hpc_parallel.job", "agent")
 PERIOD_S = 0.1
@@ -61,7 +57,6 @@ def follow_agent(
     *,
     steps: int,
     variables: Mapping[str, str] = MappingProxyType({}),
-    console: Console | None = None,
     agent: Sequence[str] = AGENT,
     is_script: bool = False,
 ) -> int:
@@ -77,7 +72,7 @@ def follow_agent(
         try:
             from hpc_parallel.launch.follow import RunFollower  # rich loads while the agent loads torch
 
-            follower = RunFollower(folder, steps=steps, console=console, is_script=is_script)
+            follower = RunFollower(folder, steps=steps, is_script=is_script)
             note, forwarded, is_shown = "starting", 0, True
             while not process.has_ended():
                 if len(signals) > forwarded:
@@ -141,69 +136,46 @@ class Agent:
             # In a new session the agent does not receive the terminal's Ctrl-C; only this process does.
             self._process = subprocess.Popen(
                 [*_command(folder, agent), "--parent", str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **variables},
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, **variables},
                 start_new_session=True,
-            )
+            )  # fmt: skip
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def has_ended(self) -> bool:
-        return _has_ended(self._process.pid)
+        """Check without reaping, so that the kernel can't reuse the process group's number yet."""
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def stop(self, signals: list[int]) -> None:
         """Let the agent save and end after the first of the received `signals`; kill it after the second."""
-        _signal(self._process, signals)
+        if len(signals) == 1:
+            self._process.send_signal(signals[0])
+            return
+        from hpc_parallel.failure.process_tree import kill_tree
+
+        kill_tree(self.pid)
+        os.killpg(self.pid, signal.SIGKILL)  # also processes whose parent has ended
 
     def end(self, *, signals: Sequence[int] = ()) -> None:
         """Kill all remaining processes, and make sure that the run folder records how the run ended.
 
         signals: the signals that asked the agent to end.
         """
-        returncode = _end(self._process)
-        if returncode != 0:
-            _conclude(self._folder, returncode=returncode, log=str(self._log), signals=signals)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        returncode = self._process.wait()
+        if returncode == 0 or self._folder.summary.exists():
+            return
+        command = [sys.executable, "-m", "hpc_parallel.job", "conclude", str(self._folder.path)]
+        cancelled = ["--cancelled", "--by", signal_name(signals[0])] if signals else []
+        command += [str(returncode), "--log", str(self._log), *cancelled]
+        subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
 
 
 def _command(folder: RunFolder, agent: Sequence[str]) -> list[str]:
     return [sys.executable, *agent, str(folder.path)]
-
-
-def _signal(process: subprocess.Popen[bytes], signals: list[int]) -> None:
-    if len(signals) == 1:
-        process.send_signal(signals[0])
-    else:
-        from hpc_parallel.failure.process_tree import kill_tree
-
-        kill_tree(process.pid)
-        os.killpg(process.pid, signal.SIGKILL)  # also processes whose parent has ended
-
-
-def _has_ended(process: int) -> bool:
-    """Check without reaping, so that the kernel can't reuse the process group's number yet."""
-    return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """Kill the remaining processes of the agent's session; returns the agent's exit code."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    return process.wait()
-
-
-def _conclude(folder: RunFolder, *, returncode: int, log: str, signals: Sequence[int]) -> None:
-    """Record how the run ended if the agent could not, because it was killed or never started."""
-    if folder.summary.exists():
-        return
-    command = [sys.executable, "-m", "hpc_parallel.job", "conclude", str(folder.path), str(returncode)]
-    flags = ["--log", log]
-    if signals:
-        flags += ["--cancelled", "--by", signal_name(signals[0])]
-    subprocess.run([*command, *flags], stderr=subprocess.DEVNULL, check=False)
 
 
 @contextlib.contextmanager

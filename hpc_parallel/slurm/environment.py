@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 CLUSTERS = "SLURM_CLUSTERS"  # makes Slurm's commands use another cluster
 # They select a Slurm installation and identify the user. All other SLURM_* describe a job or change output.
@@ -94,15 +92,3 @@ def _requests(environment: Mapping[str, str]) -> dict[str, str]:
     """Variable SBATCH_* -> its flag."""
     names = (name.removeprefix("SBATCH_") for name in sorted(environment) if name.startswith("SBATCH_"))
     return {f"SBATCH_{name}": _FLAGS.get(name, name.lower().replace("_", "-")) for name in names}
-
-
-@contextmanager
-def as_submitter(script: str) -> Iterator[None]:
-    """Give the processes that start inside this context the environment of sbatch."""
-    before = dict(os.environ)
-    for name in before.keys() - submission_environment(before, script=script).keys():
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(before)

@@ -14,7 +14,7 @@ from pathlib import Path
 from hpc_parallel.config.site_schema import ClusterConfig
 from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.launch.batch_script import render, render_array
-from hpc_parallel.launch.wait import (
+from hpc_parallel.launch.follow import (
     ASK_EVERY_S,
     PERIOD_S,
     conclude_job,

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.failure import event_files
-from hpc_parallel.failure.event_files import EventFiles
-from hpc_parallel.failure.script_metrics import MetricsWriter
+from hpc_parallel.failure import script_metrics
+from hpc_parallel.failure.script_metrics import EventFiles, MetricsWriter
 from hpc_parallel.failure.supervisor import watching
 from hpc_parallel.job_context import Agreement, has_agreed, request_stop
 from hpc_parallel.record.run_folder import RunFolder
@@ -212,7 +211,7 @@ def test_files_of_earlier_starts_leave_room_for_new_ones_and_too_many_are_announ
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     opened: list[str] = []
-    monkeypatch.setattr(event_files, "_loader", lambda path: opened.append(path.name) or (lambda: ()))
+    monkeypatch.setattr(script_metrics, "_loader", lambda path: opened.append(path.name) or (lambda: ()))
     for number in range(100):
         (home / f"a{number}.tfevents").touch()
     files = EventFiles(home)

@@ -13,15 +13,10 @@ import pytest
 from jinja2 import UndefinedError
 
 from hpc_parallel.launch import batch_script
-from hpc_parallel.launch.batch_script import (
-    ScriptLauncher,
-    environment_block,
-    render,
-    sbatch_flags,
-    srun_arguments,
-)
+from hpc_parallel.launch.batch_script import ScriptLauncher, render, sbatch_flags, srun_arguments
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.launch.slurm_launcher import SlurmLauncher, executor, submit
+from hpc_parallel.launch.slurm_launcher import SlurmLauncher, submit
+from hpc_parallel.slurm.submitit_executor import Executor
 from tests.composed import prepared
 
 NASTY = ["a b", "it's", 'say "x"', "$(touch pwned)", "`touch pwned`", "; touch pwned", "& touch pwned",
@@ -100,7 +95,6 @@ def test_one_process_gets_all_of_a_node() -> None:
     assert flags["gpus-per-node"] == "4"
     assert "--cpus-per-task=12" in srun_arguments(run)
     assert "#SBATCH --ntasks-per-node=1\n" in render(run)
-    assert executor(run).script.count("#SBATCH --ntasks-per-node=1\n") == 1
 
 
 def sbatch_lines(script: str) -> dict[str, str | None]:
@@ -118,7 +112,7 @@ def sbatch_lines(script: str) -> dict[str, str | None]:
 def test_values_reach_sbatch_unchanged(text: str) -> None:
     run = prepared("nodes=1", f"name={quoted(text)}", f"launcher.partition={quoted(text)}",
                    f"run_dir={quoted('runs/' + text)}", "+launcher.extra.requeue=true")  # fmt: skip
-    for script in (render(run), executor(run).script):
+    for script in (render(run), render(run, payload=True)):
         options = sbatch_lines(script)
         assert (options["job-name"], options["partition"]) == (text, text)
         assert options["requeue"] is None
@@ -141,7 +135,7 @@ for word in "$@"; do printf '%s\\n' "$word"; done >> "$CALLS"
 
 
 class Node:
-    """Runs a run's environment block with bash, its python and `module` replaced by recorders."""
+    """Runs a batch script without its srun, with bash, its python and `module` replaced by recorders."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -160,7 +154,8 @@ class Node:
         run.folder.create()
         module = 'module() { for word; do echo "module <$word>"; done; }\n'
         written = f"touch {shlex.quote(str(run.folder.summary))}\n" if completes else ""
-        script = module + environment_block(run, log_suffix=".out") + "\n" + written + then
+        before_ranks = render(run).rpartition("\nsrun ")[0]
+        script = f"{module}{before_ranks}\n{written}{then}"
         environment = {**os.environ, "CALLS": str(self.calls), "SLURM_JOB_ID": "7"}
         return subprocess.run(
             ["bash", "-c", script], cwd=self.folder, env=environment, capture_output=True, text=True
@@ -276,9 +271,16 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PreparedRun:
     return run
 
 
-def test_the_preview_equals_submitits_script(submitted: PreparedRun, tmp_path: Path) -> None:
+def test_submitit_submits_the_preview_which_starts_its_payload(
+    submitted: PreparedRun, tmp_path: Path
+) -> None:
     given = (tmp_path / "given").read_text()
-    assert given.splitlines() == SlurmLauncher().preview(submitted).splitlines()
+    assert given == SlurmLauncher().preview(submitted) == submitted.folder.batch_script.read_text()
+    payload = Executor(submitted.folder.slurm, script="", time_minutes=1)._submitit_command_str
+    logs = f"--unbuffered --output={submitted.folder.slurm}/%j_%t_log.out"
+    *_, marker, srun = given.splitlines()
+    assert marker == "export SUBMITIT_EXECUTOR=slurm"
+    assert srun == " ".join(["srun", logs, *srun_arguments(submitted), payload])
     assert "wckey" not in given
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hpc_parallel.commands import show
-from hpc_parallel.failure import script_devices
-from hpc_parallel.failure.script_devices import gpu_of
+from hpc_parallel.failure import script_metrics
+from hpc_parallel.failure.script_metrics import gpu_of
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.device_states import device_file, device_lines
 from hpc_parallel.record.run_folder import RunFolder
@@ -147,11 +147,11 @@ def test_the_gpu_of_a_rank_is_that_of_its_local_rank(
 def test_loads_are_averaged_and_memory_is_the_highest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(script_devices, "nvml_module", FourGpus)
+    monkeypatch.setattr(script_metrics, "nvml_module", FourGpus)
     folder = RunFolder(tmp_path / "run")
     folder.create()
     world = World.discover({})
-    watch = script_devices.DeviceWatch(
+    watch = script_metrics.DeviceWatch(
         folder, world=world, process=os.getpid(), environment={"LOCAL_RANK": "2"}
     )
     for call in range(21):  # three of them take a sample

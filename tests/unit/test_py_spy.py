@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.failure import py_spy
-from hpc_parallel.failure.script_watch import ScriptSupervisor
+from hpc_parallel.failure.script_failure import ScriptSupervisor
 from hpc_parallel.failure.supervisor import NATIVE, spot_of, stack_of, state_of
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder

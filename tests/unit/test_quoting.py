@@ -22,7 +22,6 @@ from hpc_parallel.config.checks import cluster_checks, key_checks, site_checks
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.batch_script import render
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.launch.slurm_launcher import executor
 from hpc_parallel.problems import Problem
 from hpc_parallel.record.run_folder import RunFolder
 from tests.composed import prepared
@@ -158,7 +157,7 @@ def test_no_text_is_run(
     run = replace(machine.run, config=good, folder=path)
     path.path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    for script in (render(run), executor(run).script):
+    for script in (render(run), render(run, payload=True)):
         options = options_of(script)
         wanted = {key: getattr(good.launcher, key) for key in KEYS}
         wanted |= {"job-name": good.name, "comment": good.launcher.extra.get("comment")}

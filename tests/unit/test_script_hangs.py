@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import yaml
 
-from hpc_parallel.failure import failure, flight_recorder, hang_report, script_watch
+from hpc_parallel.failure import failure, flight_recorder, hang_report, script_failure
 from hpc_parallel.failure.conclude_run import conclude
 from hpc_parallel.failure.flight_recorder import DeviceProgress, DumpRequest
 from hpc_parallel.failure.hang_cause import cause_of
 from hpc_parallel.failure.hang_report import HangReport
-from hpc_parallel.failure.script_watch import ScriptSupervisor
+from hpc_parallel.failure.script_failure import ScriptSupervisor
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.endings import Failure
@@ -246,8 +246,8 @@ def test_a_rank_is_stopped_after_all_ranks_have_answered(
 ) -> None:
     """The store of a stopped rank 0 would hold up the thread that answers in the other ranks."""
     stops: list[float] = []
-    monkeypatch.setattr(script_watch, "python_of", lambda process: process)
-    monkeypatch.setattr(script_watch, "spied_stacks", lambda process, native: f"native={native}")
+    monkeypatch.setattr(script_failure, "python_of", lambda process: process)
+    monkeypatch.setattr(script_failure, "spied_stacks", lambda process, native: f"native={native}")
     monkeypatch.setattr(os, "kill", lambda process, number: stops.append(time.monotonic()))
     made, other = request(folder, rank=0), request(folder, rank=1)
     environment = {

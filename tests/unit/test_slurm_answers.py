@@ -253,7 +253,10 @@ def test_the_job_of_a_submission(output: str, cluster: str | None, tmp_path: Pat
             job_in(output)
         return
     assert job_in(output) == Job("12", cluster)
-    assert Executor(folder=tmp_path)._get_job_id_from_submission_command(output.encode()) == "12"
+    assert (
+        Executor(tmp_path, script="", time_minutes=1)._get_job_id_from_submission_command(output.encode())
+        == "12"
+    )
 
 
 def test_a_job_of_another_cluster_is_asked_for_there(slurm: Slurm, tmp_path: Path) -> None:

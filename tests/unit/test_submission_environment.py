@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from hpc_parallel.slurm import submit
-from hpc_parallel.slurm.environment import (
-    announcements,
-    as_submitter,
-    command_environment,
-    submission_environment,
-)
+from hpc_parallel.slurm.environment import announcements, command_environment, submission_environment
+from hpc_parallel.slurm.submitit_executor import Executor
 
 SCRIPT = """#!/bin/bash
 #SBATCH --time=60
@@ -72,13 +70,16 @@ def test_no_variable_of_the_shell_changes_a_question() -> None:
         assert command_environment(command, shell, cluster="west") == kept | {"SLURM_CLUSTERS": "west"}
 
 
-def test_processes_started_meanwhile_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sbatch_of_submitit_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in SHELL.items():
         monkeypatch.setenv(name, value)
-    before = dict(os.environ)
-    with as_submitter(SCRIPT):
-        assert dict(os.environ) == submission_environment(before, script=SCRIPT)
-    assert dict(os.environ) == before
+    executor = Executor(tmp_path, script=SCRIPT, time_minutes=60)
+    *words, sbatch, script = executor._make_submission_command(tmp_path / "it is")
+    assert (sbatch, script) == ("sbatch", str(tmp_path / "it is"))
+    environment = dict(os.environ)  # not what a C library has added
+    printed = subprocess.run([*words, "env", "-0"], env=environment, capture_output=True, text=True).stdout
+    found = dict(line.split("=", 1) for line in printed.split("\0") if line)
+    assert found == submission_environment(os.environ, script=SCRIPT)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.launch import wait
+from hpc_parallel.launch import follow
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.owner import hand_to_job
@@ -23,14 +23,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PreparedRun:
     made = prepared(f"run_dir={tmp_path / 'run'}", "launcher.snapshot=false")
     made.write()
     made.folder.slurm.mkdir()
-    monkeypatch.setattr(wait, "job_state", lambda job: JobState("FAILED", "NonZeroExitCode"))
-    monkeypatch.setattr(wait, "SUMMARY_S", 0.0)
+    monkeypatch.setattr(follow, "job_state", lambda job: JobState("FAILED", "NonZeroExitCode"))
+    monkeypatch.setattr(follow, "SUMMARY_S", 0.0)
     return made
 
 
 def test_a_job_that_ends_without_output_is_concluded(run: PreparedRun) -> None:
     hand_to_job(run.folder, Job("34"))
-    assert wait.wait_for_job(run, Job("34")) == 1
+    assert follow.wait_for_job(run, Job("34")) == 1
     assert json.loads(run.folder.failure.read_text())["kind"] == "start"
     assert json.loads(run.folder.summary.read_text())["outcome"] == "failed"
 
@@ -39,10 +39,10 @@ def test_a_job_that_completed_without_a_summary_is_concluded(
     run: PreparedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after `exec` in a setup line, which replaces the shell that would conclude."""
-    monkeypatch.setattr(wait, "job_state", lambda job: JobState("COMPLETED", ""))
-    monkeypatch.setattr(wait, "COMPLETED_SUMMARY_S", 0.0)
+    monkeypatch.setattr(follow, "job_state", lambda job: JobState("COMPLETED", ""))
+    monkeypatch.setattr(follow, "COMPLETED_SUMMARY_S", 0.0)
     hand_to_job(run.folder, Job("34"))
-    assert wait.wait_for_job(run, Job("34")) == 1
+    assert follow.wait_for_job(run, Job("34")) == 1
     said = "Slurm says of job 34: completed"
     line = f"the job failed before any rank started: exit code 0, but rank 0 did not complete: {said}"
     assert capsys.readouterr().out.splitlines()[-1] == line
@@ -57,9 +57,9 @@ def test_a_run_that_was_resumed_since_is_left_alone(
 
     A job that saved before its time limit and then was replaced has ended with code 0.
     """
-    monkeypatch.setattr(wait, "job_state", lambda job: state)
+    monkeypatch.setattr(follow, "job_state", lambda job: state)
     hand_to_job(run.folder, Job("36"))
-    assert wait.wait_for_job(run, Job("34")) == 1
+    assert follow.wait_for_job(run, Job("34")) == 1
     assert f"job 34 {state}; the run has been resumed since" in capsys.readouterr().out
     assert read_json(run.folder.failure) is None
     assert read_json(run.folder.summary) is None
@@ -74,10 +74,10 @@ def test_ending_the_follower_leaves_the_job_running(
     def interrupted(job: Job) -> JobState:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(wait, "job_state", interrupted)
+    monkeypatch.setattr(follow, "job_state", interrupted)
     hand_to_job(run.folder, Job("34"))
     with pytest.raises(KeyboardInterrupt):
-        wait.wait_for_job(run, Job("34"))
+        follow.wait_for_job(run, Job("34"))
     assert f"job 34 continues ({command_on(run.folder.path, 'cancel')} ends it)" in capsys.readouterr().err
     assert read_json(run.folder.summary) is None
 
@@ -95,4 +95,4 @@ def test_ending_the_follower_leaves_the_job_running(
 )
 def test_what_ends_a_followed_job(run: PreparedRun, state: str, outcome: str, ended: bool) -> None:
     write_json(run.folder.summary, {"outcome": outcome})
-    assert wait.has_ended(run.folder, JobState(state)) is ended
+    assert follow.has_ended(run.folder, JobState(state)) is ended
