@@ -16,8 +16,8 @@ from hpc_parallel.launch.checked_run import reporting_all_problems
 from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.auto_strategy import choose, is_auto, on_nodes_of
+from hpc_parallel.planning.collective_times import with_measured_links
 from hpc_parallel.planning.hardware import Hardware
-from hpc_parallel.planning.measured_links import with_measured_links
 from hpc_parallel.planning.memory import text_table
 from hpc_parallel.planning.run_work import unplanned, work_of_run
 from hpc_parallel.planning.step_time import StepTime, step_time

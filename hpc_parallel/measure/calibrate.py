@@ -26,9 +26,9 @@ from hpc_parallel.measure.collectives_plan import ROW_S, CollectivesPlan, Measur
 from hpc_parallel.measure.device_probes import Probe, probes
 from hpc_parallel.measure.machine_profile import machine_profile
 from hpc_parallel.measure.storage_rates import StorageRow, gigabytes
-from hpc_parallel.planning.device_fit import PRODUCT, DeviceRow, Machine, device_hardware, rate, with_links
+from hpc_parallel.planning.collective_times import ACROSS, INSIDE, with_measured_links
+from hpc_parallel.planning.device_fit import PRODUCT, DeviceRow, Machine, device_hardware, rate
 from hpc_parallel.planning.hardware import MEASURED_BY, Hardware, hardware_text, named_hardware
-from hpc_parallel.planning.measured_links import ACROSS, INSIDE
 from hpc_parallel.record import attempts
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
@@ -230,7 +230,7 @@ def write_profile(folder: RunFolder, *, config: RunConfig, measured: HardwareMea
     machine = _machine(config, devices, spread=measured.spread)
     base = named_hardware(BASES[devices.device.type], user_folder=None)
     hardware = replace(device_hardware(devices.rows, machine, base=base), storage=measured.storage.storage)
-    hardware, names = with_links(hardware, _link_profile(config, links), turns=devices.turns)
+    hardware, names = with_measured_links(hardware, _link_profile(config, links), turns=devices.turns)
     today = datetime.now(UTC).date().isoformat()
     head = [
         f"Measured by {MEASURED_BY} on {today}: {config.nodes} nodes x {config.gpus_per_node} devices.",

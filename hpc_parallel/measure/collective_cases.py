@@ -7,7 +7,7 @@ size of the array of all ranks together. Other collectives have the size of the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -266,7 +266,7 @@ def group_of(process_group: dist.ProcessGroup) -> Group:
     return Group(process_group, dist.get_rank(process_group), dist.get_world_size(process_group))
 
 
-def same_ranks(groups: Sequence[Group], group: Group) -> bool:
-    """Whether this rank is with the same ranks in one of `groups`."""
-    ranks = dist.get_process_group_ranks(group.process_group)
-    return any(dist.get_process_group_ranks(other.process_group) == ranks for other in groups)
+def same_ranks(one: Group, other: Group) -> bool:
+    """Whether this rank is with the same ranks in both groups."""
+    ranks = dist.get_process_group_ranks
+    return ranks(one.process_group) == ranks(other.process_group)

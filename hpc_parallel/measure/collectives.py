@@ -40,12 +40,10 @@ from hpc_parallel.measure.collectives_plan import (
     PlannedRow,
     RowTime,
 )
-from hpc_parallel.measure.machine_comparison import compare
-from hpc_parallel.measure.machine_profile import machine_profile
+from hpc_parallel.measure.machine_profile import compare, machine_profile
 from hpc_parallel.planning.collective_times import bus_factor
 from hpc_parallel.record import attempts
-from hpc_parallel.record.collectives_file import CollectiveRow, Collectives
-from hpc_parallel.record.collectives_table import as_csv, full_table
+from hpc_parallel.record.collectives_file import CollectiveRow, Collectives, as_csv, full_table
 from hpc_parallel.record.results import first_line, results
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.record.summary_file import Summary
@@ -182,7 +180,7 @@ def named_groups(config: RunConfig, *, device: torch.device) -> dict[str, Group]
 def add_axis(groups: dict[str, Group], name: str, group: Group) -> None:
     """Add a group. If another group has the same ranks, add only the name to it: they are measured once."""
     for other_name, other in groups.items():
-        if all(all_gather(same_ranks([other], group))):
+        if all(all_gather(same_ranks(other, group))):
             groups[other_name] = replace(other, also=(*other.also, name))
             return
     groups[name] = group

@@ -11,8 +11,7 @@ from typing import Any
 
 from hpc_parallel.config.task_schema import CollectivesConfig
 from hpc_parallel.measure.collective_cases import OPERATIONS, Group, sizes
-from hpc_parallel.record.collectives_file import CollectiveRow
-from hpc_parallel.record.collectives_table import row_cells
+from hpc_parallel.record.collectives_file import CollectiveRow, row_cells
 from hpc_parallel.worker.time_budget import TimeBudget, advice
 
 WARM_UP = 3  # rounds; the first rounds allocate buffers and connect ranks

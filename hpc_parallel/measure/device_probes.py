@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -54,19 +55,19 @@ def probes(device: torch.device) -> Iterator[Probe]:
     """All probes, from small to large within each kind."""
     kind = device.type
     precision = FITTED_PRECISION[kind]
-    yield Probe(LAUNCH, precision, 4, lambda: _launch(device))
+    yield Probe(LAUNCH, precision, 4, partial(_launch, device))
     for width, tokens in BLOCKS[kind]:
         yield from _block_probes(width, tokens, precision=precision, device=device)
     for name in PRECISIONS:
         for side in SIDES[kind]:
-            yield Probe(PRODUCT, name, side, lambda name=name, side=side: _product(side, name, device))  # type: ignore[misc]
+            yield Probe(PRODUCT, name, side, partial(_product, side, name, device))
     if kind == "cuda" and device_problem("tensorwise", device) is None:
         for side in SIDES[kind]:
-            yield Probe(PRODUCT, FLOAT8, side, lambda side=side: _float8_product(side, device))  # type: ignore[misc]
+            yield Probe(PRODUCT, FLOAT8, side, partial(_float8_product, side, device))
     for size in MOVED_BYTES[kind]:
-        yield Probe(ELEMENTWISE, precision, size, lambda size=size: _elementwise(size, device))  # type: ignore[misc]
+        yield Probe(ELEMENTWISE, precision, size, partial(_elementwise, size, device))
     for count in UPDATED[kind]:
-        yield Probe(UPDATE, precision, count, lambda count=count: _update(count, device))  # type: ignore[misc]
+        yield Probe(UPDATE, precision, count, partial(_update, count, device))
 
 
 def _block_probes(width: int, tokens: int, *, precision: str, device: torch.device) -> Iterator[Probe]:

@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from statistics import median, median_low
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.task_schema import PreflightTaskConfig
-from hpc_parallel.machine.host_findings import Finding
+from hpc_parallel.machine.host_findings import SLOW, Finding, join_shared, product_takes
 from hpc_parallel.machine.world import World
-from hpc_parallel.measure.direct_storage import direct_rates, missing
-from hpc_parallel.measure.preflight_findings import MachineMeasurement, machine_findings, slow_rates
-from hpc_parallel.measure.read_scaling import BLOCK_BYTES, rates_by_readers, read_s
+from hpc_parallel.measure.storage_rates import copy_rates, read_rates
 from hpc_parallel.planning.collective_times import bus_factor
-from hpc_parallel.profiling.link_rates import fastest_s, link_rates
-from hpc_parallel.profiling.links import rounds
+from hpc_parallel.profiling.links import Rates, fastest_s, link_rates, rounds, slow_hosts, slow_pairs
 from hpc_parallel.record import attempts
-from hpc_parallel.record.machine_check_table import DirectReads, MeasuredMachine, machine_lines
+from hpc_parallel.record.machine_check_table import (
+    COPIES,
+    DirectReads,
+    HostLink,
+    MeasuredMachine,
+    RankRates,
+    machine_lines,
+)
 from hpc_parallel.record.phase import note_phase
-from hpc_parallel.record.recorded_preflight import listed_hosts
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.summary_file import Summary
-from hpc_parallel.start.start_checks import PreflightError, act_on
-from hpc_parallel.start.start_times import matrix_times_s
+from hpc_parallel.start.start_checks import act_on
+from hpc_parallel.start.start_times import SIDES, matrix_times_s
 from hpc_parallel.strategies import exchange
-from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.strategies.mesh import build_host_mesh
 from hpc_parallel.training.writers import FileWriter
 from hpc_parallel.worker.run_plots import draw_plots
@@ -44,7 +43,8 @@ from hpc_parallel.worker.session import TaskContext, complete
 from hpc_parallel.worker.time_budget import TimeBudget, advice
 
 MOST_TRIES = 3  # of the all-reduce inside hosts, which is measured again while a host seems slow
-COPIED_BYTES = 2**28
+SLOW_COPY = 2.0  # times slower than the median host, in copies and all-reduces inside a host
+SLOW_READ = 4.0  # times slower than the median: file systems vary more than links
 NODE = ", node "  # between the name of a machine and a number; no host name has it
 
 
@@ -193,91 +193,6 @@ def host_names(config: RunConfig, environment: Mapping[str, str]) -> list[str]:
     return [f"{name}{NODE}{rank // per_node + 1}" for rank, name in enumerate(names)]
 
 
-def copy_rates(device: torch.device) -> dict[str, float]:
-    """Bytes per second between the host and the device, of pinned and of pageable memory; empty on CPUs."""
-    if device.type == "cpu":
-        return {}
-    rates = {}
-    on_device = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
-    for name in ("pinned", "pageable"):
-        on_host = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=name == "pinned")
-        to_device = partial(on_device.copy_, on_host, non_blocking=True)
-        to_host = partial(on_host.copy_, on_device, non_blocking=True)
-        rates[f"{name}_bytes_per_s"] = COPIED_BYTES / fastest_s(to_device, device=device)
-        rates[f"{name}_to_host_bytes_per_s"] = COPIED_BYTES / fastest_s(to_host, device=device)
-    return rates
-
-
-def read_rates(
-    storage: Path,
-    *,
-    names: Sequence[str],
-    size_bytes: int,
-    device: torch.device,
-    is_late: Callable[[], bool] = lambda: False,
-) -> tuple[dict[str, dict[str, float]], DirectReads]:
-    """The rates of `rates_by_readers`, and the rates into device memory of `direct_rates`.
-
-    Each rank reads a file of its own, which is not in the page cache. A collective call.
-
-    names: host of each rank; is_late: whether larger numbers of processes are left out, a collective call.
-    Raises PreflightError, FollowerError and ReadingError.
-    """
-    read_bytes = size_bytes // BLOCK_BYTES * BLOCK_BYTES
-    with opened_file(storage, names=names, size_bytes=read_bytes, is_named=not missing(device)) as file:
-        read = partial(read_or_error, file.fileno(), where=f"{names[dist.get_rank()]}: {storage}")
-        reads = rates_by_readers(read, names=names, size_bytes=read_bytes, is_late=is_late)
-        return reads, direct_rates(Path(str(file.name)), names=names, size_bytes=read_bytes, device=device)
-
-
-@contextmanager
-def opened_file(
-    storage: Path, *, names: Sequence[str], size_bytes: int, is_named: bool
-) -> Iterator[IO[bytes]]:
-    """A new file with random content on each rank; a collective call.
-
-    names: host of each rank; is_named: whether the file has a name, which kvikio needs to open it. A file
-    without a name disappears even if this process is killed.
-
-    Raises PreflightError on the hosts where a file can't be written, and FollowerError on the others.
-    """
-    with ExitStack() as stack:
-        error = None
-        try:
-            create = tempfile.NamedTemporaryFile if is_named else tempfile.TemporaryFile
-            file: IO[bytes] = stack.enter_context(create(dir=storage))
-            for _ in range(size_bytes // BLOCK_BYTES):
-                file.write(os.urandom(BLOCK_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-        except OSError as problem:
-            error = problem.strerror or str(problem)
-        raise_storage_errors(storage, names=names, errors=exchange.all_gather(error))
-        yield file
-
-
-def raise_storage_errors(storage: Path, *, names: Sequence[str], errors: Sequence[str | None]) -> None:
-    """Raise the error of the first rank that has an error. The message names all hosts with an error.
-
-    names, errors: the host and the error of each rank.
-    """
-    failed = {name: error for name, error in zip(names, errors, strict=True) if error is not None}
-    if failed:
-        first = next(iter(failed.values()))
-        message = f"{listed_hosts(list(failed))}: can't write to {storage}: {first}"
-        if names[dist.get_rank()] not in failed:
-            raise FollowerError(f"ended with {message}")
-        raise PreflightError(f"{message}. Try another task.storage", exclude=())
-
-
-def read_or_error(file: int, *, where: str) -> float | str:
-    """The seconds of `read_s`, or the error and where it was."""
-    try:
-        return read_s(file)
-    except OSError as error:
-        return f"{where}: {error.strerror or error}"
-
-
 def inside_rates(config: RunConfig, *, device: torch.device, size_bytes: int) -> list[float | None]:
     """The bus bandwidth of an all-reduce of each host's ranks; None for hosts with one rank.
 
@@ -297,3 +212,122 @@ def inside_rates(config: RunConfig, *, device: torch.device, size_bytes: int) ->
         if not slow_rates(dict(enumerate(best))):
             break
     return [*best]
+
+
+Host = TypeVar("Host", str, int)
+
+
+@dataclass(frozen=True)
+class MachineMeasurement:
+    """Figures of all ranks and hosts; a part that was left out is empty.
+
+    names: the host of each rank. matrix_s: the time of one product on each rank. copies: what `copy_rates`
+    returned on each rank. reads, direct: what `read_rates` returned. inside: host -> bus bandwidth; None for
+    a host with one rank. links: what `link_rates` returned.
+    """
+
+    device_type: str
+    names: Sequence[str]
+    matrix_s: Sequence[float] = ()
+    copies: Sequence[Mapping[str, float]] = ()
+    reads: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    direct: DirectReads = field(default_factory=DirectReads)
+    inside: Mapping[str, float | None] = field(default_factory=dict)
+    links: Rates = field(default_factory=dict)
+
+    @property
+    def hosts(self) -> list[str]:
+        """Each host once, in the order of the ranks."""
+        return list(dict.fromkeys(self.names))
+
+    def recorded(self) -> MeasuredMachine:
+        """The content of `machine_check.json` without findings."""
+        hosts = self.hosts
+        copies = self.copies or [{}] * len(self.names)
+        flops = 2 * SIDES[self.device_type] ** 3
+        return MeasuredMachine(
+            device=self.device_type,
+            hosts=tuple(hosts),
+            ranks=tuple(
+                RankRates(host, flops / time_s, **copied)
+                for host, time_s, copied in zip(self.names, self.matrix_s, copies, strict=True)
+            ),
+            reads_bytes_per_s=self.reads,
+            direct_reads=self.direct,
+            inside_busbw_bytes_per_s=self.inside,
+            links=tuple(HostLink((hosts[a], hosts[b]), rate) for (a, b), rate in self.links.items()),
+        )
+
+
+def machine_findings(measured: MachineMeasurement) -> list[Finding]:
+    """All findings about slow devices, storage and links."""
+    shares_cores = len(measured.hosts) == 1 and measured.device_type == "cpu"
+    findings = [
+        *([] if shares_cores else slow_devices(measured.names, measured.matrix_s)),
+        *slow_copies(measured.names, measured.copies),
+        *slow_storage(measured.reads),
+        *slow_inside(measured.inside),
+        *slow_links(measured.hosts, measured.links),
+    ]
+    return join_shared(findings, hosts=len(measured.hosts))
+
+
+def slow_devices(names: Sequence[str], matrix_s: Sequence[float]) -> Iterator[Finding]:
+    """names: host of each rank; matrix_s: the time of a product on each."""
+    usual_s = median_low(matrix_s)
+    for rank, (host, time_s) in enumerate(zip(names, matrix_s, strict=True)):
+        if time_s > SLOW * usual_s:
+            yield Finding(host, f"rank {rank}: a {product_takes(time_s, usual_s)}", about="matrix product")
+
+
+def slow_rates(by_host: Mapping[Host, float], *, factor: float = SLOW_COPY) -> dict[Host, float]:
+    """The hosts more than `factor` times slower than the median; empty for fewer than three hosts."""
+    usual = median(by_host.values()) if len(by_host) > 2 else 0.0
+    return {host: rate for host, rate in by_host.items() if rate * factor < usual}
+
+
+def slow_copies(names: Sequence[str], copies: Sequence[Mapping[str, float]]) -> Iterator[Finding]:
+    """The slowest device of a host counts. names: the host of each rank; copies: its `copy_rates`."""
+    for title, key in COPIES.items() if copies else ():
+        slowest: dict[str, float] = {}
+        for host, rates in zip(names, copies, strict=True):
+            if key in rates:
+                slowest[host] = min(rates[key], slowest.get(host, rates[key]))
+        yield from _slow_hosts(title, slowest)
+
+
+def slow_inside(inside: Mapping[str, float | None]) -> Iterator[Finding]:
+    """inside: host -> the bus bandwidth that `inside_rates` returned."""
+    measured = {host: rate for host, rate in inside.items() if rate is not None}
+    yield from _slow_hosts("an all-reduce inside the host", measured)
+
+
+def _slow_hosts(title: str, by_host: Mapping[str, float]) -> Iterator[Finding]:
+    slow = slow_rates(by_host)
+    usual = median(by_host.values()) / 1e9 if by_host else 0.0
+    for host, rate in slow.items():
+        rates = f"{rate / 1e9:.3f} GB/s, and {usual:.3f} elsewhere"
+        yield Finding(host, f"{title}: {rates}", about=title)
+
+
+def slow_storage(reads: Mapping[str, Mapping[str, float]]) -> Iterator[Finding]:
+    """The rate of the largest number of processes counts. reads: what `read_rates` returned."""
+    most = {host: list(rates.values())[-1] for host, rates in reads.items()}
+    usual = median(most.values()) if most else 0.0
+    for host, rate in slow_rates(most, factor=SLOW_READ).items():
+        yield Finding(host, f"reads {rate / 1e6:.0f} MB/s, and {usual / 1e6:.0f} elsewhere")
+
+
+def slow_links(hosts: Sequence[str], rates: Rates) -> Iterator[Finding]:
+    """A single slow link accuses no host, so its finding is not harmful.
+
+    rates: what `link_rates` returned.
+    """
+    of_hosts, of_pairs = slow_hosts(rates), slow_pairs(rates)
+    usual = [rate for pair, rate in rates.items() if not of_hosts.keys() & set(pair) and pair not in of_pairs]
+    others = f"and others {median(usual) / 1e9:.3f}" if usual else "and no link is fast"
+    for host, rate in of_hosts.items():
+        yield Finding(hosts[host], f"its links carry {rate / 1e9:.3f} GB/s, {others}", about="links")
+    for (a, b), rate in of_pairs.items():
+        what = f"the link to {hosts[b]} carries {rate / 1e9:.3f} GB/s, {others}"
+        yield Finding(hosts[a], what, harmful=False)

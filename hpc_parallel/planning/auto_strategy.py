@@ -19,9 +19,9 @@ from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.schedules import SCHEDULES
+from hpc_parallel.planning.collective_times import with_measured_links
 from hpc_parallel.planning.hardware import Hardware, named_hardware
 from hpc_parallel.planning.layouts import AXES, CHECKPOINTING, FREE, Choices, layouts
-from hpc_parallel.planning.measured_links import with_measured_links
 from hpc_parallel.planning.ranking import advantage, seconds, without_room
 from hpc_parallel.planning.run_work import unplanned, unsearched
 from hpc_parallel.planning.search import Candidate, search

@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hpc_parallel.planning.coefficient_fit import Expected, Fitted, fit
-from hpc_parallel.planning.hardware import (
-    FITTED_BY,
-    Hardware,
-    coefficient,
-    hardware_text,
-    with_coefficients,
-)
+from hpc_parallel.planning.coefficient_fit import Fitted, fit
+from hpc_parallel.planning.hardware import FITTED_BY, Hardware, coefficient, hardware_text
 from hpc_parallel.planning.measured_runs import MeasuredRun
 from hpc_parallel.planning.step_time import step_time
 from hpc_parallel.problems import ConfigError, Problem, printable
@@ -70,15 +64,13 @@ def calibrate(runs: Sequence[MeasuredRun], hardware: Hardware) -> Calibration:
     """Fit `hardware` to `runs`. Raises ConfigError if they are too few, alike, or of different devices."""
     if problems := list(_unfit(runs)):
         raise ConfigError(problems)
-
-    def times_s(values: Mapping[str, float]) -> list[float]:
-        machine = with_coefficients(hardware, values)
-        return [planned_s(run, machine) for run in runs]
-
-    expected = {name: Expected(coefficient(hardware, name), TOLERANCES[name]) for name in TOLERANCES}
-    measured_s = [run.step_s for run in runs]
-    fitted = fit(expected, measured_s=measured_s, planned_s=times_s, error=ERROR)
-    after = with_coefficients(hardware, {name: one.value for name, one in fitted.items()})
+    after, fitted = fit(
+        hardware,
+        tolerances=TOLERANCES,
+        measured_s=[run.step_s for run in runs],
+        planned_s=lambda machine: [planned_s(run, machine) for run in runs],
+        error=ERROR,
+    )
     errors = [planned_s(run, after) / run.step_s - 1 for run in runs]
     mean = 100 * sum(map(abs, errors)) / len(errors)
     after = replace(after, calibration=f"{FITTED_BY}, {len(runs)} runs, mean error {mean:.1f} %")

@@ -9,25 +9,18 @@ The method is Levenberg-Marquardt on logarithms (Marquardt 1963).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
+
+from hpc_parallel.planning.hardware import Hardware, coefficient, with_coefficients
 
 ERROR, HUBER = 0.03, 1.0  # the relative error of a time; where outliers begin, in units of `error`
 ROUNDS, TRIES, ENOUGH = 25, 8, 0.01
 SLOPE_STEP = 1e-4
-Vector = list[float]
-Matrix = list[Vector]
-
-
-@dataclass(frozen=True)
-class Expected:
-    """A value before the measurement, and the tolerance of its logarithm."""
-
-    value: float
-    tolerance: float
+Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -39,47 +32,47 @@ class Fitted:
 
 
 def fit(
-    expected: Mapping[str, Expected],
+    start: Hardware,
     *,
+    tolerances: Mapping[str, float],
     measured_s: Sequence[float],
-    planned_s: Callable[[Mapping[str, float]], Sequence[float]],
+    planned_s: Callable[[Hardware], Sequence[float]],
     error: float = ERROR,
-) -> dict[str, Fitted]:
-    """The fitted coefficients by name. planned_s: returns the planned times for given coefficients."""
-    problem = _Problem(expected, measured_s, planned_s, error)
+) -> tuple[Hardware, dict[str, Fitted]]:
+    """Returns `start` with fitted coefficients, and the coefficients by name.
+
+    tolerances: coefficient -> the tolerance of its logarithm. planned_s: the planned times on a hardware.
+    """
+    problem = _Problem(start, tolerances, np.log(measured_s), planned_s, error)
     point, curvature = problem.minimum()
-    variances = [row[at] for at, row in enumerate(np.linalg.inv(curvature).tolist())]
-    return {
-        name: Fitted(math.exp(logarithm), math.sqrt(max(0.0, variance)))
-        for name, logarithm, variance in zip(expected, point, variances, strict=True)
-    }
+    spreads = np.sqrt(np.maximum(0.0, np.diag(np.linalg.inv(curvature))))
+    pairs = zip(tolerances, np.exp(point).tolist(), spreads.tolist(), strict=True)
+    return problem.hardware(point), {name: Fitted(value, spread) for name, value, spread in pairs}
 
 
+@dataclass(frozen=True)
 class _Problem:
-    """The sum that the fit minimises."""
+    """The sum that the fit minimises. A point has the logarithms of the coefficients."""
 
-    def __init__(
-        self,
-        expected: Mapping[str, Expected],
-        measured_s: Sequence[float],
-        planned_s: Callable[[Mapping[str, float]], Sequence[float]],
-        error: float,
-    ) -> None:
-        self._names, self._measured_s, self._planned_s, self._error = (
-            list(expected), measured_s, planned_s, error,
-        )  # fmt: skip
-        self._centre = [math.log(one.value) for one in expected.values()]
-        self._weights = [1 / one.tolerance**2 for one in expected.values()]
+    start: Hardware
+    tolerances: Mapping[str, float]
+    log_measured: Vector
+    planned_s: Callable[[Hardware], Sequence[float]]
+    error: float
 
-    def minimum(self) -> tuple[Vector, Matrix]:
-        """The logarithms of the coefficients at the minimum of the sum, and the curvature there."""
-        point, damping = list(self._centre), 1.0
+    def hardware(self, point: Vector) -> Hardware:
+        return with_coefficients(self.start, dict(zip(self.tolerances, np.exp(point).tolist(), strict=True)))
+
+    def minimum(self) -> tuple[Vector, Vector]:
+        """The point at the minimum of the sum, and the curvature there."""
+        point, damping = self._centre, 1.0
         residual = self._residuals(point)
         best = self._cost(residual, point)
         for _ in range(ROUNDS):
             curvature, gradient = self._model(point, residual)
             for _ in range(TRIES):
-                trial = _minus(point, np.linalg.solve(_damped(curvature, damping), gradient).tolist())
+                damped = curvature + damping * np.diag(np.diag(curvature))
+                trial = point - np.linalg.solve(damped, gradient)
                 trial_residual = self._residuals(trial)
                 cost = self._cost(trial_residual, trial)
                 if cost < best:
@@ -92,40 +85,26 @@ class _Problem:
                 break
         return point, self._model(point, residual)[0]
 
+    @property
+    def _centre(self) -> Vector:
+        return np.log([coefficient(self.start, name) for name in self.tolerances])
+
+    @property
+    def _weights(self) -> Vector:
+        return np.array(list(self.tolerances.values())) ** -2.0
+
     def _residuals(self, point: Vector) -> Vector:
-        values = {name: math.exp(at) for name, at in zip(self._names, point, strict=True)}
-        planned_s = self._planned_s(values)
-        pairs = zip(planned_s, self._measured_s, strict=True)
-        return [math.log(planned / measured) / self._error for planned, measured in pairs]
+        return (np.log(self.planned_s(self.hardware(point))) - self.log_measured) / self.error
 
     def _cost(self, residual: Vector, point: Vector) -> float:
-        robust = sum(r * r if abs(r) < HUBER else 2 * HUBER * abs(r) - HUBER**2 for r in residual)
-        moved = zip(point, self._centre, self._weights, strict=True)
-        return robust + sum(weight * (at - centre) ** 2 for at, centre, weight in moved)
+        size = np.abs(residual)
+        robust = np.where(size < HUBER, size**2, 2 * HUBER * size - HUBER**2).sum()
+        return float(robust + self._weights @ (point - self._centre) ** 2)
 
-    def _model(self, point: Vector, residual: Vector) -> tuple[Matrix, Vector]:
+    def _model(self, point: Vector, residual: Vector) -> tuple[Vector, Vector]:
         """The curvature and the gradient of half the sum (iteratively reweighted least squares)."""
-        slopes = [self._slope(point, residual, at) for at in range(len(point))]
-        weights = [min(1.0, HUBER / max(abs(r), 1e-12)) for r in residual]
-        curvature = [[_dot(one, other, weights) for other in slopes] for one in slopes]
-        gradient = [_dot(slope, residual, weights) for slope in slopes]
-        for at, weight in enumerate(self._weights):
-            curvature[at][at] += weight
-            gradient[at] += weight * (point[at] - self._centre[at])
-        return curvature, gradient
-
-    def _slope(self, point: Vector, residual: Vector, at: int) -> Vector:
-        moved = [value + SLOPE_STEP * (number == at) for number, value in enumerate(point)]
-        return [(new - old) / SLOPE_STEP for new, old in zip(self._residuals(moved), residual, strict=True)]
-
-
-def _dot(one: Vector, other: Vector, weights: Vector) -> float:
-    return sum(weight * a * b for weight, a, b in zip(weights, one, other, strict=True))
-
-
-def _minus(one: Vector, other: Vector) -> Vector:
-    return [a - b for a, b in zip(one, other, strict=True)]
-
-
-def _damped(matrix: Matrix, damping: float) -> Matrix:
-    return [[value * (1 + damping * (i == j)) for j, value in enumerate(row)] for i, row in enumerate(matrix)]
+        steps = SLOPE_STEP * np.eye(len(point))
+        slopes = np.stack([self._residuals(point + step) - residual for step in steps]) / SLOPE_STEP
+        weighted = slopes * np.minimum(1.0, HUBER / np.maximum(np.abs(residual), 1e-12))
+        curvature = weighted @ slopes.T + np.diag(self._weights)
+        return curvature, weighted @ residual + self._weights * (point - self._centre)

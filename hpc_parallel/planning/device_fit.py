@@ -5,14 +5,12 @@ The formulas of a step give the planned time of a row, so a coefficient means th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hpc_parallel.config.site_schema import MachineConfig
-from hpc_parallel.planning.coefficient_fit import Expected, fit
+from hpc_parallel.planning.coefficient_fit import fit
 from hpc_parallel.planning.decoder import DecoderSizes
-from hpc_parallel.planning.hardware import MEASURED_BY, Hardware, Link, coefficient, with_coefficients
-from hpc_parallel.planning.measured_links import ACROSS, INSIDE, with_measured_links
+from hpc_parallel.planning.hardware import MEASURED_BY, Hardware
 from hpc_parallel.planning.operations import NUMBER_BYTES, MatrixProduct, Move
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD
 from hpc_parallel.planning.step_time import StepTerms
@@ -142,38 +140,16 @@ def device_hardware(rows: Sequence[DeviceRow], machine: Machine, *, base: Hardwa
     node = replace(base.node, devices=1)  # while rows are planned
     start = replace(base, device=device, traffic=traffic, network=network, node=node, shared_cores=None)
     fitted = [row for row in rows if row.precision == precision or row.kind != PRODUCT]
-
-    def times_s(values: Mapping[str, float]) -> list[float]:
-        hardware = with_coefficients(start, values)
-        return [planned_s(row, hardware) for row in fitted]
-
-    expected = {name: Expected(coefficient(start, name), wide) for name, wide in TOLERANCES.items()}
-    measured_s = [row.time_s for row in fitted]
-    coefficients = fit(expected, measured_s=measured_s, planned_s=times_s, error=ERROR)
-    hardware = with_coefficients(start, {name: one.value for name, one in coefficients.items()})
+    hardware, _ = fit(
+        start,
+        tolerances=TOLERANCES,
+        measured_s=[row.time_s for row in fitted],
+        planned_s=lambda trial: [planned_s(row, trial) for row in fitted],
+        error=ERROR,
+    )
     return replace(
         hardware,
         node=replace(base.node, devices=machine.node_devices),
         shared_cores=machine.shared_cores,
         calibration=f"{MEASURED_BY} on {machine.devices} devices",
     )
-
-
-def with_links(hardware: Hardware, profile: MachineConfig, *, turns: float) -> tuple[Hardware, list[str]]:
-    """`hardware` with the links of a profile, and a name for each of these links.
-
-    turns: how many devices took turns on each core while the links were measured (`shared_cores.py`).
-    """
-    linked, names = with_measured_links(hardware, profile)
-    node, network = linked.node, linked.network
-    if f"all_reduce {INSIDE}" in names:
-        node = replace(node, collective=_alone(node.collective, turns))
-    if f"send_recv {INSIDE}" in names:
-        node = replace(node, send=_alone(node.send, turns))
-    if f"all_reduce {ACROSS}" in names:
-        network = replace(network, latency_s=network.latency_s / turns)
-    return replace(linked, node=node, network=network), names
-
-
-def _alone(link: Link, turns: float) -> Link:
-    return Link(link.latency_s / turns, link.bytes_per_s * turns)

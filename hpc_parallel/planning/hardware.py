@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
 
@@ -16,13 +17,10 @@ from hpc_parallel.problems import ConfigError, Problem, nearest
 
 EXTENDS = "extends"  # the key that names another file; a file takes missing values from it
 CALIBRATION = "calibration"  # a file does not take this key from another file
-POWER = "power_w"
-RATES = ("write_bytes_per_s", "together_bytes_per_s", "read_bytes_per_s", "copy_bytes_per_s")  # of Storage
-OF_KERNELS = ("compiled", "flash_share", "flash_bytes")  # of Traffic
-OPTIONAL = ("ring_factors", "shared_cores", POWER, CALIBRATION, *OF_KERNELS, *RATES)
+RING_FACTORS = "ring_factors"
 TABLES = {
     "peak_flops": "{bfloat16: 1.0e+14}",
-    "ring_factors": "{reduce_scatter: 2.0}",
+    RING_FACTORS: "{reduce_scatter: 2.0}",
 }  # a legal value of each
 MEASURED_BY, FITTED_BY = "task=calibrate", "plan --calibrate"  # how our `calibration` values begin
 NOT_CALIBRATED = "not calibrated: shares of peaks and launch times are those of a similar device"
@@ -322,7 +320,7 @@ def _typed(kind: type[_T], values: Any, place: str, problems: list[Problem | str
 
 def _broken_rule(name: str, hint: Any, value: Any) -> str | None:
     """The rule that the value of a field breaks, with a legal value if there is a near one; None if legal."""
-    if name in OPTIONAL and value is None:
+    if value is None and (name == RING_FACTORS or NoneType in get_args(hint)):
         return None
     if name == "kind":
         return None if value in DEVICE_KINDS else f"is none of {', '.join(DEVICE_KINDS)}. Try kind: cuda"

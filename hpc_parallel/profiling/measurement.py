@@ -25,6 +25,7 @@ from hpc_parallel.profiling.traffic import NAMES, Traffic
 from hpc_parallel.record.timeline_file import RankTimeline, StageWork, StepTimeline
 from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import finite
+from hpc_parallel.start.start_times import synchronize
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.mesh import axis_of
 from hpc_parallel.strategies.ranges import Action, ActionTimes, recorded_actions
@@ -63,8 +64,11 @@ class Measurement:
     def watch(self, step: int) -> AbstractContextManager[None]:
         """Returns the context in which to run the 1-based `step`."""
         if step == self._counted:
-            return self._measured(self._count())
-        return self._measured(self._time()) if step in self._timed else nullcontext()
+            self._traffic = Traffic()
+            return self._measured(self._traffic)
+        if step in self._timed:
+            return self._measured(timed_step(self._device, into=self._timelines))
+        return nullcontext()
 
     def loading(self, step: int) -> AbstractContextManager[None]:
         """Returns the context in which to fetch the batch of the 1-based `step`."""
@@ -77,32 +81,13 @@ class Measurement:
         self._loading_s.append(time.perf_counter() - started)
 
     @contextmanager
-    def _measured(self, context: AbstractContextManager[None]) -> Iterator[None]:
-        self._synchronise()  # excludes work that was queued before
+    def _measured(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        synchronize(self._device)  # excludes work that was queued before
         started = time.perf_counter()
         with context:
             yield
         self.last_step_s = time.perf_counter() - started
         self._leave_out(self.last_step_s)
-
-    @contextmanager
-    def _count(self) -> Iterator[None]:
-        self._traffic = Traffic()
-        with self._traffic:
-            yield
-
-    @contextmanager
-    def _time(self) -> Iterator[None]:
-        with timed_step(self._device, into=self._timelines):
-            yield
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self._device.type == "cuda"
-
-    def _synchronise(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize(self._device)
 
     def figures(self) -> dict[str, Any]:
         """Returns the measured keys of `summary.json`, the same on all ranks. All ranks call it together."""

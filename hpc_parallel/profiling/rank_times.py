@@ -17,11 +17,17 @@ import torch
 import torch.distributed as dist
 
 from hpc_parallel.failure.left_out import left_out
-from hpc_parallel.profiling.link_rates import link_rates
-from hpc_parallel.profiling.links import Pair
+from hpc_parallel.profiling.links import Pair, link_rates
 from hpc_parallel.profiling.measurement import timed_step
-from hpc_parallel.profiling.slow_network import MESSAGE_BYTES, SlowNetwork
-from hpc_parallel.profiling.slow_ranks import SAMPLES, Accusations, RankTime, SlowRank, slow_ranks
+from hpc_parallel.profiling.slow_ranks import (
+    MESSAGE_BYTES,
+    SAMPLES,
+    Accusations,
+    RankTime,
+    SlowNetwork,
+    SlowRank,
+    slow_ranks,
+)
 from hpc_parallel.profiling.timeline import Timeline, length
 from hpc_parallel.strategies import exchange
 

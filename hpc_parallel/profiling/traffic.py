@@ -90,32 +90,28 @@ def bytes_of(value: Any) -> int:
     return value.nbytes if isinstance(value, Tensor) else sum(bytes_of(part) for part in value)
 
 
-def ring_reduce(name: str) -> Rule:
+def both_ways(name: str, amount: Callable[[int, int], float]) -> Rule:
+    """Each rank sends and receives `amount` of (bytes of the argument `name`, number of ranks)."""
+
     def rule(arguments: Mapping[str, Any], place: GroupPosition) -> Moved:
-        amount = 2 * bytes_of(arguments[name]) * (place.ranks - 1) / place.ranks
-        return Moved(amount, amount)
+        moved = amount(bytes_of(arguments[name]), place.ranks)
+        return Moved(moved, moved)
 
     return rule
+
+
+def ring_reduce(name: str) -> Rule:
+    return both_ways(name, lambda size, ranks: 2 * size * (ranks - 1) / ranks)
 
 
 def local_slice(name: str) -> Rule:
     """Argument `name` is one rank's slice: every other rank receives it, or contributes to it."""
-
-    def rule(arguments: Mapping[str, Any], place: GroupPosition) -> Moved:
-        amount = bytes_of(arguments[name]) * (place.ranks - 1)
-        return Moved(amount, amount)
-
-    return rule
+    return both_ways(name, lambda size, ranks: size * (ranks - 1))
 
 
 def all_slices(name: str) -> Rule:
     """Argument `name` holds the slices of all ranks. All of them move except this rank's slice."""
-
-    def rule(arguments: Mapping[str, Any], place: GroupPosition) -> Moved:
-        amount = bytes_of(arguments[name]) * (place.ranks - 1) / place.ranks
-        return Moved(amount, amount)
-
-    return rule
+    return both_ways(name, lambda size, ranks: size * (ranks - 1) / ranks)
 
 
 def from_root(name: str, root: str = "root_rank") -> Rule:

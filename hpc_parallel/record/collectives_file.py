@@ -1,17 +1,29 @@
-"""What `task=collectives` measured: `collectives.json`, which anybody may have written."""
+"""What `task=collectives` measured: `collectives.json`, its tables for people, and CSV.
+
+Anybody may have written the rows.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from hpc_parallel.problems import printable
+from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.typed import build, first, read_record
 
 MOST_ROWS, MOST_WARNINGS, MOST_NAMES = 10_000, 100, 8
 PREDICTED = "predicted_s"  # a key of the rows if the run had a machine profile
+COLUMNS = (
+    "group", "ranks", "operation", "dtype", "size_bytes", "time_s", "spread", "rounds", "algbw_bytes_per_s",
+    "busbw_bytes_per_s",
+)  # fmt: skip
+NCCL_TESTS = ("count", "redop", "wrong")  # further columns, as nccl-tests has them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,3 +79,102 @@ class Collectives:
 def rows_of(lines: Iterable[Any]) -> list[CollectiveRow]:
     """The rows in lines of `metrics.jsonl`; other lines are left out."""
     return [row for line in lines if (row := build(CollectiveRow, line)) is not None][:MOST_ROWS]
+
+
+def as_csv(rows: Rows) -> str:
+    """The rows with a header line."""
+    out = io.StringIO()
+    columns = (*COLUMNS, *NCCL_TESTS, *([PREDICTED] if has_predictions(rows) else []))
+    writer = csv.DictWriter(out, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(map(vars, rows))
+    return out.getvalue()
+
+
+def has_predictions(rows: Rows) -> bool:
+    """Whether a machine profile predicted any of the times."""
+    return any(row.predicted_s is not None for row in rows)
+
+
+def full_table(rows: Rows) -> str:
+    """All rows, as nccl-tests prints them, under a heading for each group and operation."""
+    lines: list[str] = []
+    with_predictions = has_predictions(rows)
+    for (group, operation, ranks), part in grouped(rows, "group", "operation", "ranks"):
+        lines += [f"{operation}, {group}{_aliases(part[0])}: {ranks} ranks"]
+        cells: list[tuple[str, ...]] = [
+            ("size (B)", "count", "type", "redop", "time (us)", "spread", "algbw (GB/s)", "busbw (GB/s)",
+             "#wrong", "predicted (us)")
+        ]  # fmt: skip
+        cells += [(*_full_cells(row), _predicted(row)) for row in part]
+        if not with_predictions:
+            cells = [line[:-1] for line in cells]
+        lines += [*aligned(cells), ""]
+    return "\n".join(lines)
+
+
+def short_table(rows: Rows) -> list[str]:
+    """A line for each group, operation and type: the time of the smallest size, the largest bandwidth."""
+    titles = ("ranks", "operation", "type", "smallest", "busbw at best", "at size", "predicted", "measured")
+    cells: list[tuple[str, ...]] = [titles]
+    with_predictions = has_predictions(rows)
+    for (group, operation, dtype), part in grouped(rows, "group", "operation", "dtype"):
+        best = max(part, key=lambda row: row.busbw_bytes_per_s)
+        rates = (f"{best.busbw_bytes_per_s / 1e9:.3f} GB/s", f"{best.size_bytes} B")
+        cells.append((
+            f"{group}{_aliases(part[0])} ({part[0].ranks})", operation, dtype,
+            f"{part[0].time_s * 1e6:.1f} us", *(rates if best.size_bytes else ("", "")),
+            *_compared(best),
+        ))  # fmt: skip
+    return aligned(cells if with_predictions else [line[:-2] for line in cells])
+
+
+def row_cells(row: CollectiveRow) -> list[str]:
+    """A row for the screen, the most important cells first; the cells of all rows have the same widths."""
+    return [
+        row.operation.ljust(14), size(row.size_bytes).rjust(9),
+        f"{row.time_s * 1e6:.1f} us".rjust(11), row.dtype.ljust(8),
+        f"{row.busbw_bytes_per_s / 1e9:.3f} GB/s".rjust(12), row.group,
+    ]  # fmt: skip
+
+
+def _compared(row: CollectiveRow) -> tuple[str, str]:
+    """The predicted and the measured time of a row; nothing without a prediction."""
+    predicted = _predicted(row)
+    return (f"{predicted} us", f"{row.time_s * 1e6:.1f} us") if predicted else ("", "")
+
+
+def grouped(rows: Rows, *keys: str) -> list[tuple[tuple[str, ...], list[CollectiveRow]]]:
+    """Group the rows by the printable values of `keys`. The groups are in the order of their first rows."""
+    groups: dict[tuple[str, ...], list[CollectiveRow]] = {}
+    for row in rows:
+        groups.setdefault(tuple(printable(getattr(row, key)) for key in keys), []).append(row)
+    return list(groups.items())
+
+
+def _full_cells(row: CollectiveRow) -> tuple[str, ...]:
+    return (
+        str(row.size_bytes), _count(row.count), printable(row.dtype),
+        printable(row.redop or "-"), f"{row.time_s * 1e6:.1f}", f"{row.spread:.0%}",
+        f"{row.algbw_bytes_per_s / 1e9:.3f}", f"{row.busbw_bytes_per_s / 1e9:.3f}",
+        _count(row.wrong),
+    )  # fmt: skip
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _aliases(row: CollectiveRow) -> str:
+    """The other names of a group, as ` = axis shard`."""
+    return "".join(f" = {printable(name)}" for name in row.also if name)
+
+
+def _predicted(row: CollectiveRow) -> str:
+    return "" if row.predicted_s is None else f"{row.predicted_s * 1e6:.1f}"
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table whose columns are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.rjust, line, widths)) for line in cells]

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpc_parallel.problems import printable
-from hpc_parallel.record.collectives_file import CollectiveRow, Collectives, Rows, rows_of
-from hpc_parallel.record.collectives_table import short_table
+from hpc_parallel.record.collectives_file import (
+    CollectiveRow,
+    Collectives,
+    Rows,
+    aligned,
+    rows_of,
+    short_table,
+)
 from hpc_parallel.record.machine_check_table import MeasuredMachine, machine_lines
 from hpc_parallel.record.metrics_file import milliseconds, per_second, read_metrics
 from hpc_parallel.record.run_folder import RunFolder
@@ -86,8 +92,7 @@ def show_table(rows: Sequence[Latency]) -> list[str]:
         rates = [row.samples_per_s, *([row.tokens_per_s] if with_tokens else [])]
         times = map(milliseconds, (row.latency_s, row.latency_p99_s))
         cells.append([str(row.batch_size), *times, *(per_second(rate) for rate in rates if rate is not None)])
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    return aligned(cells)
 
 
 def texts(generated: Sequence[Continued], *, show: int) -> list[str]:

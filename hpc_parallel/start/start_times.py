@@ -1,15 +1,27 @@
-"""The times of two short operations, a matrix product and a small all-reduce, which show slow ranks."""
+"""The times of two short operations at a start, a matrix product and a small all-reduce.
+
+They show slow ranks, and the speeds of devices that differ (`strategy.shares=measured`).
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 import time
-from statistics import median_low
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median, median_low
 
 import torch
 import torch.distributed as dist
 
+from hpc_parallel.config.checks.shares_checks import MOST_RATIO, batch_problems
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.batch_plan import batch_of
+from hpc_parallel.layout.layout import Layout, servers
+from hpc_parallel.layout.shares import MEASURED
 from hpc_parallel.machine.host_findings import SLOW
+from hpc_parallel.problems import spell
 from hpc_parallel.strategies import exchange
 
 ROUNDS, ROUND_S = 3, 0.2  # of matrix products; the fastest round counts
@@ -17,6 +29,7 @@ MOST_TRIES = 3  # repeated while a rank seems slow: noise seldom slows the same 
 SIDES = {"cpu": 512, "cuda": 4096}
 SUMMED_BYTES = 2**20
 SUMS = 5
+SHARES_ROUNDS = 11  # about two seconds, so that other work on a host does not decide the result
 
 
 def matrix_times_s(device: torch.device) -> list[float]:
@@ -71,3 +84,36 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def with_measured_shares(config: RunConfig, layout: Layout, *, device: torch.device) -> RunConfig:
+    """Replace `strategy.shares=measured` by the speed of each part of the layout; a collective call.
+
+    All devices compute matrix products at the same time, so processes that share cores slow each other as
+    they do in the training. Rank 0 prints the shares.
+    """
+    if config.strategy.shares != MEASURED:
+        return config
+    dist.barrier()
+    time_s = median(product_times_s(device, rounds=SHARES_ROUNDS))
+    (times_s,) = exchange.all_gather_numbers([time_s], device=torch.device("cpu"))
+    shares = shares_of(times_s[servers(config.strategy) :], layout)
+    measured = replace(config, strategy=replace(config.strategy, shares=shares))
+    if dist.get_rank() == 0:
+        print(f"strategy.shares={spell(shares)} was measured", flush=True)
+        for problem in batch_problems(measured, batch_of(measured, layout)):
+            print(f"WARNING: {problem}", file=sys.stderr, flush=True)
+    return measured
+
+
+def shares_of(times_s: Sequence[float], layout: Layout) -> list[float]:
+    """The speed of each replica, or of each rank of a pipeline, relative to the fastest (two decimals).
+
+    times_s: the times of the same work on each rank of the layout. A part is as fast as its slowest rank.
+    """
+    slowest: dict[int, float] = {}
+    for rank, time_s in enumerate(times_s):
+        part = layout.coordinates(rank)["pipeline"] if layout.pipeline > 1 else layout.replica(rank)
+        slowest[part] = max(slowest.get(part, 0.0), time_s)
+    fastest_s = min(slowest.values())
+    return [max(round(fastest_s / slowest[part], 2), 1 / MOST_RATIO) for part in sorted(slowest)]

@@ -34,7 +34,7 @@ from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_yaml
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.start.device_speeds import with_measured_shares
+from hpc_parallel.start.start_times import with_measured_shares
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.groups import Groups, make_groups

@@ -16,7 +16,7 @@ import json
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning import coefficient_fit
 from hpc_parallel.planning.calibration import calibrate, planned_s
-from hpc_parallel.planning.coefficient_fit import Expected
 from hpc_parallel.planning.hardware import Hardware, read_hardware, with_coefficients
 from hpc_parallel.planning.measured_runs import MeasuredRun
 from hpc_parallel.planning.run_work import work_of_run
@@ -80,13 +79,12 @@ def measured_s(row: Row) -> float:
 
 def fit(rows: Sequence[Row], hardware: Hardware) -> dict[str, float]:
     """The coefficients by name."""
-
-    def planned_s(values: Mapping[str, float]) -> list[float]:
-        machine = with_coefficients(hardware, values)
-        return [plan_row(row, machine).total_s for row in rows]
-
-    expected = {name: Expected(*pair) for name, pair in EXPECTED.items()}
-    fitted = coefficient_fit.fit(expected, measured_s=list(map(measured_s, rows)), planned_s=planned_s)
+    _, fitted = coefficient_fit.fit(
+        with_coefficients(hardware, {name: value for name, (value, _) in EXPECTED.items()}),
+        tolerances={name: tolerance for name, (_, tolerance) in EXPECTED.items()},
+        measured_s=list(map(measured_s, rows)),
+        planned_s=lambda machine: [plan_row(row, machine).total_s for row in rows],
+    )
     return {name: one.value for name, one in fitted.items()}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
@@ -19,17 +18,18 @@ import torch.distributed as dist
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.machine.host_findings import Finding
-from hpc_parallel.measure import direct_storage, preflight_findings, preflight_task
-from hpc_parallel.measure.preflight_findings import (
+from hpc_parallel.measure import preflight_task, storage_rates
+from hpc_parallel.measure.preflight_task import (
     MachineMeasurement,
+    check_machine,
+    machine_findings,
     slow_copies,
     slow_devices,
     slow_inside,
     slow_links,
     slow_storage,
 )
-from hpc_parallel.measure.preflight_task import check_machine
-from hpc_parallel.measure.read_scaling import ReadingError, powers
+from hpc_parallel.measure.storage_rates import ReadingError, powers
 from hpc_parallel.record.machine_check_table import DirectReads, MeasuredMachine, machine_lines
 from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.run_folder import RunFolder
@@ -102,7 +102,7 @@ def judged(run_folder: str, slow_rank: int) -> str:
         patch.setattr(preflight_task, "host_names", lambda *_: names)
         patch.setattr(preflight_task, "matrix_times_s", lambda _: times_s)
         patch.setattr(preflight_task, "link_rates", lambda *_, **__: {})
-        patch.setattr(preflight_findings, "SLOW_READ", 1e9)
+        patch.setattr(preflight_task, "SLOW_READ", 1e9)
         try:
             check_machine(TaskContext(config, values, folder, torch.device("cpu"), environment={}))
         except (PreflightError, FollowerError) as error:
@@ -178,7 +178,7 @@ def test_slow_copies_and_slow_all_reduces_inside_a_host_are_named() -> None:
         device_type="cuda", names=names, matrix_s=[0.01] * 8, copies=copies,
         reads={host: {"1": 1e9} for host in inside}, inside=inside, links={},
     )  # fmt: skip
-    assert [finding.host for finding in preflight_findings.machine_findings(measured)] == ["n3", "n1", "n4"]
+    assert [finding.host for finding in machine_findings(measured)] == ["n3", "n1", "n4"]
     lines = machine_lines(measured.recorded())
     assert "copy to the device, pinned: 46.5 GB/s (median), 12.0 (slowest)" in lines
     assert "copy to the host, pageable: 10.0 GB/s (median), 2.0 (slowest)" in lines
@@ -279,7 +279,7 @@ def stored(storage: str, size_bytes: int) -> str:
     folder = Path(storage) / ("" if dist.get_rank() == 1 else "nope")
     names = ["n1", "n2", "n3"]
     try:
-        preflight_task.read_rates(folder, names=names, size_bytes=size_bytes, device=torch.device("cpu"))
+        storage_rates.read_rates(folder, names=names, size_bytes=size_bytes, device=torch.device("cpu"))
     except (PreflightError, FollowerError, ReadingError) as error:
         return f"{type(error).__name__}: {error}"
     return "measured"
@@ -295,12 +295,10 @@ def test_storage_that_can_not_be_used_is_named_with_its_hosts(workers: Workers, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_read_error_is_named_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: int) -> float:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(preflight_task, "read_s", broken)
-    assert preflight_task.read_or_error(0, where="n1: /data") == "n1: /data: Input/output error"
+def test_a_read_error_is_named_with_its_host(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    assert storage_rates.read_s(folder, where="n1: /data") == "n1: /data: Is a directory"
+    os.close(folder)
 
 
 class StandIn:
@@ -335,7 +333,7 @@ class StandIn:
         self.cufile_driver = SimpleNamespace(get={"is_gds_available": available}.__getitem__)
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(direct_storage, "missing", lambda _: None)  # a CPU plays the GPU
+        patch.setattr(storage_rates, "kvikio_problem", lambda _: None)  # a CPU plays the GPU
         patch.setitem(sys.modules, "kvikio", self)  # type: ignore[arg-type]
         patch.setitem(sys.modules, "kvikio.defaults", self.defaults)  # type: ignore[arg-type]
         patch.setitem(sys.modules, "kvikio.cufile_driver", self.cufile_driver)  # type: ignore[arg-type]
@@ -351,7 +349,7 @@ def direct(folder: str, options: dict[str, Any]) -> tuple[DirectReads, int]:
     module = StandIn(**options)
     with pytest.MonkeyPatch.context() as patch:
         module.install(patch)
-        found = direct_storage.direct_rates(
+        found = storage_rates.direct_rates(
             path, names=["n1", "n1", "n2"], size_bytes=SIZE, device=torch.device("cpu")
         )
     return found, module.reads
@@ -386,19 +384,19 @@ def test_whether_it_was_true_direct_storage(
     module: StandIn, counted: int | None, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module.install(monkeypatch)
-    assert direct_storage.mode(module, counted=counted) == mode
+    assert storage_rates.direct_mode(module, counted=counted) == mode
     monkeypatch.delattr(module.defaults, "is_compat_mode_preferred")
-    unknown = direct_storage.mode(module, counted=counted)  # of another version
+    unknown = storage_rates.direct_mode(module, counted=counted)  # of another version
     assert unknown.startswith("unknown whether in compatibility mode: kvikio 0, AttributeError: ")
 
 
 def test_what_can_not_be_measured_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert direct_storage.missing(torch.device("cpu")) == "no GPU"
-    assert direct_storage.missing(torch.device("cuda")) == "kvikio is not installed"
+    assert storage_rates.kvikio_problem(torch.device("cpu")) == "no GPU"
+    assert storage_rates.kvikio_problem(torch.device("cuda")) == "kvikio is not installed"
     (tmp_path / "file").write_bytes(bytes(100))
     StandIn().install(monkeypatch)
-    reader = direct_storage.open_reader(tmp_path / "file", size_bytes=100, device=torch.device("cpu"))
-    assert isinstance(reader, direct_storage.DirectReader)
+    reader = storage_rates.open_reader(tmp_path / "file", size_bytes=100, device=torch.device("cpu"))
+    assert isinstance(reader, storage_rates.DirectReader)
     assert reader.first_error() is None
     (tmp_path / "file").write_bytes(bytes(60))
     assert "size" in str(reader.first_error())  # of the tensors
@@ -408,7 +406,7 @@ def test_what_can_not_be_measured_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(reader.kvikio.CuFile, "read", lambda *_: 100)
     assert reader.first_error() == "kvikio read wrong bytes"
     monkeypatch.setitem(sys.modules, "kvikio", None)
-    assert "kvikio" in str(direct_storage.open_reader(tmp_path, size_bytes=9, device=torch.device("cpu")))
+    assert "kvikio" in str(storage_rates.open_reader(tmp_path, size_bytes=9, device=torch.device("cpu")))
 
 
 def test_reads_that_nvidia_fs_counts(tmp_path: Path) -> None:
@@ -417,10 +415,10 @@ def test_reads_that_nvidia_fs_counts(tmp_path: Path) -> None:
     head = "NVFS statistics(ver: 4.0)\nIO stats: Enabled, peer IO stats: Disabled\n\nReads\t\t\t\t: "
     counts = "n=120 ok=120 err=0 readMiB=480 io_state_err=0\nReads\t\t\t\t: Bandwidth(MiB/s)=9"
     statistics.write_text(head + counts)
-    assert direct_storage.counted_reads(statistics) == 120
+    assert storage_rates.counted_reads(statistics) == 120
     statistics.write_text(head + "err=0 io_state_err=0\n")
-    assert direct_storage.counted_reads(statistics) is None
-    assert direct_storage.counted_reads(tmp_path / "none") is None
+    assert storage_rates.counted_reads(statistics) is None
+    assert storage_rates.counted_reads(tmp_path / "none") is None
 
 
 def test_lines_about_direct_storage() -> None:

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from hpc_parallel.__main__ import main
 from hpc_parallel.commands import run_rows
 from hpc_parallel.failure.run_state import RUNNING, State
-from hpc_parallel.profiling import link_rates, rank_times
+from hpc_parallel.profiling import links, rank_times
 from hpc_parallel.profiling.slow_ranks import Accusations
 from hpc_parallel.profiling.timeline import WAIT
 from hpc_parallel.record.recorded import read_run
@@ -33,7 +33,7 @@ def long_waits(slow: int | None) -> tuple[list[str], list[int]]:
     Every rank poses as a host of its own. Returns the line of each slow rank, and the timed steps.
     """
     records: list[dict[str, Any]] = []
-    swap, cost = link_rates.swap, rank_times.COST
+    swap, cost = links.swap, rank_times.COST
     rank = dist.get_rank()
 
     def slow_swap(send: Tensor, receive: Tensor, peer: int) -> None:
@@ -46,7 +46,7 @@ def long_waits(slow: int | None) -> tuple[list[str], list[int]]:
         leave_out=lambda seconds: None, device_state=dict, accusations=Accusations([], steps_done=0),
         write=records.append,
     )  # fmt: skip
-    rank_times.COST, link_rates.swap = math.inf, slow_swap
+    rank_times.COST, links.swap = math.inf, slow_swap
     try:
         for step in range(1, 62):
             with times.loading(step):
@@ -56,7 +56,7 @@ def long_waits(slow: int | None) -> tuple[list[str], list[int]]:
                 with record_function(WAIT):
                     time.sleep(0.003)
     finally:
-        rank_times.COST, link_rates.swap = cost, swap
+        rank_times.COST, links.swap = cost, swap
     samples = records[-1]["samples"] if records else []
     return [str(each) for each in times.slow()], [sample["step"] for sample in samples]
 

@@ -31,7 +31,7 @@ import xxhash
 import yaml
 
 from hpc_parallel.__main__ import main
-from hpc_parallel.record.collectives_table import COLUMNS
+from hpc_parallel.record.collectives_file import COLUMNS
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, write_sweep

@@ -21,8 +21,15 @@ from hpc_parallel.measure.collective_cases import OPERATIONS, Group, Patterns, e
 from hpc_parallel.measure.collectives import FEW_BATCHES, Bench
 from hpc_parallel.measure.collectives_plan import BATCHES, CollectivesPlan, PlannedRow, RowTime, coarse_first
 from hpc_parallel.measure.machine_profile import fit_link, machine_profile
-from hpc_parallel.record.collectives_file import CollectiveRow, Collectives, rows_of
-from hpc_parallel.record.collectives_table import COLUMNS, as_csv, full_table, short_table
+from hpc_parallel.record.collectives_file import (
+    COLUMNS,
+    CollectiveRow,
+    Collectives,
+    as_csv,
+    full_table,
+    rows_of,
+    short_table,
+)
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.typed import build
 from hpc_parallel.worker.time_budget import rounded_up

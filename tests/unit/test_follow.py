@@ -14,8 +14,7 @@ from rich.console import Console
 
 from hpc_parallel.launch.follow import RunFollower
 from hpc_parallel.record.checkpoint_index import MARKER
-from hpc_parallel.record.collectives_file import CollectiveRow
-from hpc_parallel.record.collectives_table import row_cells
+from hpc_parallel.record.collectives_file import CollectiveRow, row_cells
 from hpc_parallel.record.metrics_file import SEPARATOR, MetricsLine, MetricsReader, described, figure, fitting
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.rank_output import OutputTail

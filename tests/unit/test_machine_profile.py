@@ -14,11 +14,9 @@ from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.site_schema import MachineConfig
 from hpc_parallel.config.task_schema import COLLECTIVES
 from hpc_parallel.launch.checked_run import checked_run
-from hpc_parallel.measure.machine_comparison import compare
-from hpc_parallel.measure.machine_profile import machine_profile
+from hpc_parallel.measure.machine_profile import compare, machine_profile
 from hpc_parallel.planning.collective_times import bus_factor, predict
-from hpc_parallel.record.collectives_file import CollectiveRow
-from hpc_parallel.record.collectives_table import as_csv, full_table, short_table
+from hpc_parallel.record.collectives_file import CollectiveRow, as_csv, full_table, short_table
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json

@@ -20,9 +20,9 @@ from hpc_parallel.layout.layout import Layout, layout_of
 from hpc_parallel.layout.model_weights import weights_of
 from hpc_parallel.layout.setup import Setup
 from hpc_parallel.planning import memory
+from hpc_parallel.planning.collective_times import with_measured_links
 from hpc_parallel.planning.group_times import GroupExchange, GroupShape, bus_bytes_per_s
 from hpc_parallel.planning.hardware import hardware_names, read_hardware
-from hpc_parallel.planning.measured_links import with_measured_links
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Pipeline, orders
 from hpc_parallel.planning.pipeline_times import simulate
 from hpc_parallel.planning.planned_state import Division

@@ -18,7 +18,7 @@ from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.shares import apportion, batch_shares, slowdown
 from hpc_parallel.layout.stage_cuts import balance
 from hpc_parallel.models.layered import PartCosts
-from hpc_parallel.start.device_speeds import shares_of
+from hpc_parallel.start.start_times import shares_of
 from tests.composed import composed
 
 

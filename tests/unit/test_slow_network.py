@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from hpc_parallel.profiling.links import Pair, rounds
-from hpc_parallel.profiling.slow_network import MOST_CHECKS, MOST_ROUNDS, SlowNetwork, least_waits
-from hpc_parallel.profiling.slow_ranks import RankTime
+from hpc_parallel.profiling.slow_ranks import MOST_CHECKS, MOST_ROUNDS, RankTime, SlowNetwork, least_waits
 
 GIGABYTE = 1e9
 
