@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpc_parallel.layout.counts import count, is_reference_decoder
+from hpc_parallel.layout.counts import count, is_reference_decoder, sequence_length
 from hpc_parallel.layout.layout import SPMD, Layout
+from hpc_parallel.layout.step_facts import HALF, number_bytes, product_bytes
 
 if TYPE_CHECKING:
     from hpc_parallel.config.schema import RunConfig
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 LOSS_CHUNK_BYTES = {"cpu": 2**29, "cuda": 2**31}
 """Of the float32 logits that strategies/chunked_loss.py has at a time, by device type."""
 STATES = {"adamw": 2}  # tensors of the optimizer as large as the weights; other optimizers count as 0
-HALF = ("bfloat16", "float16")
 USABLE = 0.85  # of a device's memory; the rest is for the driver, NCCL and gaps of the allocator
 SPLITTING = ("pipeline", "shard", "expert", "tensor")  # axes that give each device a part of the weights
 
@@ -36,7 +36,7 @@ def least_bytes(config: RunConfig, layout: Layout) -> int | None:
 
 def bytes_of_a_weight(config: RunConfig) -> tuple[int, int]:
     """Lower bounds in bytes for one weight with its optimizer state, and for its gradient."""
-    number = 8 if config.training.precision == "float64" else 4
+    number = number_bytes(config)
     if not trains(config):
         return number, 0
     spmd = config.strategy.execution == SPMD
@@ -85,15 +85,14 @@ def sample_bytes(config: RunConfig, layout: Layout) -> int | None:
     The first term is float32 or float64, and the others have the compute dtype. A pipeline rank keeps fewer
     blocks of more microbatches, which needs about the same memory. A test compares this with torch.
     """
-    length = config.data.get("sequence_length") if isinstance(config.data, dict) else None
-    if parameters(config) is None or not isinstance(length, int):
+    length = sequence_length(config)
+    if parameters(config) is None or length is None:
         return None
     blocks, heads, kv_heads, columns, vocabulary = (
         count(config, name)[1] or 0 for name in ("blocks", "heads", "kv_heads", "columns", "vocabulary")
     )
     dim: int = config.model["dim"]
-    number = 8 if config.training.precision == "float64" else 4
-    product = 2 if config.training.precision in HALF else number
+    number, product = number_bytes(config), product_bytes(config)
     columns *= config.model.get("experts_per_token") or 1
     of_block = 9 * dim * number + (2 * kv_heads * (dim // heads) + 4 * columns) * product
     if config.training.activation_checkpointing == "full":

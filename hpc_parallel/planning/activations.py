@@ -6,15 +6,12 @@ Each function lists the tensors in the order of the forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.counts import is_reference_decoder
-from hpc_parallel.layout.layout import DATAPARALLEL, Layout
-from hpc_parallel.layout.model_bytes import HALF
-from hpc_parallel.layout.schedules import schedule_of
+from hpc_parallel.layout.layout import Layout
+from hpc_parallel.layout.step_facts import Types, chunks_loss, types_of
 
 INDEX = 8  # bytes of an int64
 
@@ -40,60 +37,17 @@ class Kept:
         return sum(self.blocks[blocks.start : blocks.stop]) + ends + self.shared
 
 
-@dataclass(frozen=True)
-class Types:
-    """Bytes of a number: in matrix products, in norms and the loss (precise), between blocks (stream).
-
-    cast: weights are cast once a step or gathered in the type of the products. If false, autocast casts them.
-    """
-
-    product: int
-    precise: int
-    stream: int
-    cast: bool
-
-
-def types_of(config: RunConfig, layout: Layout) -> Types:
-    """The types that `strategies/precision.py`, `working_weights.py` and `shard.py` choose."""
-    precision = config.training.precision
-    precise = 8 if precision == "float64" else 4
-    product = 2 if precision in HALF else precise
-    cast = precision not in HALF or layout.by_fully_shard or casts_once(config)
-    return Types(product, precise, product if cast else precise, cast)
-
-
-def casts_once(config: RunConfig) -> bool:
-    """Whether `strategies/working_weights.py` casts the weights of a step once. Not for fully_shard.
-
-    fully_shard casts weights itself. A schedule that splits the backward pass does not use cast weights,
-    because it computes gradients of the weights that a module holds. nn.DataParallel does not use them
-    either, because its replicas hold their own weights.
-    """
-    strategy = config.strategy
-    outside = strategy.execution == DATAPARALLEL or schedule_of(strategy).splits_backward
-    return config.training.precision == "bfloat16" and not outside
-
-
-def chunks_loss(config: RunConfig, layout: Layout) -> bool:
-    """Whether the loss is computed in chunks: `strategies/chunked_loss.py:applies` for our models."""
-    outside = config.task.name == "generate" or config.strategy.execution == DATAPARALLEL
-    whole = layout.tensor == 1 or config.strategy.loss_parallel
-    return config.training.chunked_loss and not outside and whole
-
-
 def kept_of(config: RunConfig, layout: Layout, *, samples: int, sample_shape: tuple[int, ...]) -> Kept | None:
     """What a microbatch of `samples` keeps in eager mode; None for a model whose parts are unknown."""
-    model = config.model if isinstance(config.model, dict) else {}
     if not is_reference_decoder(config):
         return None
-    return _decoder(_Run(config, layout, model, samples, sample_shape))
+    return _decoder(_Run(config, layout, samples, sample_shape))
 
 
 @dataclass(frozen=True)
 class _Run:
     config: RunConfig
     layout: Layout
-    model: Mapping[str, Any]
     samples: int
     shape: tuple[int, ...]
 
@@ -103,7 +57,7 @@ class _Run:
 
     def size(self, key: str) -> int:
         """A number of the model's configuration."""
-        return int(self.model[key])
+        return int(self.config.model[key])
 
     @property
     def mode(self) -> str:
@@ -123,7 +77,7 @@ def _decoder(run: _Run) -> Kept:
     fused = run.config.device != "cpu" and types.cast
     norm = sliced * (dim * (types.stream if fused else 2 * types.precise) + types.precise)
     attention = _attention(run, tokens)
-    feed_forward = _experts(run, tokens) if "experts" in run.model else _swiglu(run, tokens)
+    feed_forward = _experts(run, tokens) if "experts" in run.config.model else _swiglu(run, tokens)
     full = 2 * (norm + tokens * dim * types.product) + attention.kept + feed_forward.kept
     full += 0 if types.cast else _casts(run, tokens)
     stream = sliced * dim * types.stream
@@ -145,7 +99,7 @@ def _casts(run: _Run, tokens: int) -> int:
     tensor = run.layout.tensor
     dim, kv = run.size("dim"), run.size("kv_heads") * (run.size("dim") // run.size("heads"))
     weights, inputs = 2 * dim * (dim + kv), 2
-    if "experts" in run.model:
+    if "experts" in run.config.model:
         weights += run.size("experts") * dim * tensor
     else:
         weights, inputs = weights + 3 * dim * run.size("ffn_dim"), 3
@@ -204,7 +158,7 @@ def _language_loss(run: _Run, tokens: int) -> int:
     """The projection and the loss (chunked_loss.py, language.py)."""
     types, split = run.types, run.layout.tensor
     dim, vocabulary = run.size("dim"), run.size("vocab_size")
-    if chunks_loss(run.config, run.layout):
+    if chunks_loss(run.config, tensor=split):
         of_weights = types.product if types.cast else types.precise
         return (tokens * dim + -(-vocabulary // split) * dim) * of_weights  # gradients of inputs and weights
     rows = -(-vocabulary // split)

@@ -1,13 +1,21 @@
-"""The operations of a decoder-only transformer on one device, for one microbatch."""
+"""The operations of a decoder-only transformer on one device, for one microbatch, and their times."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from hpc_parallel.planning.float8_rounding import ALIGNED, Rounding, in_float8
-from hpc_parallel.planning.hardware import MemoryTraffic
-from hpc_parallel.planning.operations import FLOAT32_BYTES, MatrixProduct, Move, Operation, precise_bytes
+from hpc_parallel.planning.hardware import Hardware, MemoryTraffic
+from hpc_parallel.planning.operations import (
+    ALIGNED,
+    FLOAT32_BYTES,
+    MatrixProduct,
+    Move,
+    Operation,
+    Rounding,
+    in_float8,
+    precise_bytes,
+)
 
 # Bytes that a forward pass moves per element, if an element has HALF_BYTES. Each line names its elements.
 HALF_BYTES = 2
@@ -252,3 +260,51 @@ class Share:
 
     def _end_gradients(self) -> Move:
         return Move("sum of gradients", self._gradient_bytes * self.decoder.end_weights / self.tensor)
+
+
+_PARTS: dict[str, Callable[[Share], list[Operation]]] = {
+    "block forward": Share.block,
+    "block backward": Share.block_backward,
+    "embedding": Share.embedding,
+    "embedding backward": Share.embedding_backward,
+    "head": Share.head,
+    "head backward": Share.head_backward,
+}
+
+
+@dataclass(frozen=True)
+class Term:
+    """One number of a plan, with the formula and the inputs that it comes from."""
+
+    name: str
+    seconds: float
+    formula: str
+
+
+class Terms(list[Term]):
+    """The terms of a plan, collected while they are computed."""
+
+    def add(self, name: str, seconds: float, formula: str) -> float:
+        """Add a term and return its seconds."""
+        self.append(Term(name, seconds, formula))
+        return seconds
+
+
+class Kernels:
+    """The terms of a decoder's parts on one hardware, each computed once for all plans."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._terms: dict[tuple[str, str, Share], tuple[Term, ...]] = {}
+
+    def terms(self, part: str, share: Share, *, precision: str) -> tuple[Term, ...]:
+        """One term for each operation of a part (_PARTS). Raises KeyError for a precision without a peak."""
+        key = (part, precision, share)
+        if key not in self._terms:
+            peak, name = self._hardware.device.peak_flops[precision], part.removesuffix(" backward")
+            where = part if part.startswith("block") else name
+            self._terms[key] = tuple(
+                Term(f"{where}: {one.name}", one.seconds(self._hardware, peak=peak), one.formula())
+                for one in _PARTS[part](share)
+            )
+        return self._terms[key]

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
-from hpc_parallel.planning.decoder import Share
+from hpc_parallel.planning.decoder import SCORES, SOFTMAX, VALUES, Kernels, Share, Term, Terms
 from hpc_parallel.planning.group_times import GroupExchange, GroupShape, bus_bytes_per_s, send_s
 from hpc_parallel.planning.hardware import Hardware
-from hpc_parallel.planning.kernels import Kernels, Terms
+from hpc_parallel.planning.operations import precise_bytes
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, ActionKind
-from hpc_parallel.planning.server_times import Serving
 from hpc_parallel.planning.shared_cores import Loads
-from hpc_parallel.planning.split_attention import Message, PlannedSplitAttention, attention_s
 from hpc_parallel.planning.work import Work
 
 COUNT_BYTES = 8  # of the number of an expert's tokens
 COMPRESSED_BYTES = 2  # of a number in bfloat16
+JOINED, ADDED, DIVIDED = 2, 3, 2  # reads and writes of a byte: copied, added to a sum, divided
 
 
 class ExchangeTimes:
@@ -256,3 +257,125 @@ def left_after(computed_s: float, sent_s: float, *, share: float) -> float:
     made_s, message_s = share * computed_s, share * sent_s
     end_s = max(made_s + full * message_s, full * made_s + message_s)
     return max(0.0, end_s - computed_s) + sent_s - full * message_s
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The exchange of a step between a parameter server, rank 0, and the `workers` ranks after it.
+
+    strategies/parameter_server.py sends flat messages one after the other, so no two workers send at the same
+    time, and no device computes meanwhile.
+    trains: whether rank 0 also computes gradients. bytes: the bytes of all gradients, which equal the bytes
+    of all weights. They are sent in `messages` messages.
+    """
+
+    workers: int
+    trains: bool
+    bytes: float
+    messages: int
+
+    def collect(self, hardware: Hardware) -> Term:
+        """Every worker joins its gradients. The server receives them in turn, adds them, and divides."""
+        added = self.workers if self.trains else self.workers - 1  # the first message starts the sum
+        return self._term("gradients to the server", JOINED + ADDED * added + DIVIDED, hardware)
+
+    def hand_out(self, hardware: Hardware) -> Term:
+        """The server joins the weights and sends them to each worker in turn; the last worker copies them."""
+        return self._term("weights from the server", 2 * JOINED, hardware)
+
+    def _term(self, name: str, moved: int, hardware: Hardware) -> Term:
+        """moved: the reads and writes of each byte. Nothing is sent at the same time."""
+        inside = min(self.workers, hardware.node.devices - 1)
+        size = self.bytes / self.messages
+        counts = {False: inside, True: self.workers - inside}
+        sent_s = self.messages * sum(
+            count * send_s(size, hardware, crosses=crosses, senders=1) for crosses, count in counts.items()
+        )
+        copied_s = moved * self.bytes / (hardware.device.memory_bytes_per_s * hardware.traffic.share)
+        text = (
+            f"{self.messages} messages of {size:.4g} B in turn, {inside} workers on the server's node and "
+            f"{counts[True]} on others: {sent_s:.4g} s + {moved} x {self.bytes:.4g} B / memory bandwidth"
+        )
+        return Term(name, sent_s + copied_s, text)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One kind of message of a block.
+
+    kind: whether it is sent in the forward or the backward pass. count: the number of messages. beside: the
+    share of the pass's attention that is computed while one message is sent.
+    """
+
+    exchange: GroupExchange
+    kind: ActionKind
+    count: int = 1
+    beside: float = 0.0
+
+
+@dataclass(frozen=True)
+class PlannedSplitAttention:
+    """The attention of one device's part of each sequence; the other parts are on the ranks of `group`.
+
+    As strategies/ring.py and all_to_all_attention.py send it.
+    """
+
+    share: Share
+    group: GroupShape
+
+    def messages(self, kind: ActionKind, attention: str) -> Iterator[Message]:
+        """The messages of the pass `kind`. attention: strategy.context_attention."""
+        every = {"ring": self._ring, "gather": self._gather, "all_to_all": self._all_to_all}[attention]()
+        return (message for message in every if message.kind is kind)
+
+    @property
+    def _kv(self) -> float:
+        """The numbers of this device's keys and values."""
+        decoder = self.share.decoder
+        return 2 * self.share.tokens * decoder.kv_heads * decoder.dim / decoder.heads / self.share.tensor
+
+    @property
+    def _bytes(self) -> int:
+        return self.share.number_bytes
+
+    @property
+    def _precise(self) -> int:
+        """Bytes of one number of the gradients of keys and values, which are summed over devices."""
+        return precise_bytes(self._bytes)
+
+    def _ring(self) -> Iterator[Message]:
+        """Each hop overlaps the attention to the last keys and values, except the gradients' last hop."""
+        hops, beside = self.group.ranks - 1, 1 / self.group.ranks
+        yield Message(self._hop("keys and values", self._bytes), FORWARD, hops, beside)
+        both = self._hop("keys, values and gradients", self._bytes + self._precise)
+        yield Message(both, BACKWARD, hops, beside)
+        yield Message(self._hop("last gradients of keys and values", self._precise), BACKWARD)
+
+    def _hop(self, name: str, number_bytes: int) -> GroupExchange:
+        return GroupExchange(f"context: {name}", "send_recv", number_bytes * self._kv, self.group)
+
+    def _gather(self) -> Iterator[Message]:
+        every = self._kv * self.group.ranks
+        for kind, name in ((FORWARD, "keys and values"), (BACKWARD, "keys and values again")):
+            yield self._at_once(kind, name, "all_gather", every * self._bytes)
+        name = "gradients of keys and values"
+        yield self._at_once(BACKWARD, name, "reduce_scatter", every * self._precise)
+
+    def _all_to_all(self) -> Iterator[Message]:
+        """A key-value head that serves several devices is sent to each."""
+        decoder, tensor = self.share.decoder, self.share.tensor
+        copies = max(1, self.group.ranks // (decoder.kv_heads // tensor))
+        queries = self.share.tokens * decoder.dim / tensor
+        for kind, of in ((FORWARD, ""), (BACKWARD, "gradients of ")):
+            sent = (queries + copies * self._kv) * self._bytes
+            yield self._at_once(kind, f"{of}queries, keys and values", "all_to_all", sent)
+            yield self._at_once(kind, f"{of}outputs", "all_to_all", queries * self._bytes)
+
+    def _at_once(self, kind: ActionKind, name: str, operation: str, size_bytes: float) -> Message:
+        return Message(GroupExchange(f"context: {name}", operation, size_bytes, self.group), kind)
+
+
+def attention_s(terms: Iterable[Term]) -> float:
+    """The seconds of the scores, their softmax and the weighted values among the terms of a block."""
+    names = (f": {SCORES}", f": {SOFTMAX}", f": {VALUES}")
+    return sum(term.seconds for term in terms if any(name in term.name for name in names))

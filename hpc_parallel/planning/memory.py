@@ -7,6 +7,7 @@ the backward pass ends, with all gradients and no activations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -15,11 +16,11 @@ from hpc_parallel.layout.batch_plan import batch_of
 from hpc_parallel.layout.counts import count, is_reference_decoder
 from hpc_parallel.layout.holdings import FIRST, OTHER, STAGE, Holding, first_holdings, holdings
 from hpc_parallel.layout.layout import PARAMETER_SERVER, SPMD, Layout, layout_of
-from hpc_parallel.layout.model_bytes import bytes_of_a_weight
-from hpc_parallel.layout.model_weights import ModelWeights, sample_shape_of, weights_of
+from hpc_parallel.layout.model_bytes import LOSS_CHUNK_BYTES, MIB, bytes_of_a_weight
+from hpc_parallel.layout.model_weights import HEAD, STEM, ModelWeights, Weight, sample_shape_of, weights_of
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
 from hpc_parallel.layout.setup import Setup, model_facts
-from hpc_parallel.planning import working_memory
+from hpc_parallel.layout.step_facts import casts_once, chunks_loss, number_bytes, product_bytes, types_of
 from hpc_parallel.planning.activations import kept_of
 from hpc_parallel.planning.pipeline_orders import live_microbatches
 from hpc_parallel.planning.planned_state import WHOLE, Division, StateBytes, States
@@ -241,20 +242,20 @@ class _MemoryPlanner:
     def _step(self, stages: tuple[int, ...], holding: Holding) -> Iterator[tuple[str, int]]:
         """The bytes that a step needs in addition to the state, by kind."""
         division = self._division
-        yield "gradients in messages", working_memory.gradient_messages(division, stages, holding)
+        yield "gradients in messages", gradient_messages(division, stages, holding)
         if holding.samples is None:  # a dedicated server
             return
-        yield "cast weights", working_memory.cast_weights(division, stages, holding)
-        yield "gathered weights", working_memory.gathered_weights(division, stages, holding)
+        yield "cast weights", cast_weights(division, stages, holding)
+        yield "gathered weights", gathered_weights(division, stages, holding)
         yield (
             "gradient of the embedding",
-            working_memory.embedding_gradient(division, stages, holding, again=self._microbatches > 1),
+            embedding_gradient(division, stages, holding, again=self._microbatches > 1),
         )
         blocks = [division.blocks[stage] for stage in stages]
         if blocks[-1].stop == division.model.blocks and holding.role != OTHER:
             gathers = holding.role == FIRST  # the outputs of all replicas
             samples = self._samples * (self._layout.data if gathers else 1)
-            loss = working_memory.loss_buffers(division, samples=samples, sample_shape=self._shape)
+            loss = loss_buffers(division, samples=samples, sample_shape=self._shape)
             yield "logits and loss", loss
         yield from self._passing(stages, holding)
 
@@ -296,3 +297,99 @@ def text_table(plan: MemoryPlan) -> list[str]:
     lines.append(f"  {'sum':{width}}  {size_text(fullest.total):>11}")
     lines += [f"  without: {clause}" for clause in plan.unknown]
     return lines + [f"  unproven: {clause}" for clause in plan.unproven]
+
+
+def cast_weights(division: Division, stages: tuple[int, ...], holding: Holding) -> int:
+    """The copies in bfloat16 that a step without fully_shard computes with (working_weights.py)."""
+    if division.layout.by_fully_shard or not casts_once(division.config):
+        return 0
+    weights = [weight for weight in division.weights(stages) if weight.casts]
+    return 2 * sum(math.prod(division.local_shape(weight, holding)) for weight in weights)
+
+
+def gathered_weights(division: Division, stages: tuple[int, ...], holding: Holding) -> int:
+    """The weights that fully_shard has gathered at most: the ends, a block, and those gathered ahead."""
+    blocks, ends = _gathered(division, stages, holding)
+    if not blocks:
+        return 0
+    strategy, layout = division.config.strategy, division.layout
+    ahead = 1 if strategy.prefetch is None else strategy.prefetch
+    reshards = strategy.reshard and layout.pipeline == 1
+    held = sorted(blocks)[-1 - ahead :] if reshards else blocks
+    return (sum(held) + ends) * product_bytes(division.config)
+
+
+def embedding_gradient(division: Division, stages: tuple[int, ...], holding: Holding, *, again: bool) -> int:
+    """Temporary bytes for the embedding's gradient, which a backward pass computes last.
+
+    The part of a tied head waits for this gradient. again: it is added to the gradient of earlier
+    microbatches. The gradient that stays is not included.
+    """
+    ends = [weight for weight in division.weights(stages) if weight.part == STEM and len(weight.shape) > 1]
+    numbers = sum(math.prod(division.unsliced_shape(weight, holding)) for weight in ends)
+    types = types_of(division.config, division.layout)
+    tied = bool(division.model.tied) and len(stages) == division.layout.pipeline == 1
+    if types.cast and types.product < types.precise:
+        return numbers * (2 * (1 + tied) + number_bytes(division.config) * again)
+    return numbers * number_bytes(division.config) * (tied + again)
+
+
+def gradient_messages(division: Division, stages: tuple[int, ...], holding: Holding) -> int:
+    """Gradients on their way to other devices, in addition to the gradients that the device keeps."""
+    config, layout = division.config, division.layout
+    numbers = [math.prod(division.gradient_shape(weight, holding)) for weight in division.optimized(stages)]
+    bucket = int(config.strategy.bucket_mb * MIB)
+    if config.strategy.execution == PARAMETER_SERVER:
+        return 2 * max(bucket, max(numbers) * number_bytes(division.config))
+    if config.strategy.execution != SPMD:
+        return 0
+    if layout.by_fully_shard:  # of the ends and a block, and the block's again in the type of the sum
+        blocks, ends = _gathered(division, stages, holding)
+        return (max(blocks) + ends) * product_bytes(config) + max(blocks) * number_bytes(division.config)
+    if layout.averaged == 1:
+        return 0
+    if schedule_of(config.strategy).splits_backward and layout.pipeline > 1:  # replicate.py: Average
+        return sum(numbers) * number_bytes(division.config)
+    return bucket // 2 if config.strategy.gradient_compression == "bfloat16" else 0
+
+
+def loss_buffers(division: Division, *, samples: int, sample_shape: tuple[int, ...]) -> int:
+    """Logits, their logarithms and gradients, for the tokens that exist at a time; 0 for models of images.
+
+    These bytes do not include what is kept for the backward pass (`activations.Kept.head`).
+    """
+    config, layout = division.config, division.layout
+    if len(sample_shape) > 1:
+        return 0
+    types = types_of(config, layout)
+    vocabulary, dim = _projection(division).shape
+    rows = -(-vocabulary // layout.tensor)
+    tokens = samples * sample_shape[0] // layout.context
+    half = types.product if types.product < types.precise else 0
+    if not chunks_loss(config, tensor=layout.tensor):
+        columns = rows if config.strategy.loss_parallel else vocabulary
+        return tokens * columns * 2 * types.precise
+    chunk = LOSS_CHUNK_BYTES["cpu" if config.device == "cpu" else "cuda"]
+    chunks = max(1, -(-tokens * rows * 4 // chunk))
+    number = half + 2 * types.precise  # of logits as they are and in float32, and of logarithms
+    total = rows * dim * types.precise if chunks > 1 else 0  # the gradient of the weight so far
+    kept = rows * dim * (types.product if types.cast else types.precise)  # part of `Kept.head`
+    return max(-(-tokens // chunks) * rows * number + total - kept, rows * dim * types.precise)
+
+
+def _projection(division: Division) -> Weight:
+    """The weight of the logits. If it is tied, the stem has it."""
+    last = division.model.weights[-1]
+    return last if len(last.shape) > 1 else division.model.weights[0]
+
+
+def _gathered(division: Division, stages: tuple[int, ...], holding: Holding) -> tuple[list[int], int]:
+    """The numbers in each block of these stages and in the ends that stay gathered (shard.py)."""
+    if not division.layout.by_fully_shard:
+        return [], 0
+    sizes: dict[str, int] = {}
+    for weight in division.weights(stages):
+        sizes[weight.part] = sizes.get(weight.part, 0) + math.prod(division.unsliced_shape(weight, holding))
+    stem, head = sizes.pop(STEM, 0), sizes.pop(HEAD, 0)
+    shared = bool(division.model.tied) and stem and head
+    return list(sizes.values()), head + (stem if shared else 0)

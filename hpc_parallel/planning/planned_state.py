@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heapreplace
+from itertools import product
+from typing import Any
 
 from hpc_parallel.config.optimizer_rules import Settings, settings_for
 from hpc_parallel.config.schema import RunConfig
@@ -30,10 +33,13 @@ from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.model_weights import STEM, ModelWeights, Weight
 from hpc_parallel.layout.schedules import stages_per_rank
 from hpc_parallel.layout.stage_cuts import divide_blocks
-from hpc_parallel.planning.optimizer_state import KINDS, Place, Shape, owners
+from hpc_parallel.layout.step_facts import number_bytes
 
 WHOLE = Part()
-WHOLE_KINDS = frozenset(target for target, kind in KINDS.items() if kind.whole)
+STEP_BYTES = 4  # a count in float32
+Shape = tuple[int, ...]
+Place = tuple[int, ...]
+Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -54,11 +60,6 @@ class Division:
     model: ModelWeights
     _firsts: dict[Hashable, list[int]] = field(default_factory=dict, repr=False)
     _settings: dict[tuple[str, int], Settings] = field(default_factory=dict, repr=False)
-
-    @property
-    def number_bytes(self) -> int:
-        """Bytes of one number of a weight, of its gradient and of its state."""
-        return 8 if self.config.training.precision == "float64" else 4
 
     @cached_property
     def blocks(self) -> list[range]:
@@ -142,7 +143,7 @@ class States:
     """The state of each device of a division."""
 
     def __init__(self, division: Division) -> None:
-        self._division = division
+        self._division, self._number_bytes = division, number_bytes(division.config)
         self._owned_by_stages: dict[tuple[int, ...], dict[Place, dict[Place, int]]] = {}
 
     @property
@@ -178,8 +179,8 @@ class States:
         optimized = division.optimized(stages)
         gradients = sum(math.prod(division.gradient_shape(weight, holding)) for weight in optimized)
         return StateBytes(
-            parameters * division.number_bytes if keeps & {WEIGHTS, COPY} else 0,
-            gradients * division.number_bytes if keeps & {GRADIENTS, MEAN} else 0,
+            parameters * self._number_bytes if keeps & {WEIGHTS, COPY} else 0,
+            gradients * self._number_bytes if keeps & {GRADIENTS, MEAN} else 0,
             self._optimizer(optimized, holding) if STATE in keeps else 0,
         )
 
@@ -190,7 +191,7 @@ class States:
             kind = KINDS.get(settings.target)
             if kind is not None and not self._has_owner(weight):
                 shape = weight.shape if kind.whole else division.local_shape(weight, holding)
-                total += kind.state_bytes(shape, settings.options, number_bytes=division.number_bytes)
+                total += kind.state_bytes(shape, settings.options, number_bytes=self._number_bytes)
         return total
 
     def _has_owner(self, weight: Weight) -> bool:
@@ -223,7 +224,7 @@ class States:
             chosen = owners(zip((weight.numel for weight in weights), degrees, strict=True))
             for weight, split, owner in zip(weights, degrees, chosen, strict=True):
                 size = KINDS[settings.target].state_bytes(
-                    weight.shape, settings.options, number_bytes=division.number_bytes
+                    weight.shape, settings.options, number_bytes=self._number_bytes
                 )
                 table = owned.setdefault(split, {})
                 table[owner] = table.get(owner, 0) + size
@@ -235,3 +236,69 @@ def chunk(length: int, part: Part) -> int:
     """The length of a part of a dim that is split as torch.chunk splits it."""
     step = -(-length // part.of)
     return max(0, min(step, length - part.indices[0] * step))
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """A class of torch.optim, as `training/optimizer.py` uses it.
+
+    kept: how many numbers it keeps for a weight, from the weight's shape and the options of the class.
+    counts: whether it also counts the steps of each weight. whole: whether it needs whole weights; then one
+    device, the owner, updates each split weight.
+    """
+
+    kept: Callable[[Shape, Options], int]
+    counts: bool
+    whole: bool = False
+
+    def state_bytes(self, shape: Shape, options: Options, *, number_bytes: int) -> int:
+        """The bytes that it keeps for a weight, or for a slice of a weight."""
+        return self.kept(shape, options) * number_bytes + STEP_BYTES * self.counts
+
+
+def _adam(shape: Shape, options: Options) -> int:
+    return (3 if options.get("amsgrad") else 2) * math.prod(shape)
+
+
+def _sgd(shape: Shape, options: Options) -> int:
+    return math.prod(shape) if options.get("momentum") else 0
+
+
+def _adafactor(shape: Shape, _: Options) -> int:
+    """One row and one column of each matrix (Shazeer and Stern 2018)."""
+    numbers = math.prod(shape)
+    return numbers // shape[-1] + numbers // shape[-2] if len(shape) > 1 else numbers
+
+
+def _muon(shape: Shape, _: Options) -> int:
+    return math.prod(shape)
+
+
+KINDS = {
+    "torch.optim.AdamW": OptimizerKind(_adam, counts=True),
+    "torch.optim.Adam": OptimizerKind(_adam, counts=True),
+    "torch.optim.SGD": OptimizerKind(_sgd, counts=False),
+    "torch.optim.Adafactor": OptimizerKind(_adafactor, counts=True, whole=True),
+    "torch.optim.Muon": OptimizerKind(_muon, counts=False, whole=True),
+}
+WHOLE_KINDS = frozenset(target for target, kind in KINDS.items() if kind.whole)
+
+
+def owners(weights: Iterable[tuple[int, Sequence[int]]]) -> list[Place]:
+    """The owner of each weight; all devices own equally many numbers (`training/whole_weights.py:share`).
+
+    weights: for each weight, how many numbers it has, and the degree of each axis of its mesh (1 for an axis
+    that does not split the weight).
+    """
+    loads: defaultdict[Place, int] = defaultdict(int)
+    queues: dict[Place, list[tuple[int, int, Place]]] = {}  # load, number and place; loads may be outdated
+    chosen = []
+    for numbers, degrees in weights:
+        places = product(*map(range, degrees))
+        queue = queues.setdefault(tuple(degrees), [(0, number, place) for number, place in enumerate(places)])
+        while queue[0][0] != loads[queue[0][2]]:
+            heapreplace(queue, (loads[queue[0][2]], *queue[0][1:]))
+        owner = queue[0][2]
+        loads[owner] += numbers
+        chosen.append(owner)
+    return chosen

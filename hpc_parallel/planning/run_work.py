@@ -8,22 +8,20 @@ from collections.abc import Iterator
 from hpc_parallel.config.checks.training_checks import OFF
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.batch_plan import Plan
-from hpc_parallel.layout.counts import count, sequence_length
+from hpc_parallel.layout.counts import class_path, count, sequence_length
 from hpc_parallel.layout.holdings import sliced_over
 from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, servers
-from hpc_parallel.layout.model_bytes import parameters, trains
+from hpc_parallel.layout.model_bytes import MIB, parameters, trains
 from hpc_parallel.layout.model_weights import ModelWeights, weights_of
 from hpc_parallel.layout.schedules import stages_per_rank
-from hpc_parallel.planning.activations import types_of
+from hpc_parallel.layout.step_facts import types_of
 from hpc_parallel.planning.decoder import DecoderSizes
-from hpc_parallel.planning.float8_rounding import Rounding
 from hpc_parallel.planning.hardware import FITTED_BY, MEASURED_BY, NOT_CALIBRATED, Hardware
-from hpc_parallel.planning.operations import FLOAT8
+from hpc_parallel.planning.operations import FLOAT8, Rounding
 from hpc_parallel.planning.planned_state import Division
 from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import Problem, Problems
 
-MEBIBYTE = 2**20  # torch's unit of `bucket_cap_mb`
 UNPLANNED_AXES = ("tile",)
 
 
@@ -47,8 +45,8 @@ def unplanned(config: RunConfig, layout: Layout, hardware: Hardware) -> Problems
         yield Problem(
             "strategy.shares", config.strategy.shares, "is not planned, only even parts are", (None,)
         )
-    target = config.model.get("_target_") if isinstance(config.model, dict) else None
     if parameters(config) is None:
+        target = class_path(config.model)
         yield f"model: the class {target} is not planned, only the reference decoders are. Try model=1b."
     if sequence_length(config) is None:
         yield "data: the length of a sequence is not known. Try data=text."
@@ -92,7 +90,7 @@ def work_of_run(config: RunConfig, *, model: ModelWeights | None = None) -> Work
         shard=math.prod(layout.degrees[axis] for axis in sliced_over(layout)),
         stream_bytes=types.stream,
         gradient_bytes=types.precise,
-        bucket_bytes=config.strategy.bucket_mb * MEBIBYTE if ddp else 0.0,
+        bucket_bytes=config.strategy.bucket_mb * MIB if ddp else 0.0,
         context=layout.context,
         attention=config.strategy.context_attention,
         rounding=_rounding(config),

@@ -20,8 +20,8 @@ from hpc_parallel.layout.model_bytes import least_bytes
 from hpc_parallel.layout.model_weights import ModelWeights, sample_shape_of, weights_of
 from hpc_parallel.layout.schedules import schedule_of, unfit
 from hpc_parallel.planning import memory
+from hpc_parallel.planning.decoder import Kernels
 from hpc_parallel.planning.hardware import Hardware
-from hpc_parallel.planning.kernels import Kernels
 from hpc_parallel.planning.layouts import Choices, Split, Variants, layouts, overrides_of, split_of
 from hpc_parallel.planning.memory import MemoryPlan
 from hpc_parallel.planning.run_work import work_of_run

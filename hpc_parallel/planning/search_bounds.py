@@ -10,8 +10,8 @@ from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.model_weights import ModelWeights
 from hpc_parallel.layout.schedules import SCHEDULES, stages_per_rank
+from hpc_parallel.planning.decoder import Kernels
 from hpc_parallel.planning.hardware import Hardware
-from hpc_parallel.planning.kernels import Kernels
 from hpc_parallel.planning.layouts import Variants
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Pipeline
 from hpc_parallel.planning.planned_state import Division

@@ -8,13 +8,19 @@ from functools import cached_property
 from itertools import accumulate
 
 from hpc_parallel.layout.schedules import SCHEDULES
-from hpc_parallel.planning.decoder import Share
+from hpc_parallel.planning.decoder import Kernels, Share, Term, Terms
 from hpc_parallel.planning.exchange_times import ExchangeTimes
 from hpc_parallel.planning.hardware import Hardware
-from hpc_parallel.planning.kernels import Kernels, Term, Terms
 from hpc_parallel.planning.operations import FLOAT32_BYTES, precise_bytes
-from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, ActionKind
-from hpc_parallel.planning.pipeline_times import PlannedTimeline, Span, simulate
+from hpc_parallel.planning.pipeline_orders import (
+    BACKWARD,
+    FORWARD,
+    WEIGHTS,
+    ActionKind,
+    PlannedTimeline,
+    Span,
+    simulate,
+)
 from hpc_parallel.planning.shared_cores import Loads, contended, pipelines_at_once
 from hpc_parallel.planning.work import Work
 

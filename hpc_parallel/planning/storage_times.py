@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.counts import class_path
 from hpc_parallel.layout.holdings import ALL, first_holdings
 from hpc_parallel.layout.layout import PARAMETER_SERVER, Layout, layout_of
 from hpc_parallel.layout.model_data_schema import TextDataConfig, TokensDataConfig
 from hpc_parallel.layout.model_weights import ModelWeights, sample_shape_of, weights_of
 from hpc_parallel.layout.setup import Setup, model_facts
+from hpc_parallel.layout.step_facts import number_bytes
 from hpc_parallel.planning.hardware import CPU, MEASURED_BY, Hardware
 from hpc_parallel.planning.planned_state import Division, StateBytes, States
 from hpc_parallel.planning.shared_cores import contended
@@ -81,7 +83,7 @@ class StorageTimes:
 
     def input(self, steps: float) -> Wait:
         """A batch is read while the step before it runs. If reading takes longer, the run waits for it."""
-        target = self.config.data.get("_target_") if isinstance(self.config.data, dict) else None
+        target = class_path(self.config.data)
         if target == TextDataConfig._target_:
             return Wait(0.0, "in memory before the first step", "no reads")
         if target != TokensDataConfig._target_:
@@ -179,7 +181,7 @@ def _largest_part(config: RunConfig, layout: Layout, model: ModelWeights) -> int
     setup = Setup(config.strategy, layout, model_facts(config.model), gpus=config.device != CPU)
     holding = first_holdings(setup)[0]
     sizes = (math.prod(division.local_shape(weight, holding)) for weight in model.weights)
-    return max(sizes) * division.number_bytes
+    return max(sizes) * number_bytes(division.config)
 
 
 def _not_counted(reason: str) -> Wait:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpc_parallel.planning.decoder import DecoderSizes
-from hpc_parallel.planning.float8_rounding import Rounding
-from hpc_parallel.planning.operations import NUMBER_BYTES
+from hpc_parallel.planning.operations import NUMBER_BYTES, Rounding
 from hpc_parallel.planning.pipeline_orders import Pipeline
 
 

@@ -15,7 +15,7 @@ from statistics import median, median_low
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.config.checks.shares_checks import MOST_RATIO, batch_problems
+from hpc_parallel.config.checks.layout_checks import MOST_RATIO, shares_batch_problems
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.batch_plan import batch_of
 from hpc_parallel.layout.layout import Layout, servers
@@ -101,7 +101,7 @@ def with_measured_shares(config: RunConfig, layout: Layout, *, device: torch.dev
     measured = replace(config, strategy=replace(config.strategy, shares=shares))
     if dist.get_rank() == 0:
         print(f"strategy.shares={spell(shares)} was measured", flush=True)
-        for problem in batch_problems(measured, batch_of(measured, layout)):
+        for problem in shares_batch_problems(measured, batch_of(measured, layout)):
             print(f"WARNING: {problem}", file=sys.stderr, flush=True)
     return measured
 

@@ -15,9 +15,9 @@ from hpc_parallel.layout.axes import AVERAGED_AXES, BATCH_AXES, SAMPLE_AXES
 from hpc_parallel.layout.batch_plan import BatchPlan
 from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, tile_grid
 from hpc_parallel.layout.schedules import schedule_of
+from hpc_parallel.layout.step_facts import casts_once
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss, materialise
-from hpc_parallel.planning.activations import casts_once
 from hpc_parallel.strategies import (
     batch_norm,
     channels_last,

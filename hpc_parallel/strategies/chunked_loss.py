@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.layout.layout import DATAPARALLEL
 from hpc_parallel.layout.model_bytes import LOSS_CHUNK_BYTES
+from hpc_parallel.layout.step_facts import chunks_loss
 from hpc_parallel.models.language import LanguageHead, LanguageModel
 from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.strategies.loss import MetricsOf
@@ -40,20 +40,17 @@ IGNORED = -100  # a target without a loss; the same number as in torch.nn.functi
 def applies(model: LayeredModel, *, config: RunConfig, mesh: DeviceMesh) -> bool:
     """Whether the loss of the whole `model` can be computed from the inputs of its last projection.
 
-    It can't if the task chooses tokens, or if the user's own loss, head or hook may change the logits. It
-    can't with nn.DataParallel either, because its replicas return logits.
+    It can't if the user's own loss, head or hook may change the logits.
     """
-    outside = config.task.name == "generate" or config.strategy.execution == DATAPARALLEL
-    if not config.training.chunked_loss or outside:
+    axis = axis_of(mesh, "tensor")
+    if not chunks_loss(config, tensor=1 if axis is None else axis.size()):
         return False
     head = model.head
     if type(model).loss is not LanguageModel.loss or not isinstance(head, LanguageHead):
         return False
     projection = head.get_submodule(head.projection)
-    if axis_of(mesh, "tensor") is not None:
-        role = roles_of(model).get(f"head.{head.projection}")
-        if role != "logits" or not config.strategy.loss_parallel:
-            return False
+    if axis is not None and roles_of(model).get(f"head.{head.projection}") != "logits":
+        return False
     hooks = (*head._forward_hooks, *projection._forward_hooks)
     plain = type(head).forward is LanguageHead.forward and type(projection) is nn.Linear and not hooks
     return plain and projection.bias is None

@@ -23,10 +23,10 @@ from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.layout.batch_plan import Plan
 from hpc_parallel.layout.layout import DATAPARALLEL, SPMD, servers
 from hpc_parallel.layout.model_weights import sample_shape_of
+from hpc_parallel.layout.step_facts import casts_once
 from hpc_parallel.models.drawn_weights import without_values
 from hpc_parallel.models.experts import Experts
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.planning.activations import casts_once
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies import forward_backward, replicate, shard
 from hpc_parallel.strategies.assemble import assemble, surround

@@ -15,9 +15,9 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.axes import AVERAGED_AXES
 from hpc_parallel.layout.layout import SPMD, Layout, layout_of
 from hpc_parallel.layout.schedules import schedule_of, stages_of, stages_per_rank
+from hpc_parallel.layout.step_facts import casts_once
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, as_tuple, stem_outputs
-from hpc_parallel.planning.activations import casts_once
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.gradients import local_gradients

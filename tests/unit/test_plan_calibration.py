@@ -27,8 +27,7 @@ from hpc_parallel.planning.hardware import (
     with_coefficients,
 )
 from hpc_parallel.planning.measured_runs import MeasuredRun, read_runs
-from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Pipeline
-from hpc_parallel.planning.pipeline_times import simulate
+from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Pipeline, simulate
 from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.step_time import step_time
 from hpc_parallel.planning.work import Work

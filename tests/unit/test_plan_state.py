@@ -13,7 +13,7 @@ from hpc_parallel.config.build import build
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.layout.model_weights import sample_shape_of, weights_of
 from hpc_parallel.planning.memory import plan
-from hpc_parallel.planning.optimizer_state import KINDS
+from hpc_parallel.planning.planned_state import KINDS
 from tests.composed import composed
 from tests.marks import in_full
 from tests.oracle.traced_rank import measure

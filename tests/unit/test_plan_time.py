@@ -23,8 +23,7 @@ from hpc_parallel.planning import memory
 from hpc_parallel.planning.collective_times import with_measured_links
 from hpc_parallel.planning.group_times import GroupExchange, GroupShape, bus_bytes_per_s
 from hpc_parallel.planning.hardware import hardware_names, read_hardware
-from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Pipeline, orders
-from hpc_parallel.planning.pipeline_times import simulate
+from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Pipeline, orders, simulate
 from hpc_parallel.planning.planned_state import Division
 from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.step_time import StepTime, step_time

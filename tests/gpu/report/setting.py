@@ -191,7 +191,7 @@ def step_of(
     schedule: ForwardBackward = Accumulate(
         runner, model=model, loss=loss, terms=LossTerms(model), microbatches=microbatches
     )
-    if dtype == "bfloat16" and kind != "fsdp":  # as `planning.activations.casts_once` says
+    if dtype == "bfloat16" and kind != "fsdp":  # as `layout.step_facts.casts_once` says
         schedule = working_weights.CastOnce(schedule, parts=[model])
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(parameters, AdamWConfig())
