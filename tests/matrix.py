@@ -11,29 +11,27 @@ from tests.distributed import (
     test_image_parity,
     test_parity,
     test_schedules,
-    test_served_parity,
 )
 from tests.marks import in_full
-from tests.parity import COMMON, TIED, TRAINING
+from tests.parity import COMMON, TIED
 
 _TEXTS = {
     "one device": ("strategy=single",),
     **test_parity.LAYOUTS,
     **{name: words for name, words in test_context.LAYOUTS.items() if name not in test_context.ENCODERS},
     **test_schedules.LAYOUTS,
-    **{name: words for name, (words, _) in test_served_parity.LAYOUTS.items()},
     **{name: (*test_expert.MODEL, *words) for name, words in test_expert.LAYOUTS.items()},
 }
 TEXTS = {name: (*COMMON, *TIED, *words) for name, words in _TEXTS.items()}
 IMAGES = {
     f"{net}, {layout}": (
-        *TRAINING, *test_image_parity.NETS[net], f"training.precision={precision}",
+        *test_image_parity.COMMON, *test_image_parity.NETS[net], f"training.precision={precision}",
         *test_image_parity.LAYOUTS[layout][0],
     )
     for net, layout, precision in test_image_parity.FLOAT64
 }  # fmt: skip
 _SLOW = {
-    *(name for file in (test_parity, test_context, test_schedules, test_served_parity, test_expert)
+    *(name for file in (test_parity, test_context, test_schedules, test_expert)
       for name in file.SLOW),
     *(f"{net}, {layout}" for net, layout, _ in filter(test_image_parity.is_slow, test_image_parity.FLOAT64)),
 }  # fmt: skip

@@ -268,3 +268,16 @@ def do_here(run_folder: str) -> None:
     config, values = read_config(folder.config)
     task = resolve_name(TASKS[config.task.name])
     task(TaskContext(config, values, folder, torch.device("cpu"), environment={}))
+
+
+def do_or_refuse(run_folder: str, cache: str) -> str:
+    """Returns an empty text, or why the run is refused. `cache`: where its proofs are kept."""
+    from hpc_parallel.problems import ConfigError
+    from hpc_parallel.proof.verify import DifferenceError
+
+    os.environ["XDG_CACHE_HOME"] = cache
+    try:
+        do_here(run_folder)
+    except (ConfigError, DifferenceError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -161,7 +161,7 @@ FAULTS = [
     ),
     Fault(
         "server-mean", "total /= len(self._workers) + self._server_trains", "total /= len(self._workers)",
-        "a server that trains divides by one rank too few", ["distributed/test_served_parity.py"],
+        "a server that trains divides by one rank too few", ["distributed/test_parity.py"],
     ),
 ]  # fmt: skip
 

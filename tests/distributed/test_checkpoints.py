@@ -43,7 +43,7 @@ LAYOUTS = {
     "data 2": ("strategy=data", "nodes=2"),
     "dedicated server": ("strategy=parameter_server", "nodes=3"),
     "fsdp 4": ("strategy=fsdp", "nodes=4"),
-    "pipeline 2 x tensor 2": ("strategy=hybrid", "nodes=2", "gpus_per_node=2"),
+    "pipeline 2 x tensor 2": ("strategy=hybrid", "nodes=2", "gpus_per_node=2", "strategy.microbatches=4"),
     "context 2": ("strategy=context", "nodes=2"),
     "dataparallel 2": ("strategy=dataparallel", "gpus_per_node=2"),
     "hsdp 2 x 2": ("strategy=hsdp", "nodes=2", "gpus_per_node=2"),

@@ -50,7 +50,7 @@ LAYOUTS = {
     ),
     "pipeline 2 x context 2": (
         "strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.context=2",
-        "strategy.microbatches=8", *SHALLOW,
+        "strategy.microbatches=4", *SHALLOW,
     ),
     "tensor 2 x context 2": (
         "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.context=2", *SHALLOW,

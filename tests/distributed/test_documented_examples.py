@@ -68,7 +68,7 @@ def test_it_follows_one_device_under_every_strategy(
     workers.run(2, find_modules_in, str(example))
     words = (
         f"hydra.searchpath=[file://{example / 'site'}]", "model=mine",
-        "training.steps=3", "training.log_every=1", "data.max_bytes=200000",
+        "training.steps=3", "training.log_every=1", "training.global_batch_size=8", "data.max_bytes=200000",
     )  # fmt: skip
     alone = workers.train(*words, "strategy=single")
     assert alone.losses[-1] < alone.losses[0]

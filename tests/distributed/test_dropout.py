@@ -5,15 +5,13 @@ tests/distributed/test_models_of_others.py trains a GPT with dropout on all layo
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
 from hpc_parallel.record.checkpoint_index import complete
 from tests.distributed.test_models_of_others import words_of
 from tests.marks import in_full
 from tests.parity import assert_follows, weight_difference
-from tests.workers import Workers
+from tests.workers import Train, Workers
 
 STEPS = 4
 COMMON = (
@@ -54,21 +52,19 @@ MORE = [
 
 
 @pytest.mark.parametrize(("model", "layout"), [*CASES, *in_full(MORE)])
-def test_layout_follows_one_device(workers: Workers, model: str, layout: str) -> None:
-    split = workers.train(*COMMON, *MODELS[model], *layout.split())
-    assert_follows(split, one_device(workers, model), losses=1e-10, weights=1e-9)
-
-
-@functools.cache
-def one_device(workers: Workers, model: str):
-    return workers.train(*COMMON, *MODELS[model], "strategy=single")
+def test_layout_follows_one_device(trained: Train, model: str, layout: str) -> None:
+    words = (*COMMON, *MODELS[model])
+    split, alone = trained(*words, *layout.split()), trained(*words, "strategy=single")
+    assert_follows(split, alone, losses=1e-10, weights=1e-9)
 
 
 @pytest.mark.parametrize(
     "after", ["strategy=tensor nodes=2", *in_full([(PIPELINE,), ("strategy=context nodes=2",)])]
 )
-def test_a_run_goes_on_with_the_same_masks_in_another_layout(workers: Workers, after: str) -> None:
-    whole = one_device(workers, "gpt")
+def test_a_run_goes_on_with_the_same_masks_in_another_layout(
+    workers: Workers, trained: Train, after: str
+) -> None:
+    whole = trained(*COMMON, *MODELS["gpt"], "strategy=single")
     begun = workers.train(*COMMON, *MODELS["gpt"], "strategy=fsdp", "nodes=2", "training.steps=2",
                           "training.validate_every=2")  # fmt: skip
     (checkpoint,) = complete(begun.folder / "checkpoints")
@@ -77,9 +73,8 @@ def test_a_run_goes_on_with_the_same_masks_in_another_layout(workers: Workers, a
     assert weight_difference(ended, whole) < 1e-9
 
 
-def test_it_does_drop(workers: Workers) -> None:
+def test_it_does_drop(trained: Train) -> None:
     columns = [word.replace("rate: 0.3", "rate: 0.0") for word in MODELS["columns"]]
-    without = workers.train(*COMMON, *columns, "strategy=single")
-    dropped = one_device(workers, "columns")
-    norms = [run.gradients["blocks.0.feed.up.weight"].norm() for run in (dropped, without)]
+    runs = (trained(*COMMON, *words, "strategy=single") for words in (MODELS["columns"], columns))
+    norms = [run.gradients["blocks.0.feed.up.weight"].norm() for run in runs]
     assert abs(norms[0] / norms[1] - 1) > 0.05

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from hpc_parallel.record.checkpoint_index import complete
 from tests.marks import in_full
 from tests.parity import largest_difference, weight_difference
-from tests.workers import Trained, Workers
+from tests.workers import Train, Trained, Workers
 
 STEPS, HALF = 8, 4
 # SGD and the norm show a wrong factor, which AdamW would hide. No step overflows from this factor by itself:
@@ -41,18 +39,12 @@ NEAR = 1e-3  # float16 has 11 bits, 5e-4
 MIXTURE = ("model=moe_tiny", "model.balance=1.0", "model.ffn_dim=24")
 
 
-@pytest.fixture(scope="module")
-def runs(workers: Workers) -> Callable[..., Trained]:
-    """Whole runs by their command lines, each trained once."""
-    return functools.cache(lambda *words: workers.train(*COMMON, *words))
-
-
 def with_an_overflow(layout: str) -> tuple[str, ...]:
     """Step 2 is not finite."""
     words, at, victim = LAYOUTS[layout]
     harm = ("+model.harm=poison", f"+model.at={at}", f"+model.victim={victim}")
     model = ("model._target_=tests.models.Harmed", "strategy.verify=never")  # a comparison would count passes
-    return (*words, HALF_PRECISION, *model, *harm)
+    return (*COMMON, *words, HALF_PRECISION, *model, *harm)
 
 
 def assert_near(run: Trained, reference: Trained, *, near: float = NEAR) -> None:
@@ -77,35 +69,35 @@ def factor(folder: Path, *, step: int) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "layout", [*in_full((name,) for name in LAYOUTS if name not in ("single", "fsdp 2")), "fsdp 2"]
 )
-def test_float16_is_that_of_one_device(runs: Callable[..., Trained], layout: str) -> None:
+def test_float16_is_that_of_one_device(trained: Train, layout: str) -> None:
     """An overflow on one rank skips the step on all; the factor halves, and doubles after 3 finite steps."""
-    single, split = (runs(*with_an_overflow(name)) for name in ("single", layout))
+    single, split = (trained(*with_an_overflow(name)) for name in ("single", layout))
     for run in (single, split):
         assert [line["skipped_steps"] for line in run.lines] == [0, *[1] * (STEPS - 1)]
         assert factor(run.folder, step=HALF) == (512, 2)
         assert factor(run.folder, step=STEPS) == (2048, 0)
     assert_near(split, single)
-    in_float32 = runs("strategy=single").lines[0]
+    in_float32 = trained(*COMMON, "strategy=single").lines[0]
     assert split.lines[0]["grad_norm"] == pytest.approx(in_float32["grad_norm"], rel=NEAR)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["single", "fsdp 2"])
-def test_float16_is_near_float32(runs: Callable[..., Trained], layout: str) -> None:
-    assert_near(runs(HALF_PRECISION, *LAYOUTS[layout][0]), runs("strategy=single"))
+def test_float16_is_near_float32(trained: Train, layout: str) -> None:
+    assert_near(trained(*COMMON, HALF_PRECISION, *LAYOUTS[layout][0]), trained(*COMMON, "strategy=single"))
 
 
 @pytest.mark.full
-def test_threads_compute_in_float16_too(runs: Callable[..., Trained]) -> None:
-    split = runs(HALF_PRECISION, "strategy=dataparallel", "gpus_per_node=2")
-    assert_near(split, runs(HALF_PRECISION, "strategy=single"))
+def test_threads_compute_in_float16_too(trained: Train) -> None:
+    split = trained(*COMMON, HALF_PRECISION, "strategy=dataparallel", "gpus_per_node=2")
+    assert_near(split, trained(*COMMON, HALF_PRECISION, "strategy=single"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [("strategy=single",), ("strategy=expert", "nodes=2")], ids=str)
-def test_the_balance_of_experts_is_scaled_too(runs: Callable[..., Trained], layout: tuple[str, ...]) -> None:
-    mixture = runs(*MIXTURE, HALF_PRECISION, *layout)
-    assert_near(mixture, runs(*MIXTURE, "strategy=single"), near=1e-2)
+def test_the_balance_of_experts_is_scaled_too(trained: Train, layout: tuple[str, ...]) -> None:
+    mixture = trained(*COMMON, *MIXTURE, HALF_PRECISION, *layout)
+    assert_near(mixture, trained(*COMMON, *MIXTURE, "strategy=single"), near=1e-2)
 
 
 @pytest.mark.full
@@ -113,18 +105,18 @@ def test_the_balance_of_experts_is_scaled_too(runs: Callable[..., Trained], layo
     ("before", "after"), [("fsdp 2", "pipeline 2"), ("server", "data 2"), ("tensor 2", "server")]
 )
 def test_the_factor_goes_on_in_another_layout(
-    workers: Workers, runs: Callable[..., Trained], before: str, after: str
+    workers: Workers, trained: Train, before: str, after: str
 ) -> None:
-    wrote = runs(*with_an_overflow(before))
+    wrote = trained(*with_an_overflow(before))
     (half,) = (each for each in complete(wrote.folder / "checkpoints") if each.step == HALF)
     resumed = workers.train(*COMMON, HALF_PRECISION, *LAYOUTS[after][0], resume_from=half.path)
     assert factor(resumed.folder, step=STEPS) == (2048, 0)
-    assert_near(resumed, runs(*with_an_overflow("single")))
+    assert_near(resumed, trained(*with_an_overflow("single")))
 
 
 @pytest.mark.full
-def test_a_float32_run_goes_on_in_float16(workers: Workers, runs: Callable[..., Trained]) -> None:
-    wrote = runs("strategy=single")
+def test_a_float32_run_goes_on_in_float16(workers: Workers, trained: Train) -> None:
+    wrote = trained(*COMMON, "strategy=single")
     (half,) = (each for each in complete(wrote.folder / "checkpoints") if each.step == HALF)
     words = (*COMMON, HALF_PRECISION, *LAYOUTS["fsdp 2"][0])
     assert_near(workers.train(*words, resume_from=half.path), wrote)

@@ -1,10 +1,14 @@
-"""All ranks make the same process groups in the same order, before anything uses one."""
+"""All ranks make the same process groups in the same order, before anything uses one.
+
+Every group has `cluster.collective_timeout_s`, and the group of saves has its own time-out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,9 +18,10 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.strategies import groups
-from hpc_parallel.torch_internals import group_of, operator_arguments, operator_name
+from hpc_parallel.torch_internals import group_of, operator_arguments, operator_name, set_default_timeout
 from hpc_parallel.worker import session
 from hpc_parallel.worker.session import read_config
 from tests.workers import Workers, do_here
@@ -221,3 +226,60 @@ def test_joined_axes(workers: Workers) -> None:
         *mesh("context", (0, 1), (2, 3), (4, 5), (6, 7)),
         *mesh("replicate_context", (0, 1, 2, 3), (4, 5, 6, 7)),
     ]
+
+
+TIMES = ("cluster.collective_timeout_s=77", "cluster.checkpoint_timeout_s=99", "cluster.hang_timeout_s=40")
+# A layout, and how many groups a rank of it has beside the default one and that of saves, at most.
+GROUPS = {
+    ("strategy=data",): 0,
+    ("strategy=hsdp",): 2,
+    ("strategy=hybrid",): 2,
+    ("strategy=data", "strategy.context=2"): 2,
+    ("strategy=expert", "strategy.expert=2", "strategy.replicate=2", "model=moe_tiny"): 2,
+    ("strategy=model", "model.layers=4"): 1,  # the ends of the pipeline
+    (
+        "strategy=pipeline",
+        "strategy.pipeline=2",
+        "strategy.replicate=2",
+        "strategy.schedule=interleaved",
+    ): 3,  # one more for gradients between stages
+    ("strategy=parameter_server", "training.global_batch_size=6"): 1,  # the workers
+    ("strategy=fsdp", "strategy.context=2"): 2,  # both axes made one are all ranks
+}
+
+
+def timeouts_s(folders: list[str]) -> list[dict[str, list[float]]]:
+    """Of the groups of this rank in each layout, as they are set: the default one, of saves, all others."""
+    module = dist.distributed_c10d
+    earlier = module.default_pg_timeout, module.default_pg_nccl_timeout
+    found = []
+    for folder in folders:
+        config, _ = read_config(RunFolder(Path(folder)).config)
+        before = set(module._world.pg_map)
+        try:
+            set_default_timeout(timedelta(seconds=config.cluster.collective_timeout_s))
+            made = groups.make_groups(
+                config, layout_of(config.strategy, devices=config.devices), device_type="cpu"
+            )
+        finally:
+            module.default_pg_timeout, module.default_pg_nccl_timeout = earlier
+        kinds: dict[str, list[float]] = {"default": [], "saving": [], "others": []}
+        for group in module._world.pg_map:
+            named = {id(dist.group.WORLD): "default", id(made.saving): "saving"}
+            kind = named.get(id(group), "others")
+            if group not in before or kind == "default":
+                options = group._get_backend(torch.device("cpu")).options
+                kinds[kind].append(options._timeout.total_seconds())
+        found.append(kinds)
+    return found
+
+
+def test_every_group_of_every_layout(workers: Workers) -> None:
+    folders = [str(workers.prepare(*FOUR, *TIMES, *layout).folder.path) for layout in GROUPS]
+    of_ranks = workers.run(4, timeouts_s, folders)
+    for layout, *kinds in zip(GROUPS, *of_ranks, strict=True):
+        for found in kinds:
+            assert found["default"] == [77.0], layout
+            assert found["saving"] == [99.0], layout
+            assert set(found["others"]) <= {77.0}, layout
+        assert max(len(found["others"]) for found in kinds) == GROUPS[layout], layout

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import cache
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from hpc_parallel.models.layered import materialise
 from hpc_parallel.worker.session import read_config
 from tests.marks import in_full
 from tests.parity import STEPS, assert_follows
-from tests.workers import Trained, Workers
+from tests.workers import Train, Workers
 
 AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
 configuration = pytest.importorskip("hpc_parallel.models.huggingface").configuration
@@ -53,26 +51,17 @@ CASES = [
 CLOSE = {"float64": (1e-10, 1e-10), "float32": (1e-5, 1e-4)}
 
 
-@pytest.fixture(scope="module")
-def by_itself(workers: Workers) -> Callable[..., Trained]:
-    return cache(lambda *options: workers.train(*SMALL, *options, "strategy=single"))
-
-
 @pytest.mark.parametrize(
     ("kind", "layout", "precision"), CASES, ids=lambda v: v if isinstance(v, str) else " ".join(v[:1] + v[2:])
 )
 def test_layout_follows_one_device(
-    workers: Workers,
-    by_itself: Callable[..., Trained],
-    kind: tuple[str, ...],
-    layout: tuple[str, ...],
-    precision: str,
+    trained: Train, kind: tuple[str, ...], layout: tuple[str, ...], precision: str
 ) -> None:
-    options = (*kind, f"training.precision={precision}")
-    reference = by_itself(*options)
+    words = (*SMALL, *kind, f"training.precision={precision}")
+    reference = trained(*words, "strategy=single")
     assert any(line["grad_norm"] > 0.5 for line in reference.lines)  # clipping is active
     losses, weights = CLOSE[precision]
-    assert_follows(workers.train(*SMALL, *options, *layout), reference, losses=losses, weights=weights)
+    assert_follows(trained(*words, *layout), reference, losses=losses, weights=weights)
 
 
 @pytest.mark.parametrize(("kind", "layout"), [(LLAMA, TENSOR), (GPT2, PIPELINE[:2])], ids=["llama", "gpt2"])

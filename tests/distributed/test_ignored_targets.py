@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ from hpc_parallel.data.dataset import DatasetData, as_data
 from hpc_parallel.data.sampler import sample_order
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.models.transformer import Transformer
-from hpc_parallel.problems import ConfigError
 from hpc_parallel.worker.session import read_config
 from tests.datasets import Masked
 from tests.marks import in_full
 from tests.parity import COMMON, largest_difference, tensor_difference
-from tests.workers import Trained, Workers, train_here
+from tests.workers import Train, Trained, Workers, do_or_refuse
 
 SAMPLES, SHARE, HELD_OUT = 100, 0.35, 35
 DATA = DatasetData(dataset=Masked(SAMPLES), validation_share=SHARE)
@@ -75,9 +73,9 @@ class Padding(Transformer):
     ignore_index = 0
 
 
-@pytest.fixture(scope="module")
-def reference(workers: Workers) -> Trained:
-    return workers.train(*WORDS, of("Ignoring"), "strategy=single")
+@pytest.fixture
+def reference(trained: Train) -> Trained:
+    return trained(*WORDS, of("Ignoring"), "strategy=single")
 
 
 def of(name: str) -> str:
@@ -140,15 +138,6 @@ def test_what_has_no_mean_is_refused(
 ) -> None:
     target = () if name == "Transformer" else (of(name),)
     run = workers.prepare(*WORDS, *target, *words, *layout.split())
-    told = workers.run(run.processes, train_or_refuse, str(run.folder.path), str(tmp_path))
+    told = workers.run(run.processes, do_or_refuse, str(run.folder.path), str(tmp_path))
     assert all(reason in text for text in told)
     assert not run.folder.metrics.exists()
-
-
-def train_or_refuse(run_folder: str, cache: str) -> str:
-    os.environ["XDG_CACHE_HOME"] = cache
-    try:
-        train_here(run_folder, {})
-    except ConfigError as error:
-        return str(error)
-    return ""

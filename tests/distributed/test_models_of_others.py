@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ from tests.models_of_others.unet import UNet
 from tests.models_of_others.vit import SimpleViT
 from tests.models_of_others.vit_adapter import CutViT, Head
 from tests.parity import STEPS, assert_follows
-from tests.workers import Trained, Workers, train_here
+from tests.workers import Train, Workers, do_or_refuse
 
 MOST_LINES = 25
 COMMON = (
@@ -102,8 +101,6 @@ REFUSED = {
     ("vit", "tensor 2"): "CutViT.tensor_roles has no role for stem.1.weight",
 }
 
-Alone = Callable[[str, int], Trained]
-
 
 def words_of(model: str) -> tuple[str, ...]:
     target, sizes, data = CUT[model]
@@ -111,20 +108,12 @@ def words_of(model: str) -> tuple[str, ...]:
     return *data, "~model", f"+model={{_target_: tests.models_of_others.{target}, {keys}}}"
 
 
-@pytest.fixture(scope="module")
-def one_device(workers: Workers) -> Alone:
-    return functools.cache(
-        lambda model, microbatches: workers.train(
-            "strategy=single", *COMMON, *words_of(model), f"training.microbatch_size={8 // microbatches}"
-        )
-    )
-
-
 @pytest.mark.parametrize(("model", "layout"), [*CHEAP, *in_full(c for c in CASES if c not in CHEAP)])
-def test_layout_follows_one_device(workers: Workers, one_device: Alone, model: str, layout: str) -> None:
+def test_layout_follows_one_device(trained: Train, model: str, layout: str) -> None:
     overrides, microbatches = LAYOUTS[layout]
-    split = workers.train(*COMMON, *words_of(model), *overrides.split())
-    assert_follows(split, one_device(model, microbatches), losses=1e-10, weights=1e-9)
+    words = (*COMMON, *words_of(model))
+    alone = trained("strategy=single", *words, f"training.microbatch_size={8 // microbatches}")
+    assert_follows(trained(*words, *overrides.split()), alone, losses=1e-10, weights=1e-9)
 
 
 @pytest.mark.full
@@ -140,18 +129,12 @@ def test_tiles_of_an_image_model_follow_one_device(workers: Workers, model: str,
 
 
 @pytest.mark.parametrize(("model", "layout"), in_full(REFUSED))
-def test_what_an_adapter_does_not_allow_is_refused(workers: Workers, model: str, layout: str) -> None:
+def test_what_an_adapter_does_not_allow_is_refused(
+    workers: Workers, tmp_path: Path, model: str, layout: str
+) -> None:
     run = workers.prepare(*COMMON, *words_of(model), *LAYOUTS[layout][0].split())
-    reasons = workers.run(run.processes, refusal_of, str(run.folder.path))
+    reasons = workers.run(run.processes, do_or_refuse, str(run.folder.path), str(tmp_path))
     assert all(REFUSED[model, layout] in reason for reason in reasons)
-
-
-def refusal_of(run_folder: str) -> str:
-    try:
-        train_here(run_folder, {})
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet", "vit", "moe", "unet"])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import pytest
 
 from hpc_parallel.record.checkpoint_index import complete
 from tests.marks import in_full
 from tests.parity import largest_difference, weight_difference
-from tests.workers import Trained, Workers
+from tests.workers import Train, Trained, Workers
 
 STEPS, HALF = 4, 2
 COMMON = (
@@ -62,12 +59,6 @@ RESUMED = [
 EXPERTS = ("model=moe_tiny", "model.ffn_dim=24")
 
 
-@pytest.fixture(scope="module")
-def runs(workers: Workers) -> Callable[..., Trained]:
-    """Whole runs by their command lines, each trained once."""
-    return functools.cache(lambda *words: workers.train(*words))
-
-
 def words(optimizer: str, layout: str) -> tuple[str, ...]:
     return (*COMMON, *OPTIMIZERS[optimizer], *LAYOUTS.get(layout, (f"strategy={layout}",)))
 
@@ -81,18 +72,18 @@ def assert_equal(split: Trained, reference: Trained, *, steps: int = STEPS) -> N
 @pytest.mark.parametrize(
     ("optimizer", "layout"), [*QUICK, *in_full(case for case in ALL if case not in QUICK)]
 )
-def test_updates_are_those_of_one_device(runs: Callable[..., Trained], optimizer: str, layout: str) -> None:
-    assert_equal(runs(*words(optimizer, layout)), runs(*words(optimizer, "single")))
+def test_updates_are_those_of_one_device(trained: Train, optimizer: str, layout: str) -> None:
+    assert_equal(trained(*words(optimizer, layout)), trained(*words(optimizer, "single")))
 
 
 @pytest.mark.parametrize(("optimizer", "before", "after"), [RESUMED[0], *in_full(RESUMED[1:])])
 def test_state_goes_on_in_another_layout(
-    workers: Workers, runs: Callable[..., Trained], optimizer: str, before: str, after: str
+    workers: Workers, trained: Train, optimizer: str, before: str, after: str
 ) -> None:
-    wrote = runs(*words(optimizer, before))
+    wrote = trained(*words(optimizer, before))
     (half,) = (each for each in complete(wrote.folder / "checkpoints") if each.step == HALF)
     resumed = workers.train(*words(optimizer, after), resume_from=half.path)
-    assert_equal(resumed, runs(*words(optimizer, "single")), steps=STEPS - HALF)
+    assert_equal(resumed, trained(*words(optimizer, "single")), steps=STEPS - HALF)
 
 
 @pytest.mark.full
@@ -106,10 +97,10 @@ def test_state_goes_on_in_another_layout(
     ids=["expert 2", "expert 2 x replicate 2"],
 )
 def test_experts_are_updated_as_on_one_device(
-    runs: Callable[..., Trained], optimizer: str, layout: tuple[str, ...]
+    trained: Train, optimizer: str, layout: tuple[str, ...]
 ) -> None:
     common = (*EXPERTS, *COMMON[:-2], *OPTIMIZERS[optimizer])
-    assert_equal(runs(*common, *layout), runs(*common, "strategy=single"))
+    assert_equal(trained(*common, *layout), trained(*common, "strategy=single"))
 
 
 @pytest.mark.full

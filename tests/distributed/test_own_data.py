@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from hpc_parallel.record.checkpoint_index import complete
 from tests.marks import in_full
 from tests.parity import largest_difference, weight_difference
-from tests.workers import Trained, Workers
+from tests.workers import Train, Trained, Workers
 
 STEPS, HALF = 6, 3
 COMMON = (
@@ -25,6 +23,7 @@ DATA = (  # 70 samples, so that the fourth step begins the next epoch
     "data=dataset", "data.dataset._target_=tests.datasets.Sentences", "+data.dataset.count=74",
     "+data.dataset.noise=0.3", "data.sequence_length=32", "data.vocab_size=256",
 )  # fmt: skip
+WORDS = (*COMMON, *DATA)
 LAYOUTS = {
     "data 2, accumulating 2": ("strategy=data", "nodes=2", "training.microbatch_size=4"),
     "pipeline 2": ("strategy=pipeline", "nodes=2"),
@@ -40,28 +39,22 @@ LAYOUTS = {
 FIRST = "data 2, accumulating 2"
 
 
-@pytest.fixture(scope="module")
-def runs(workers: Workers) -> Callable[..., Trained]:
-    """Whole runs by their layouts, each trained once."""
-    return functools.cache(lambda *words: workers.train(*COMMON, *DATA, *words))
-
-
 @pytest.mark.parametrize("layout", [FIRST, *in_full((name,) for name in LAYOUTS if name != FIRST)])
-def test_layout_follows_one_device(runs: Callable[..., Trained], layout: str) -> None:
-    assert_equal(runs(*LAYOUTS[layout]), runs("strategy=single"), steps=STEPS)
+def test_layout_follows_one_device(trained: Train, layout: str) -> None:
+    assert_equal(trained(*WORDS, *LAYOUTS[layout]), trained(*WORDS, "strategy=single"), steps=STEPS)
 
 
 @pytest.mark.parametrize(
     ("before", "after"), [(FIRST, "pipeline 2"), *in_full([("pipeline 2", "fsdp 2"), ("tensor 2", FIRST)])]
 )
 def test_a_resume_goes_on_with_the_next_samples(
-    workers: Workers, runs: Callable[..., Trained], tmp_path: Path, before: str, after: str
+    workers: Workers, trained: Train, tmp_path: Path, before: str, after: str
 ) -> None:
-    checkpoint = complete(runs(*LAYOUTS[before]).folder / "checkpoints")[-1]
+    checkpoint = complete(trained(*WORDS, *LAYOUTS[before]).folder / "checkpoints")[-1]
     assert checkpoint.step == HALF
     copy = shutil.copytree(checkpoint.path, tmp_path / checkpoint.path.name)
-    resumed = workers.train(*COMMON, *DATA, *LAYOUTS[after], resume_from=copy)
-    assert_equal(resumed, runs("strategy=single"), steps=STEPS - HALF)
+    resumed = workers.train(*WORDS, *LAYOUTS[after], resume_from=copy)
+    assert_equal(resumed, trained(*WORDS, "strategy=single"), steps=STEPS - HALF)
 
 
 def assert_equal(found: Trained, wanted: Trained, *, steps: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import pytest
@@ -20,6 +21,8 @@ from tests.parity import (
 from tests.workers import Train
 
 PIPELINES = list(product((2, 4), ("gpipe", "1f1b", "interleaved")))
+SERVER = ("strategy=parameter_server", "model.layers=2")
+NO_SERVER = (*SERVER, "strategy.dedicated_server=false")
 SHALLOW = ("model.layers=2",)  # what splits single layers is the same for any number of them
 LAYOUTS = {
     "data over 2": ("strategy=data", "nodes=2"),
@@ -33,7 +36,7 @@ LAYOUTS = {
     **{
         f"pipeline of {ranks} ranks, {schedule}": (
             "strategy=pipeline", f"nodes={ranks}", f"strategy.schedule={schedule}",
-            "strategy.microbatches=8",
+            f"strategy.microbatches={2 * ranks}",
             *(("model.layers=8",) if (ranks, schedule) == (4, "interleaved") else ()),
         )
         for ranks, schedule in PIPELINES
@@ -60,7 +63,9 @@ LAYOUTS = {
     "shard 2 x tensor 2": (
         "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.shard=2", *SHALLOW,
     ),
-    "pipeline 2 x tensor 2": ("strategy=hybrid", "nodes=2", "gpus_per_node=2", *SHALLOW),
+    "pipeline 2 x tensor 2": (
+        "strategy=hybrid", "nodes=2", "gpus_per_node=2", "strategy.microbatches=4", *SHALLOW,
+    ),
     "pipeline 2 x shard 2": (
         "strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.shard=2",
         *SHALLOW,
@@ -92,6 +97,17 @@ LAYOUTS = {
     "hsdp 2 x 2, accumulating 4": (
         "strategy=hsdp", "nodes=2", "gpus_per_node=2", "training.microbatch_size=1", *SHALLOW,
     ),
+    "dataparallel over 2": ("strategy=dataparallel", "gpus_per_node=2", *SHALLOW),
+    "dataparallel over 4, accumulating 4": (
+        "strategy=dataparallel", "gpus_per_node=4", "training.microbatch_size=1", *SHALLOW,
+    ),
+    "server with 1 worker": (*SERVER, "nodes=2"),
+    "server with 2 workers, small buckets": (*SERVER, "nodes=3", "strategy.bucket_mb=0.05"),
+    "server with 4 workers, accumulating 4": (*SERVER, "nodes=5", "training.microbatch_size=1"),
+    "server that works, over 2": (*NO_SERVER, "nodes=2"),
+    "server that works, over 4, accumulating 4": (
+        *NO_SERVER, "nodes=2", "gpus_per_node=2", "training.microbatch_size=1",
+    ),
 }  # fmt: skip
 
 
@@ -106,11 +122,14 @@ SLOW = [
     "data over 2, accumulating 4, static graph", "pipeline of 2 ranks, gpipe",
     "tensor over 2, whole logits", "fsdp over 4, accumulating 4", "shard 2 x tensor 2",
     "single, accumulating 4", "replicate 2 x tensor 2, accumulating 4",
+    "dataparallel over 4, accumulating 4", "server with 1 worker", "server with 4 workers, accumulating 4",
+    "server that works, over 4, accumulating 4",
 ]  # fmt: skip
+SERVED = ["dataparallel over 2", "server with 2 workers, small buckets", "server that works, over 2"]
 IN_FLOAT32 = [
     "data over 2", "data over 2, accumulating 4", "single, accumulating 4", "pipeline 2 x replicate 2",
     *(f"pipeline of 2 ranks, {schedule}" for schedule in ("gpipe", "1f1b", "interleaved")),
-    "tensor over 2", "fsdp over 2", "hsdp 2 x 2", "shard 2 x tensor 2",
+    "tensor over 2", "fsdp over 2", "hsdp 2 x 2", "shard 2 x tensor 2", *SERVED,
 ]  # fmt: skip
 UNTIED = ["data over 2", "pipeline of 2 ranks, 1f1b", "tensor over 2", "fsdp over 2"]
 CASES = [
@@ -118,12 +137,17 @@ CASES = [
     *in_full((layout, "float64") for layout in SLOW),
     *in_full((layout, "float32") for layout in IN_FLOAT32),
     *in_full((layout, exactness) for layout in UNTIED for exactness in ("float64, untied head", LONG)),
+    *in_full((layout, LONG) for layout in SERVED),
 ]
 
 
 @pytest.mark.parametrize(("layout", "exactness"), CASES)
 def test_layout_follows_one_device(trained: Train, layout: str, exactness: str) -> None:
-    follow_one_device(trained, LAYOUTS[layout], exactness=exactness)
+    words = LAYOUTS[layout]
+    found = follow_one_device(trained, words, exactness=exactness)
+    degrees = [int(word.partition("=")[2]) for word in words if word.startswith(("nodes=", "gpus_per_node="))]
+    processes = 1 if "strategy=dataparallel" in words else math.prod(degrees)
+    assert found.summary["world_size"] == processes
 
 
 def test_clipping_is_active(trained: Train) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import pytest
 
 from tests.marks import in_full
 from tests.parity import STEPS, assert_follows, largest_difference
-from tests.workers import Trained, Workers
+from tests.workers import Train
 
 COMMON = (
     f"training.steps={STEPS}", "training.log_every=1", f"training.validate_every={STEPS}",
@@ -31,28 +28,18 @@ LAYOUTS = {
 FIRST = [("TableNet", "data 2, accumulating 2"), ("TableNet", "fsdp 2"), ("SharedNet", "fsdp 2")]
 CASES = [(model, layout) for model in MODELS for layout in LAYOUTS]
 
-Alone = Callable[[str, int], Trained]
-
 
 def words_of(model: str) -> tuple[str, ...]:
     return *COMMON, *MODELS[model], "~model", f"+model={{_target_: tests.plain_models.{model}}}"
 
 
-@pytest.fixture(scope="module")
-def one_device(workers: Workers) -> Alone:
-    return functools.cache(
-        lambda model, microbatches: workers.train(
-            "strategy=single", *words_of(model), f"training.microbatch_size={16 // microbatches}"
-        )
-    )
-
-
 @pytest.mark.parametrize(("model", "layout"), [*FIRST, *in_full(case for case in CASES if case not in FIRST)])
-def test_layout_follows_one_device(workers: Workers, one_device: Alone, model: str, layout: str) -> None:
+def test_layout_follows_one_device(trained: Train, model: str, layout: str) -> None:
     """The comparison at the start passes too. BatchNorm's moments are of a microbatch."""
-    split = workers.train(*words_of(model), *LAYOUTS[layout].split())
-    microbatches = 2 if "accumulating" in layout and model == "TableNet" else 1
-    assert_follows(split, one_device(model, microbatches), losses=1e-10, weights=1e-9)
+    size = 8 if "accumulating" in layout and model == "TableNet" else 16
+    alone = trained("strategy=single", *words_of(model), f"training.microbatch_size={size}")
+    split = trained(*words_of(model), *LAYOUTS[layout].split())
+    assert_follows(split, alone, losses=1e-10, weights=1e-9)
 
 
 MANY_TOKENS = (
@@ -65,22 +52,14 @@ ROUNDING = {"bfloat16": 2**-9, "float16": 2**-12}
 HALVES = [("fsdp 2", "bfloat16"), ("fsdp 2", "float16")]
 
 
-@pytest.fixture(scope="module")
-def in_float32(workers: Workers) -> Trained:
-    words = (*words_of("SharedNet"), *MANY_TOKENS)
-    return workers.train("strategy=single", *words, "training.precision=float32")
-
-
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [*HALVES, *in_full((name, precision) for name in LAYOUTS for precision in ROUNDING
                        if (name, precision) not in HALVES)],
 )  # fmt: skip
-def test_half_precision_is_near_float32(
-    workers: Workers, in_float32: Trained, layout: str, precision: str
-) -> None:
+def test_half_precision_is_near_float32(trained: Train, layout: str, precision: str) -> None:
     """SharedNet multiplies by a buffer, which stays float32, and the loss is above the largest float16."""
-    split = workers.train(
-        *words_of("SharedNet"), *MANY_TOKENS, *LAYOUTS[layout].split(), f"training.precision={precision}"
-    )
-    assert largest_difference(split.losses, in_float32.losses) < ROUNDING[precision]
+    words = (*words_of("SharedNet"), *MANY_TOKENS)
+    alone = trained("strategy=single", *words, "training.precision=float32")
+    split = trained(*words, *LAYOUTS[layout].split(), f"training.precision={precision}")
+    assert largest_difference(split.losses, alone.losses) < ROUNDING[precision]
