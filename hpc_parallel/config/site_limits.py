@@ -17,8 +17,8 @@ from typing import Any
 from hpc_parallel.config.job_python import find_environment
 from hpc_parallel.config.node_devices import visible_gpus
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.counts import GIB, least_bytes
 from hpc_parallel.layout.layout import layout_of, processes_per_node
-from hpc_parallel.layout.model_bytes import GIB, least_bytes
 from hpc_parallel.problems import spell
 from hpc_parallel.record.values import flatten
 from hpc_parallel.slurm.limits import Limits, limits
@@ -92,7 +92,7 @@ def limits_of(config: RunConfig) -> Limits:
 def local_warnings(config: RunConfig, *, memory_bytes: int, environment: Mapping[str, str]) -> list[str]:
     """A line if the weights and their training state exceed this machine's memory; empty with a GPU.
 
-    Only our decoders are counted (`model_bytes.py`).
+    Only our decoders are counted (`layout/counts.py`).
     """
     if config.device == "cuda" or (config.device == "auto" and visible_gpus(environment)):
         return []

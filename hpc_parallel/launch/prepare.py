@@ -28,8 +28,8 @@ from hpc_parallel.launch import resume
 from hpc_parallel.launch.import_check import check_imports
 from hpc_parallel.launch.script_places import imports_here, kept_notes, script_folders, script_places
 from hpc_parallel.layout.batch_plan import Plan
+from hpc_parallel.layout.counts import trains
 from hpc_parallel.layout.layout import processes_per_node, servers
-from hpc_parallel.layout.model_bytes import trains
 from hpc_parallel.machine import fabric
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record import attempts, owner

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+from hpc_parallel.layout.counts import fitting_samples
 from hpc_parallel.layout.layout import Layout, Strategy, divisors, layout_of
-from hpc_parallel.layout.model_bytes import fitting_samples
 from hpc_parallel.layout.model_data_schema import ConvNetConfig, SegmenterConfig, UNetConfig
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
 from hpc_parallel.layout.shares import apportion, batch_shares

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.batch_plan import batch_of
-from hpc_parallel.layout.counts import count, is_reference_decoder
+from hpc_parallel.layout.counts import LOSS_CHUNK_BYTES, MIB, bytes_of_a_weight, count, is_reference_decoder
 from hpc_parallel.layout.holdings import FIRST, OTHER, STAGE, Holding, first_holdings, holdings
 from hpc_parallel.layout.layout import PARAMETER_SERVER, SPMD, Layout, layout_of
-from hpc_parallel.layout.model_bytes import LOSS_CHUNK_BYTES, MIB, bytes_of_a_weight
 from hpc_parallel.layout.model_weights import HEAD, STEM, ModelWeights, Weight, sample_shape_of, weights_of
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
 from hpc_parallel.layout.setup import Setup, model_facts

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from hpc_parallel.config.checks.training_checks import OFF
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.batch_plan import Plan
-from hpc_parallel.layout.counts import class_path, count, sequence_length
+from hpc_parallel.layout.counts import MIB, class_path, count, parameters, sequence_length, trains
 from hpc_parallel.layout.holdings import sliced_over
 from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, servers
-from hpc_parallel.layout.model_bytes import MIB, parameters, trains
 from hpc_parallel.layout.model_weights import ModelWeights, weights_of
 from hpc_parallel.layout.schedules import stages_per_rank
 from hpc_parallel.layout.step_facts import types_of

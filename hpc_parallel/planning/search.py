@@ -15,8 +15,8 @@ from itertools import count as numbers_from_0
 
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
+from hpc_parallel.layout.counts import least_bytes
 from hpc_parallel.layout.layout import Layout, layout_of
-from hpc_parallel.layout.model_bytes import least_bytes
 from hpc_parallel.layout.model_weights import ModelWeights, sample_shape_of, weights_of
 from hpc_parallel.layout.schedules import schedule_of, unfit
 from hpc_parallel.planning import memory

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.layout.model_bytes import LOSS_CHUNK_BYTES
+from hpc_parallel.layout.counts import LOSS_CHUNK_BYTES
 from hpc_parallel.layout.step_facts import chunks_loss
 from hpc_parallel.models.language import LanguageHead, LanguageModel
 from hpc_parallel.models.layered import LayeredModel, Loss

@@ -24,8 +24,8 @@ from hpc_parallel.data.sampler import Batches, Data, Samples
 from hpc_parallel.failure.error_place import located
 from hpc_parallel.failure.summary import summarise
 from hpc_parallel.layout.batch_plan import BatchPlan, Plan, batch_of
+from hpc_parallel.layout.counts import fitting_samples
 from hpc_parallel.layout.layout import Layout, layout_of, share_of
-from hpc_parallel.layout.model_bytes import fitting_samples
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
 from hpc_parallel.record import attempts
 from hpc_parallel.record.endings import Stop

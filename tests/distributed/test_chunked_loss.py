@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from hpc_parallel.layout.model_bytes import LOSS_CHUNK_BYTES
+from hpc_parallel.layout.counts import LOSS_CHUNK_BYTES
 from hpc_parallel.strategies.chunked_loss import ChunkedCrossEntropy, ProjectionRows
 from tests.marks import in_full
 from tests.parity import COMMON, assert_follows

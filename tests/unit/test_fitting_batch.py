@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.batch_plan import batch_of, plan_batch
+from hpc_parallel.layout.counts import fitting_samples, sample_bytes
 from hpc_parallel.layout.layout import Layout
-from hpc_parallel.layout.model_bytes import fitting_samples, sample_bytes
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.strategies import checkpointing, precision
 from hpc_parallel.strategies.whole_model import build_model

@@ -10,8 +10,8 @@ import torch
 
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.site_limits import local_warnings
+from hpc_parallel.layout.counts import least_bytes, parameters
 from hpc_parallel.layout.layout import Layout
-from hpc_parallel.layout.model_bytes import least_bytes, parameters
 from hpc_parallel.problems import ConfigError
 from tests.composed import composed, prepared
 

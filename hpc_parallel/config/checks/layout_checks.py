@@ -16,9 +16,8 @@ from hpc_parallel.config.checks.suggestions import multiples_near, near
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.layout.axes import AVERAGED_AXES, AXES, DEGREE
 from hpc_parallel.layout.batch_plan import BatchPlan, batch_of
-from hpc_parallel.layout.counts import count
+from hpc_parallel.layout.counts import GIB, count, least_bytes, trains
 from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, SPMD, Layout, divisors, servers
-from hpc_parallel.layout.model_bytes import GIB, least_bytes, trains
 from hpc_parallel.layout.schedules import stages_per_rank
 from hpc_parallel.layout.shares import MEASURED, apportion, divided, slowdown
 from hpc_parallel.problems import Problem, Problems, spell
