@@ -140,6 +140,8 @@ def _graphs(families: Sequence[ScheduleFamily], *, by_memory: bool) -> picture.G
         counts = [str(point.microbatches) for point in family.points]
         curves.append(picture.Curve(shares, picture.style(index), text, notes=counts))
         formulas += [picture.Curve(closed, picture.style(index, **HOLLOW))] * bool(closed)
-    across = picture.Scale(f"memory per device, {unit.name}" if by_memory else "microbatches", picture.SPREAD)
-    graph = picture.Graph(across, picture.Scale("bubble, %", picture.FROM_ZERO), [*curves, *formulas])
+    across = picture.PlotAxis(
+        f"memory per device, {unit.name}" if by_memory else "microbatches", picture.SPREAD
+    )
+    graph = picture.Graph(across, picture.PlotAxis("bubble, %", picture.FROM_ZERO), [*curves, *formulas])
     return picture.Graphs([("", [graph])], 3.8, [FORMULA] * bool(formulas))

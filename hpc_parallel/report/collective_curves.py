@@ -112,7 +112,7 @@ def _graphs(curves: Sequence[CollectiveCurve]) -> picture.Graphs:
         of_rate = [(point.size_bytes, point.bus_rate / GIGA) for point in points]
         times.append(picture.Curve(of_time, picture.style(index), text))
         rates.append(picture.Curve(of_rate, picture.style(index)))
-    size = picture.Scale("size", picture.SIZES, text=bytes_text)
-    time = picture.Scale(f"time of {curves[0].operation}, us", picture.LOGARITHMIC)
-    rate = picture.Scale("bus bandwidth, GB/s", picture.FROM_ZERO)
+    size = picture.PlotAxis("size", picture.SIZES, text=bytes_text)
+    time = picture.PlotAxis(f"time of {curves[0].operation}, us", picture.LOGARITHMIC)
+    rate = picture.PlotAxis("bus bandwidth, GB/s", picture.FROM_ZERO)
     return picture.Graphs([("", [picture.Graph(size, time, times), picture.Graph(size, rate, rates)])], 3.6)

@@ -39,7 +39,7 @@ from hpc_parallel.report.picture import (
     HeatMap,
     Look,
     Picture,
-    Scale,
+    PlotAxis,
 )
 
 WIDTH, NARROW = 9.0, 4.3  # width in inches of a plot, and of the same plot on a phone
@@ -281,7 +281,7 @@ def name_bars(axes: Axes, labels: Sequence[str]) -> None:
     axes.tick_params(axis="y", length=0, labelsize=10 if is_wide() else 8)
 
 
-def _apply(scale: Scale, axis: Axis, values: Sequence[float]) -> None:
+def _apply(scale: PlotAxis, axis: Axis, values: Sequence[float]) -> None:
     """Label the axis and set its limits and ticks.
 
     A narrow SPREAD becomes linear with margins of 5 % of the largest value, so that nearly equal values look
@@ -303,7 +303,7 @@ def _apply(scale: Scale, axis: Axis, values: Sequence[float]) -> None:
         (axes.set_xlim if across else axes.set_ylim)(min(values) - margin, max(values) + margin)
 
 
-def _double(axes: Axes, scale: Scale, values: Sequence[float]) -> None:
+def _double(axes: Axes, scale: PlotAxis, values: Sequence[float]) -> None:
     axes.set_xscale("log", base=2)
     if scale.kind == COUNTS:
         axes.set_xticks(ticks := sorted(set(values)), labels=list(map(str, ticks)))

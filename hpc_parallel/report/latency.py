@@ -87,8 +87,8 @@ def pictures(rows: Sequence[Row]) -> Iterator[picture.Picture]:
     of_kinds = picture.kinds([curve.row for curve in by_run.values()], most=picture.MAX_CURVES)
     unit = unit_of("seconds", (point.latency_s for curve in by_run.values() for point in curve.points))
     scales = (
-        picture.Scale("throughput, samples/s", picture.LOGARITHMIC),
-        picture.Scale(f"latency of a batch, {unit.name}", picture.LOGARITHMIC),
+        picture.PlotAxis("throughput, samples/s", picture.LOGARITHMIC),
+        picture.PlotAxis(f"latency of a batch, {unit.name}", picture.LOGARITHMIC),
     )
     texts = legend(picture.words_of([row for kind in of_kinds for row in kind.rows]))
     numbered = enumerate(texts)

@@ -66,4 +66,4 @@ def _graph(kind: picture.WorkKind) -> picture.Graph:
         curves.append(picture.Curve(training, look, text))
         if validation:
             curves.append(picture.Curve(validation, picture.style(index, markersize=7, **DOTTED)))
-    return picture.Graph(picture.Scale(AXES[over]), picture.Scale("loss"), curves)
+    return picture.Graph(picture.PlotAxis(AXES[over]), picture.PlotAxis("loss"), curves)

@@ -30,7 +30,7 @@ Fill = tuple[str, str, str]  # colour and hatch of a bar, and what it means
 
 
 @dataclass(frozen=True)
-class Scale:
+class PlotAxis:
     """An axis. values: those that it spans, in place of those of the curves; of FROM_ZERO, only the end."""
 
     name: str
@@ -58,8 +58,8 @@ class Curve:
 class Graph:
     """Curves over the same axes. level: where a dotted horizontal line is."""
 
-    x: Scale
-    y: Scale
+    x: PlotAxis
+    y: PlotAxis
     curves: Sequence[Curve]
     level: float | None = None
 
@@ -104,7 +104,7 @@ class Bars:
     """
 
     panels: Sequence[tuple[str, Sequence[Bar]]]
-    scale: Scale
+    scale: PlotAxis
     fills: Sequence[Fill] = ()
     marked: tuple[float, str] | None = None
 

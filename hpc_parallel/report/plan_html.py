@@ -115,7 +115,7 @@ def _bars(roles: Sequence[RoleBytes], room: float) -> picture.Bars:
         for role in roles
     ]
     end = 1.12 * max(room / GIB, *(role.total / GIB for role in roles))
-    scale = picture.Scale("memory, GiB (dashed: of a device)", picture.FROM_ZERO, (end,))
+    scale = picture.PlotAxis("memory, GiB (dashed: of a device)", picture.FROM_ZERO, (end,))
     return picture.Bars([("", bars)], scale, [fill for fill, _ in PARTS], marked=(room / GIB, "--"))
 
 

@@ -119,7 +119,7 @@ def _of_runs(
     if drawn:
         name, section, title, caption = texts
         panels = [(kind.title, list(map(bar, kind.legend, map(id, kind.rows)))) for kind in of_kinds]
-        content = picture.Bars(panels, picture.Scale(f"{axis[0]}, {unit.name}", picture.FROM_ZERO), fills)
+        content = picture.Bars(panels, picture.PlotAxis(f"{axis[0]}, {unit.name}", picture.FROM_ZERO), fills)
         caption += picture.first_of(len(drawn), len(bars))
         yield picture.Picture(name, section, title, caption, content)
 
@@ -136,7 +136,7 @@ def _ratios(predictions: Sequence[Prediction]) -> Iterator[picture.Picture]:
             bars.append(picture.Bar(name, [block], digits(ratio, 3)))
         reach = max(*ratios, 1 / min(ratios), 2)
         room = (1 / reach, 1.2 * reach)  # also for the notes
-        scale = picture.Scale("measured / predicted", picture.LOGARITHMIC, room)
+        scale = picture.PlotAxis("measured / predicted", picture.LOGARITHMIC, room)
         yield picture.Picture(
             "predicted", "predicted", "Measured divided by predicted",
             "1 is an exact prediction. Twice and half are equally far from it."

@@ -59,9 +59,9 @@ def panel(curves: Sequence[tuple[int, str, Sequence[DevicePoint]]], *, rate: str
         rates.append(picture.Curve(ideal, {**DOTTED, "color": look["color"]}))
         efficiencies.append(picture.Curve([(devices, 100 * share) for devices, _, share in points], look))
     fewest = min(points[0][0] for _, _, points in curves)
-    across = picture.Scale("devices", picture.COUNTS)
-    up = picture.Scale(f"efficiency, % of {fewest} device{'s' * (fewest > 1)}", picture.FROM_ZERO)
+    across = picture.PlotAxis("devices", picture.COUNTS)
+    up = picture.PlotAxis(f"efficiency, % of {fewest} device{'s' * (fewest > 1)}", picture.FROM_ZERO)
     return [
-        picture.Graph(across, picture.Scale(rate, picture.LOGARITHMIC), rates),
+        picture.Graph(across, picture.PlotAxis(rate, picture.LOGARITHMIC), rates),
         picture.Graph(across, up, efficiencies, level=100),
     ]

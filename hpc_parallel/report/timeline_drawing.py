@@ -48,7 +48,7 @@ def bars_of(ranks: Sequence[RankTimeline]) -> picture.Bars:
         )
         for rank, rank_stages in zip(ranks, stages, strict=True)
     ]
-    scale = picture.Scale(
+    scale = picture.PlotAxis(
         f"time since the step's start, {unit.name}", picture.FROM_ZERO, [length_s / unit.size]
     )
     return picture.Bars([("", bars)], scale, [*KINDS.values(), OTHER])
