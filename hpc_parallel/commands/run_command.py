@@ -102,7 +102,7 @@ def launch(run: PreparedRun) -> int:
     launcher, choice = launcher_of(run)
     if run.config.dry_run:
         print(launcher.preview(run), flush=True)
-        from hpc_parallel.launch.rank_variables import describe
+        from hpc_parallel.sweep.rank_variables import describe
 
         complain([*describe(run), *run.notes])  # to stderr, because stdout has the batch script
         return DONE

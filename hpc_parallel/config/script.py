@@ -73,6 +73,14 @@ def _literal(word: str) -> str:
     return quoted(re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", word))
 
 
+def is_script(config: Mapping[str, Any]) -> bool:
+    """Whether a user's script runs instead of one of our tasks.
+
+    config: the content of `config.yaml`.
+    """
+    return bool(config.get("task", {}).get("name") == TASK)
+
+
 def kind_of(script: Mapping[str, Any]) -> str | None:
     """The key that names the script; None if there is not exactly one."""
     kinds = [kind for kind in KINDS if script.get(kind)]

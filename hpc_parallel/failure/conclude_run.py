@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from hpc_parallel.config.script import is_script
 from hpc_parallel.failure import failure, normal_end, restart
 from hpc_parallel.failure.failure import Record
 from hpc_parallel.failure.hang_cause import cause_of
@@ -32,7 +33,6 @@ from hpc_parallel.failure.root_cause import (
     this_attempt,
     with_early_ends,
 )
-from hpc_parallel.failure.script_rank import is_script
 from hpc_parallel.failure.summary import summarise
 from hpc_parallel.record import attempts
 from hpc_parallel.record.endings import Failure, Follower, Stop

@@ -25,12 +25,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hpc_parallel.config.script import TORCHRUN
+from hpc_parallel.config.script import TORCHRUN, is_script
 from hpc_parallel.failure import failure, normal_end
 from hpc_parallel.failure.conclude_run import conclude, may_restart
 from hpc_parallel.failure.process_tree import adopt_orphans, end_descendants
 from hpc_parallel.failure.rank_process import die_with_parent
-from hpc_parallel.failure.script_rank import is_script
 from hpc_parallel.failure.supervisor import Supervisor
 from hpc_parallel.layout.layout import processes_per_node, recorded_strategy
 from hpc_parallel.machine.fabric import site_variables

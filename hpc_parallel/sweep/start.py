@@ -139,7 +139,7 @@ def preview(plan: SweepPlan, *, kind: str, launcher: Launcher) -> int:
         hours = math.fsum(run.config.devices * run.config.launcher.time_minutes / 60 for run in runs)
         line += f", at most {hours:g} device-hours by their time limits"
     print(f"# {line}", flush=True)
-    from hpc_parallel.launch.rank_variables import describe
+    from hpc_parallel.sweep.rank_variables import describe
 
     complain([*describe(runs[0]), f"  (run 0: {plan.runs[0].label})"])  # to stderr: stdout has the scripts
     return DONE

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.failure import script_metrics
-from hpc_parallel.failure.script_metrics import EventFiles, MetricsWriter
 from hpc_parallel.failure.supervisor import watching
 from hpc_parallel.job_context import Agreement, has_agreed, request_stop
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.script import script_metrics
+from hpc_parallel.script.script_metrics import EventFiles, MetricsWriter
 from tests.scripts.test_local_scripts import ROOT, TWO_NODES, command, ended, only_run, run
 
 GUIDE = Path(ROOT) / "docs/own-script.md"

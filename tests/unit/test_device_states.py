@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from hpc_parallel.commands import show
-from hpc_parallel.failure import script_metrics
-from hpc_parallel.failure.script_metrics import gpu_of
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.device_states import device_file, device_lines
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.script import script_metrics
+from hpc_parallel.script.script_metrics import gpu_of
 from tests.recorded_runs import finished
 
 GIB = 2**30

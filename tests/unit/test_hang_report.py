@@ -19,11 +19,11 @@ from hpc_parallel.failure import failure, hang_report, normal_end
 from hpc_parallel.failure.flight_recorder import Collective, DeviceProgress, device_progress
 from hpc_parallel.failure.hang_cause import cause_of
 from hpc_parallel.failure.hang_report import HangReport
-from hpc_parallel.failure.script_failure import ScriptSupervisor
 from hpc_parallel.failure.supervisor import Supervisor, spot_of, stack_of
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.attempts import earlier_starts
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.script.script_failure import ScriptSupervisor
 from hpc_parallel.training.observers import Progress
 from hpc_parallel.worker.watchdog import _Watchdog, all_reported, last_collective, meet_hang
 

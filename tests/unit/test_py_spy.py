@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.failure import py_spy
-from hpc_parallel.failure.script_failure import ScriptSupervisor
 from hpc_parallel.failure.supervisor import NATIVE, spot_of, stack_of, state_of
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.script import py_spy
+from hpc_parallel.script.script_failure import ScriptSupervisor
 
 pytestmark = pytest.mark.processes
 # As py-spy 0.4.3 prints it, without keys that are not read; {pid} is filled in.

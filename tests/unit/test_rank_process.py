@@ -219,7 +219,7 @@ def test_a_signal_that_a_script_waits_for_is_not_ignored_before_it_has_a_handler
     stop_signal: str, is_ignored: bool
 ) -> None:
     """Lightning would set no handler for it."""
-    prepare = partial(rank_process._prepare, os.getpid(), handles=stop_signal)
+    prepare = partial(rank_process.prepare_child, os.getpid(), handles=stop_signal)
     show = "import signal; print(signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN)"
     done = subprocess.run(
         [sys.executable, "-c", show], preexec_fn=prepare, capture_output=True, text=True, check=True

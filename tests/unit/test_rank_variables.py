@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.launch.rank_variables import FIRST_HOST, OTHER_HOSTS, rank_variables
 from hpc_parallel.run import main
+from hpc_parallel.sweep.rank_variables import FIRST_HOST, OTHER_HOSTS, rank_variables
 from tests.composed import prepared
 
 SITE = ("+cluster.environment.NCCL_DEBUG=INFO", "+cluster.environment.NCCL_IB_DISABLE=true")

@@ -23,13 +23,14 @@ from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import compose_run
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.script import arguments_of, fill, resume_words
-from hpc_parallel.failure import failure, script_failure, script_metrics, script_rank
+from hpc_parallel.failure import failure
 from hpc_parallel.failure.supervisor import watching
 from hpc_parallel.launch.batch_script import render, sbatch_flags
 from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.script import script_failure, script_metrics, script_rank
 
 LOCAL = "launcher=local"
 METRICS = r"step (?P<step>\d+).* loss (?P<loss>[\d.]+)"

@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 import yaml
 
-from hpc_parallel.failure import failure, flight_recorder, hang_report, script_failure
+from hpc_parallel.failure import failure, flight_recorder, hang_report
 from hpc_parallel.failure.conclude_run import conclude
 from hpc_parallel.failure.flight_recorder import DeviceProgress, DumpRequest
 from hpc_parallel.failure.hang_cause import cause_of
 from hpc_parallel.failure.hang_report import HangReport
-from hpc_parallel.failure.script_failure import ScriptSupervisor
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.script import script_failure
+from hpc_parallel.script.script_failure import ScriptSupervisor
 
 SILENT = "no rank has written anything for 20 s"
 # As py-spy 0.4.3 --native showed the main threads of own scripts on an H100, innermost frame first.

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hpc_parallel import job_context
-from hpc_parallel.failure import flight_recorder, script_rank
+from hpc_parallel.failure import flight_recorder
 from hpc_parallel.failure.local_agent import rank_environments, share_cores
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.machine import fabric, nccl_log
 from hpc_parallel.machine.world import World
+from hpc_parallel.script import script_rank
 
 OTHER_HOSTS = "<the interface that reaches the other hosts>"
 FIRST_HOST, RUN_ID = "<the first host>", "<this start>"

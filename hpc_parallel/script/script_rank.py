@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from hpc_parallel import job_context
-from hpc_parallel.config.script import PLACEHOLDERS, TASK, arguments_of, fill, kind_of, name_of, resume_words
+from hpc_parallel.config.script import PLACEHOLDERS, arguments_of, fill, kind_of, name_of, resume_words
 from hpc_parallel.failure import flight_recorder
 from hpc_parallel.failure.process_tree import receivers
 from hpc_parallel.machine import fabric, fabric_kind
@@ -32,14 +32,6 @@ from hpc_parallel.slurm.short_forms import expand_hosts
 
 SHARED = 20_000  # if the site names no port, the job id selects a port from here on
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and AMD
-
-
-def is_script(config: Mapping[str, Any]) -> bool:
-    """Whether a user's script runs instead of one of our tasks.
-
-    config: the content of `config.yaml`.
-    """
-    return bool(config.get("task", {}).get("name") == TASK)
 
 
 def command_of(

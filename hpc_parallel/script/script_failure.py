@@ -19,13 +19,13 @@ import psutil
 from hpc_parallel.failure import failure, hang_report, normal_end
 from hpc_parallel.failure.flight_recorder import DumpRequest
 from hpc_parallel.failure.process_tree import tree_of
-from hpc_parallel.failure.py_spy import spied_stacks
-from hpc_parallel.failure.script_rank import error_file
 from hpc_parallel.failure.supervisor import PERIOD_S, Supervisor, state_of
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, open_regular, read_json, size_of
 from hpc_parallel.record.values import table, text
+from hpc_parallel.script.py_spy import spied_stacks
+from hpc_parallel.script.script_rank import error_file
 from hpc_parallel.user_code import is_users
 
 _TAIL_BYTES = 64 * 1024
