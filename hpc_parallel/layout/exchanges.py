@@ -144,7 +144,7 @@ def _replicas(setup: Setup) -> Iterator[Exchange]:
 
 
 def _tensor(setup: Setup) -> Iterator[Exchange]:
-    """tensor.py: the placements between layers. In models of images only the classifier is split."""
+    """split_layers.py: the placements between layers. In models of images only the classifier is split."""
     on, strategy = _On(setup, "tensor"), setup.strategy
     only_if = "if the model has column and row layers" if setup.model.reads is None else None
     if setup.model.reads == "images":
@@ -162,7 +162,7 @@ def _tensor(setup: Setup) -> Iterator[Exchange]:
 
 
 def _loss(setup: Setup) -> Iterator[Exchange]:
-    """tensor.py: the loss of split logits, or the logits themselves."""
+    """split_layers.py: the loss of split logits, or the logits themselves."""
     on = _On(setup, "tensor")
     if setup.strategy.loss_parallel:
         yield on.last_stage(FORWARD, "sums of the loss", ALL_REDUCE, MICROBATCH)
@@ -197,7 +197,7 @@ def _expert(setup: Setup) -> Iterator[Exchange]:
 
 
 def _tile(setup: Setup) -> Iterator[Exchange]:
-    """halo.py, tile.py: the borders that a layer needs around its tile; the whole map for some heads."""
+    """halo.py, tile/: the borders that a layer needs around its tile; the whole map for some heads."""
     on = _On(setup, "tile")
     yield on(FORWARD, "borders of tiles", ALL_TO_ALL, BLOCK)
     yield on(BACKWARD, "borders' gradients", ALL_TO_ALL, BLOCK)

@@ -1,4 +1,4 @@
-"""The indices of the samples in the current forward pass. Dropout needs them (strategies/dropout.py)."""
+"""The indices of the samples in the current forward pass, which `counted_dropout.py` needs."""
 
 from __future__ import annotations
 

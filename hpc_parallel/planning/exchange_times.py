@@ -317,7 +317,7 @@ class Message:
 class PlannedSplitAttention:
     """The attention of one device's part of each sequence; the other parts are on the ranks of `group`.
 
-    As strategies/ring.py and all_to_all_attention.py send it.
+    As strategies/context/ring.py and all_to_all_attention.py send it.
     """
 
     share: Share

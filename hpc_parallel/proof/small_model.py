@@ -17,7 +17,7 @@ from hpc_parallel.layout.layout import DATAPARALLEL, Layout, divisors, layout_of
 from hpc_parallel.layout.schedules import stages_per_rank
 from hpc_parallel.models.drawn_weights import tensor_seed
 from hpc_parallel.models.layered import LayeredModel, part_of
-from hpc_parallel.strategies.dropout_shapes import dry_pass
+from hpc_parallel.strategies.dropout.dropout_shapes import dry_pass
 from hpc_parallel.strategies.whole_model import build_small_sizes
 
 FEW_BLOCKS = 4

@@ -17,9 +17,9 @@ from hpc_parallel.layout.batch_plan import BatchPlan
 from hpc_parallel.layout.layout import share_of
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.proof.small_model import SAMPLES, STEPS, SmallRun
-from hpc_parallel.strategies import dropout, dropout_shapes
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.decode import Decoder
+from hpc_parallel.strategies.dropout import counted_dropout, dropout_shapes
 from hpc_parallel.strategies.forward_backward import Accumulate
 from hpc_parallel.strategies.groups import Groups
 from hpc_parallel.strategies.loss import LossTerms
@@ -113,7 +113,9 @@ def on_one_device(run: SmallRun, model: LayeredModel) -> Reference:
         return results
     model.train()
     shapes = dropout_shapes.whole_shapes(model, sample_shape=tuple(run.inputs.shape[1:]))
-    dropout.apply(model, shapes=shapes, part=dropout.SamplePart(), seed=run.config.seed, device=run.device)
+    counted_dropout.apply(
+        model, shapes=shapes, part=counted_dropout.SamplePart(), seed=run.config.seed, device=run.device
+    )
     return _train_alone(run, model)
 
 

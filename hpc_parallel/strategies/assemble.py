@@ -24,10 +24,7 @@ from hpc_parallel.strategies import (
     checkpointing,
     chunked_loss,
     compiling,
-    context,
     dataparallel,
-    dropout,
-    dropout_shapes,
     expert,
     float8,
     pipeline,
@@ -35,11 +32,11 @@ from hpc_parallel.strategies import (
     replicate,
     shard,
     stages,
-    tensor,
-    tile,
     working_weights,
 )  # fmt: skip
+from hpc_parallel.strategies.context import split_sequence
 from hpc_parallel.strategies.device_traffic import DeviceTraffic
+from hpc_parallel.strategies.dropout import counted_dropout, dropout_shapes
 from hpc_parallel.strategies.forward_backward import Accumulate, ForwardBackward, SequenceParts, TensorGroup
 from hpc_parallel.strategies.groups import Groups
 from hpc_parallel.strategies.loss import LossTerms, MetricsOf, TermsOf, WithMetrics, count_terms
@@ -47,7 +44,9 @@ from hpc_parallel.strategies.loss_scale import LossScale
 from hpc_parallel.strategies.mesh import axis_of, data_mesh, joint, slicing_axis
 from hpc_parallel.strategies.model_checks import is_own
 from hpc_parallel.strategies.parameter_server import Idle, ParameterServer
-from hpc_parallel.strategies.tile_maps import Maps, measure
+from hpc_parallel.strategies.tensor import split_layers
+from hpc_parallel.strategies.tile import split_image
+from hpc_parallel.strategies.tile.tile_maps import Maps, measure
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def assemble(
         split(part, mesh=mesh, maps=maps, options=config.strategy, chunked=projection)
         part.sample_indices = parts[0].sample_indices
         local_part = dropout_part(part, mesh=mesh, options=config.strategy)
-        dropout.apply(part, shapes=shapes, part=local_part, seed=config.seed, device=device)
+        counted_dropout.apply(part, shapes=shapes, part=local_part, seed=config.seed, device=device)
         prepare(part, config=config, mesh=mesh, device=device)
         if not trains and casts_once(config) and slicing_axis(mesh) is None:
             working_weights.cast_for_good(part)
@@ -247,9 +246,9 @@ def loss_of(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig) -
     loss: Loss = model.loss
     if (axis := axis_of(mesh, "tile")) is not None:
         grid = tile_grid(axis.size(), options.tile_grid)
-        loss = tile.loss_of_tile(loss, axis=axis, grid=grid, pixelwise=model.pixelwise)
+        loss = split_image.loss_of_tile(loss, axis=axis, grid=grid, pixelwise=model.pixelwise)
     if (axis := axis_of(mesh, "tensor")) is not None and options.loss_parallel:
-        loss = tensor.loss_of_slices(loss, axis=axis)
+        loss = split_layers.loss_of_slices(loss, axis=axis)
     return loss
 
 
@@ -258,9 +257,9 @@ def metrics_of(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig
     metrics: MetricsOf = model.metrics
     if (axis := axis_of(mesh, "tile")) is not None:
         grid = tile_grid(axis.size(), options.tile_grid)
-        metrics = tile.metrics_of_tile(metrics, axis=axis, grid=grid, pixelwise=model.pixelwise)
+        metrics = split_image.metrics_of_tile(metrics, axis=axis, grid=grid, pixelwise=model.pixelwise)
     if (axis := axis_of(mesh, "tensor")) is not None and options.loss_parallel:
-        metrics = tensor.metrics_of_slices(metrics, axis=axis)
+        metrics = split_layers.metrics_of_slices(metrics, axis=axis)
     return metrics
 
 
@@ -301,24 +300,26 @@ def split(
 ) -> None:
     """Split samples or single layers over devices. `chunked`: the projection that the loss computes."""
     if maps is not None and (axis := axis_of(mesh, "tile")) is not None:
-        tile.apply(part, axis=axis, grid=tile_grid(axis.size(), options.tile_grid), maps=maps)
+        split_image.apply(part, axis=axis, grid=tile_grid(axis.size(), options.tile_grid), maps=maps)
     if (axis := axis_of(mesh, "expert")) is not None:
         expert.apply(part, axis=axis)
     if (axis := axis_of(mesh, "context")) is not None:
-        context.apply(part, axis=axis, options=options)
+        split_sequence.apply(part, axis=axis, options=options)
     if (axis := axis_of(mesh, "tensor")) is not None:
-        tensor.apply(part, axis=axis, options=options, chunked=chunked)
+        split_layers.apply(part, axis=axis, options=options, chunked=chunked)
     if (axis := joint(mesh, *BATCH_AXES, *SAMPLE_AXES)) is not None:
         batch_norm.apply(part, axis=axis)  # over all ranks that share a microbatch
 
 
-def dropout_part(part: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig) -> dropout.SamplePart:
+def dropout_part(
+    part: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig
+) -> counted_dropout.SamplePart:
     """Which part of each sample this rank has."""
     tiles, axis = None, axis_of(mesh, "tile")
     if axis is not None:
-        tiles = tile.grid_of(axis, tile_grid(axis.size(), options.tile_grid))
+        tiles = split_image.grid_of(axis, tile_grid(axis.size(), options.tile_grid))
     context_axis, tensor_axis = axis_of(mesh, "context"), axis_of(mesh, "tensor")
-    return dropout.SamplePart(
+    return counted_dropout.SamplePart(
         positions=part.sample_positions,
         context=1 if context_axis is None else context_axis.size(),
         tensor=(0, 1) if tensor_axis is None else (tensor_axis.get_local_rank(), tensor_axis.size()),

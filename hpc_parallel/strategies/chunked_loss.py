@@ -29,7 +29,7 @@ from hpc_parallel.strategies.loss import MetricsOf
 from hpc_parallel.strategies.mesh import axis_of, name_of
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
-from hpc_parallel.strategies.tensor_roles import roles_of
+from hpc_parallel.strategies.tensor.tensor_roles import roles_of
 
 ErrorsOf = Callable[..., tuple[Tensor, Tensor]]
 """The type of `errors_of`."""

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss
+from hpc_parallel.strategies.context.ring import slices_of
 from hpc_parallel.strategies.loss import LossTerms, propagate_nonfinite
 from hpc_parallel.strategies.ranges import marked
-from hpc_parallel.strategies.ring import slices_of
 
 
 class ForwardBackward(Protocol):

@@ -11,7 +11,10 @@ from hpc_parallel.layout.schedules import stages_per_rank
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.plain import PlainModel
 from hpc_parallel.problems import ConfigError, Problem, Problems
-from hpc_parallel.strategies import cache, context, dropout_shapes, expert, float8, stages, tensor_roles
+from hpc_parallel.strategies import cache, expert, float8, stages
+from hpc_parallel.strategies.context import split_sequence
+from hpc_parallel.strategies.dropout import dropout_shapes
+from hpc_parallel.strategies.tensor import tensor_roles
 
 PACKAGE = "hpc_parallel."
 TRAINS = ("train", "proof")
@@ -63,7 +66,7 @@ def find_problems(
             model, stages=count, sample_shape=sample_shape, options=config.strategy
         )
     if layout.context > 1:
-        yield from context.find_problems(model, degree=layout.context, sample_shape=sample_shape)
+        yield from split_sequence.find_problems(model, degree=layout.context, sample_shape=sample_shape)
     if layout.expert > 1:
         yield from expert.find_problems(model, degree=layout.expert)
     if layout.tensor > 1:

@@ -14,7 +14,7 @@ from hpc_parallel.layout.schedules import schedule_of, stages_of, stages_per_ran
 from hpc_parallel.layout.stage_cuts import divide_blocks
 from hpc_parallel.models.layered import LayeredModel, keep, part_of
 from hpc_parallel.problems import ConfigError, Problem, Problems
-from hpc_parallel.strategies.dropout_shapes import dry_pass
+from hpc_parallel.strategies.dropout.dropout_shapes import dry_pass
 from hpc_parallel.strategies.pipeline import ENDS, contiguous_ends
 from hpc_parallel.strategies.replace_forward import replace_forward
 

@@ -33,7 +33,7 @@ def pair_s(way: str, dtype_name: str, tokens: int, split_first: bool) -> tuple[l
     from torch.distributed.device_mesh import init_device_mesh
 
     from hpc_parallel.models.attention import Attention, CausalAttention
-    from hpc_parallel.strategies.context import split_attention
+    from hpc_parallel.strategies.context.split_sequence import split_attention
 
     dtype = getattr(torch, dtype_name)
     mesh = init_device_mesh("cpu", (DEGREE,), mesh_dim_names=("context",))

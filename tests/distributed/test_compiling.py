@@ -18,8 +18,9 @@ from hpc_parallel.models import transformer
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies import checkpointing, compiling, dropout, precision, shard, working_weights
-from hpc_parallel.strategies.dropout_shapes import whole_shapes
+from hpc_parallel.strategies import checkpointing, compiling, precision, shard, working_weights
+from hpc_parallel.strategies.dropout import counted_dropout
+from hpc_parallel.strategies.dropout.dropout_shapes import whole_shapes
 from hpc_parallel.training.nonfinite_trace import trace
 from tests.dropout_models import Tokens
 from tests.parity import COMMON, EXACTNESS, assert_follows
@@ -115,7 +116,7 @@ def sharded_output(*, compiled: bool) -> tuple[Tensor, dict[str, Tensor]]:
     with torch.device("meta"):
         model = Tokens(layers=3, width=16, rate=0.3)
     shapes = whole_shapes(model, sample_shape=(16,))
-    dropout.apply(model, shapes=shapes, part=dropout.SamplePart(), seed=0, device=device)
+    counted_dropout.apply(model, shapes=shapes, part=counted_dropout.SamplePart(), seed=0, device=device)
     if compiled:
         compiling.apply(model)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
@@ -231,7 +232,9 @@ def dropped_output(*, compiled: bool) -> list[Any]:
     with torch.device("meta"):
         model = Tokens(layers=2, width=16, rate=0.3)
     shapes = whole_shapes(model, sample_shape=(16,))
-    dropout.apply(model, shapes=shapes, part=dropout.SamplePart(), seed=0, device=torch.device("cpu"))
+    counted_dropout.apply(
+        model, shapes=shapes, part=counted_dropout.SamplePart(), seed=0, device=torch.device("cpu")
+    )
     if compiled:
         compiling.apply(model, whole=True)
     materialise(model, seed=0, device="cpu", dtype=torch.float64)

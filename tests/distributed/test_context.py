@@ -101,7 +101,7 @@ def _attention(
     from torch.distributed.device_mesh import init_device_mesh
 
     from hpc_parallel.models.attention import CausalAttention, FullAttention
-    from hpc_parallel.strategies.context import split_attention
+    from hpc_parallel.strategies.context.split_sequence import split_attention
 
     batch, kv_heads, group, half, width = shape
     degree = dist.get_world_size()
@@ -150,7 +150,7 @@ def _biased(way: str, causal: bool, heads: int, kv_heads: int) -> tuple[list[Ten
     from torch.distributed.device_mesh import init_device_mesh
 
     from hpc_parallel.models.attention import CausalAttention, FullAttention
-    from hpc_parallel.strategies.context import split_attention
+    from hpc_parallel.strategies.context.split_sequence import split_attention
 
     degree, half = dist.get_world_size(), 3
     length = 2 * half * degree
@@ -196,7 +196,7 @@ def test_attention_with_a_bias_and_a_mask_is_one_devices(workers: Workers, way: 
 def _in_strips(
     scores: int | None, way: str, shape: tuple[int, ...], causal: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    from hpc_parallel.strategies import attention_kernels, ring
+    from hpc_parallel.strategies.context import attention_kernels, ring
 
     with pytest.MonkeyPatch.context() as patch:
         if scores is not None:

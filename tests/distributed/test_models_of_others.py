@@ -16,7 +16,7 @@ from hpc_parallel.commands.export import main as export
 from hpc_parallel.models.adapter import Adapter
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies.tile_maps import measure
+from hpc_parallel.strategies.tile.tile_maps import measure
 from tests import models_of_others
 from tests.marks import in_full
 from tests.models_of_others.gpt import GPT, GPTConfig

@@ -68,7 +68,7 @@ BREAKS = {
         ("strategy=tile", "nodes=2", "model=segmenter"), "gradients",
     ),
     "a gradient's scale": (
-        "tile.py", "lambda gradient: gradient * tiles.tiles", "lambda gradient: gradient",
+        "tile/split_image.py", "lambda gradient: gradient * tiles.tiles", "lambda gradient: gradient",
         ("strategy=tile", "nodes=2", "model=segmenter"), "gradients",
     ),
     "the order of stages": (

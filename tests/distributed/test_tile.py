@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies import batch_norm, halo, tile, tile_layers, tile_maps
+from hpc_parallel.strategies import batch_norm, halo
+from hpc_parallel.strategies.tile import split_image, tile_layers, tile_maps
 from tests.marks import in_full
 from tests.workers import Workers
 
@@ -255,7 +256,7 @@ def damage(broken: str | None) -> Iterator[None]:
         "corner": (halo, "overlap", without_corners(halo.overlap)),
         "gradient of a halo": (halo.Fetch, "backward", staticmethod(without_halo)),
         "statistics": (batch_norm, "apply", lambda model, axis: model),
-        "share of the loss": (tile.Grid, "tiles", 1),
+        "share of the loss": (split_image.Grid, "tiles", 1),
         "gradient of a sum": (tile_layers.SumOverTiles, "backward", staticmethod(lambda _, x: (x, None))),
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -299,15 +300,15 @@ def measured(net: Net, grid: tuple[int, int], dtype: torch.dtype) -> dict[str, f
     maps = tile_maps.measure(
         net.build(torch.float32).to("meta"), sample_shape=tuple(images.shape[1:]), grid=grid
     )
-    tile.apply(tiled, axis=mesh["tile"], grid=grid, maps=maps)
+    split_image.apply(tiled, axis=mesh["tile"], grid=grid, maps=maps)
     batch_norm.apply(tiled, axis=mesh["tile"])
     part = images.clone().requires_grad_()
     output = tiled(part)
-    loss = tile.loss_of_tile(tiled.loss, axis=mesh["tile"], grid=grid, pixelwise=tiled.pixelwise)(
+    loss = split_image.loss_of_tile(tiled.loss, axis=mesh["tile"], grid=grid, pixelwise=tiled.pixelwise)(
         output, weights
     )
     loss.backward()
-    tiles = tile.Grid(*grid, rank=mesh.get_local_rank(), group=mesh.get_group())
+    tiles = split_image.Grid(*grid, rank=mesh.get_local_rank(), group=mesh.get_group())
     assert part.grad is not None
     assert whole.grad is not None
     found = {

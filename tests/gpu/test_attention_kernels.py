@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpc_parallel.strategies.attention_kernels import (
+from hpc_parallel.strategies.context.attention_kernels import (
     CUDNN,
     EFFICIENT,
     FLASH,

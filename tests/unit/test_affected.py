@@ -10,7 +10,7 @@ import pytest
 from tests import affected
 from tests.affected import distances_to, nearest
 
-RING = "hpc_parallel/strategies/ring.py"
+RING = "hpc_parallel/strategies/context/ring.py"
 
 
 def test_a_change_reaches_what_imports_it() -> None:

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from hpc_parallel.data.sampler import _mix
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.strategies.dropout import SamplePart, keeps, mix64
-from hpc_parallel.strategies.dropout_shapes import WholeShape, find_problems, whole_shapes
+from hpc_parallel.strategies.dropout.counted_dropout import SamplePart, keeps, mix64
+from hpc_parallel.strategies.dropout.dropout_shapes import WholeShape, find_problems, whole_shapes
 from hpc_parallel.strategies.halo import Grid
 from tests.dropout_models import Images, Tokens
 

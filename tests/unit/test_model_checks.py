@@ -19,7 +19,7 @@ from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.local_positions import find_local_positions
 from hpc_parallel.strategies.model_checks import find_problems
 from hpc_parallel.strategies.stages import divide
-from hpc_parallel.strategies.tensor_roles import find_fused_dropouts
+from hpc_parallel.strategies.tensor.tensor_roles import find_fused_dropouts
 from hpc_parallel.strategies.whole_model import build_model
 from tests.composed import composed, prepared
 from tests.dropout_models import Tokens

@@ -298,7 +298,7 @@ def test_bytes_are_those_of_the_precision(precision: str, number: int, stream: i
 
 
 def test_a_stage_sends_its_part_of_a_sequence_and_nothing_is_gathered() -> None:
-    """tensor.py: the next stage begins with the part that it gets. Without sequence_parallel it gets all."""
+    """The next stage begins with the part that it gets. Without sequence_parallel it gets all."""
     words = ("strategy=hybrid", "model=8b", "gpus_per_node=8", "strategy.pipeline=2", "strategy.tensor=4",
              "strategy.shard=1", "training.global_batch_size=8", "training.microbatch_size=1",
              "training.precision=bfloat16")  # fmt: skip

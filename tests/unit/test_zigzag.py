@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpc_parallel.strategies.ring import slices_of, visible
+from hpc_parallel.strategies.context.ring import slices_of, visible
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 7])

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from hpc_parallel.models import attention
-from hpc_parallel.strategies import attention_kernels
+from hpc_parallel.strategies.context import attention_kernels
 from tests.gpu.report import setting
 from tests.gpu.report.findings import Findings
 

@@ -6,7 +6,7 @@ import torch
 
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.strategies import tensor
+from hpc_parallel.strategies.tensor import split_layers
 from tests.gpu.report import setting
 from tests.gpu.report.findings import Findings
 
@@ -29,7 +29,7 @@ def run(findings: Findings) -> None:
 
 def split() -> LayeredModel:
     options = StrategyConfig(name="tensor", loss_parallel=False)
-    return tensor.apply(setting.build(), axis=setting.mesh_of("tensor"), options=options)
+    return split_layers.apply(setting.build(), axis=setting.mesh_of("tensor"), options=options)
 
 
 def full(loss: torch.Tensor) -> float:

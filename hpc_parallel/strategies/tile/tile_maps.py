@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies.dropout_shapes import CHANNELWISE, ELEMENTWISE
+from hpc_parallel.strategies.dropout.dropout_shapes import CHANNELWISE, ELEMENTWISE
 from hpc_parallel.strategies.halo import Size
-from hpc_parallel.strategies.tile_layers import NORMS, PADDINGS, POOLS, RESIZES, WINDOWS
+from hpc_parallel.strategies.tile.tile_layers import NORMS, PADDINGS, POOLS, RESIZES, WINDOWS
 from hpc_parallel.torch_internals import BatchNorm, DispatchMode, tree_leaves
 
 LAYERS = (*WINDOWS, nn.ConvTranspose2d, *RESIZES, *PADDINGS, *NORMS, *POOLS)

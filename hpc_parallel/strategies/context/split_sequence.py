@@ -28,10 +28,8 @@ from hpc_parallel.models.attention import (
 )
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import Problem, Problems
-from hpc_parallel.strategies.all_to_all_attention import HeadsAttention
-from hpc_parallel.strategies.local_positions import find_local_positions
-from hpc_parallel.strategies.replace_forward import replace_modules
-from hpc_parallel.strategies.ring import (
+from hpc_parallel.strategies.context.all_to_all_attention import HeadsAttention
+from hpc_parallel.strategies.context.ring import (
     Gather,
     GatherKv,
     KeyValueExchange,
@@ -40,6 +38,8 @@ from hpc_parallel.strategies.ring import (
     gather_mask,
     slices_of,
 )
+from hpc_parallel.strategies.local_positions import find_local_positions
+from hpc_parallel.strategies.replace_forward import replace_modules
 
 # The exchanges by the value of strategy.context_attention, which can also be ALL_TO_ALL.
 EXCHANGES: dict[str, KeyValueExchange] = {"ring": Ring(), "gather": Gather()}

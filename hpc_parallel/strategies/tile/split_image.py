@@ -18,8 +18,8 @@ from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.strategies.halo import Box, Grid
 from hpc_parallel.strategies.loss import MetricsOf
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
-from hpc_parallel.strategies.tile_layers import fetch_before, tile_layer
-from hpc_parallel.strategies.tile_maps import Maps
+from hpc_parallel.strategies.tile.tile_layers import fetch_before, tile_layer
+from hpc_parallel.strategies.tile.tile_maps import Maps
 
 
 def apply(model: LayeredModel, *, axis: DeviceMesh, grid: tuple[int, int], maps: Maps) -> LayeredModel:

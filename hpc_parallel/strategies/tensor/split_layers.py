@@ -41,7 +41,7 @@ from hpc_parallel.strategies.loss import MetricsOf
 from hpc_parallel.strategies.mesh import name_of
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
-from hpc_parallel.strategies.tensor_roles import is_within, roles_of
+from hpc_parallel.strategies.tensor.tensor_roles import is_within, roles_of
 from hpc_parallel.torch_internals import LayerStyle
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hpc_parallel.strategies.attention_kernels import accumulated, kernel_for, merge
+from hpc_parallel.strategies.context.attention_kernels import accumulated, kernel_for, merge
 from hpc_parallel.strategies.ranges import marked
 
 _RENAMED = hasattr(dist, "all_gather_single")  # in torch 2.13

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import Column, LayeredModel, part_of
 from hpc_parallel.problems import Problem, Problems
-from hpc_parallel.strategies.dropout_shapes import whole_shapes
+from hpc_parallel.strategies.dropout.dropout_shapes import whole_shapes
 from hpc_parallel.strategies.dry_forward import first_clause
 
 FULL = ("alike", "classes")  # every device computes these from the full input

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hpc_parallel.models.attention import Attention, Bias, Positions, attend_with
 from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.strategies.context.ring import from_sequence, gather_mask, in_sequence
 from hpc_parallel.strategies.ranges import marked
-from hpc_parallel.strategies.ring import from_sequence, gather_mask, in_sequence
 
 
 class HeadsAttention(Attention):
