@@ -22,9 +22,9 @@ from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.proof.cases import Case, plan, without_refused
-from hpc_parallel.proof.compare import TOLERANCES, Tolerance, Verdict, compare
+from hpc_parallel.proof.compare import ROUNDED, TOLERANCES, Tolerance, Verdict, compare
 from hpc_parallel.proof.pace import Pace
-from hpc_parallel.proof.parity_table import Table
+from hpc_parallel.proof.parity_table import MEASURES, Table
 from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.shell import command_parser, complain, refuse
@@ -69,7 +69,7 @@ def prove(cases: Sequence[Case], notes: Sequence[str], *, precision: str) -> int
     pace = Pace(cases)
     table.begin(pace.plan())
     folder = next(case.run.folder.path.parent for case in cases if case.run is not None)
-    bounds = {name: getattr(tolerance, name) for name in ("losses", "gradients", "weights")}
+    bounds = {name: getattr(tolerance, name) for name in MEASURES}
     alone: dict[str, str | None] = {}  # folder of one device's run -> why it failed
     lines: list[dict[str, Any]] = []
     is_interrupted = False
@@ -109,6 +109,13 @@ def judge(case: Case, tolerance: Tolerance, alone: dict[str, str | None], *, pac
         failure = Failure.read(case.run.folder)
         refused = failure is not None and failure.kind == CONFIGURATION
         return Verdict("left out" if refused else "failed", [cause, f"results: {case.run.folder.path}"])
+    notes = []
+    if (case.alone.folder.proof / ROUNDED).exists():  # written on one device
+        tolerance = TOLERANCES["float32"]
+        bounds = ", ".join(f"{name} {getattr(tolerance, name):g}" for name in MEASURES)
+        notes = [
+            f"The model computes parts in less than float64, so the bounds are those of float32: {bounds}."
+        ]
     try:
         differences = compare(case.run.folder, case.alone.folder, tolerance=tolerance)
     except ValueError as error:
@@ -118,7 +125,7 @@ def judge(case: Case, tolerance: Tolerance, alone: dict[str, str | None], *, pac
         for name, difference in differences.items()
         if not difference.value <= getattr(tolerance, name)
     ]
-    return Verdict("MISS" if missed else "equal", missed, differences)
+    return Verdict("MISS" if missed else "equal", [*missed, *notes], differences)
 
 
 def run_quietly(run: PreparedRun) -> str | None:

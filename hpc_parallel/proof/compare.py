@@ -40,7 +40,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`word`: equal, MISS, failed or left out. `reasons`: one line for each reason if it is not equal."""
+    """`word`: equal, MISS, failed or left out. `reasons`: one line for each, and for other bounds."""
 
     word: str
     reasons: Sequence[str] = ()
@@ -62,6 +62,7 @@ TOLERANCES = {
 }  # fmt: skip
 
 
+ROUNDED = "float32-parts"  # in the folder `proof` of a model that computes parts in less than float64
 LEAST_SHARE = 0.01  # of the model's gradient norm
 
 

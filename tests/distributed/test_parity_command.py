@@ -121,3 +121,32 @@ def test_a_failed_run_names_the_cause(tmp_path: Path) -> None:
     assert (row["word"], row["differences"]) == ("failed", {})
     assert "it has no step" in row["reasons"][0]
     assert "Traceback" not in done.stdout + done.stderr
+
+
+MODEL = """
+from torch import nn
+from torch.nn import functional as F
+from hpc_parallel.models.layered import LayeredModel
+
+class Net(LayeredModel):
+    def __init__(self):
+        super().__init__(stem=nn.Embedding(256, 16), blocks=[nn.Linear(16, 16)], head=nn.Linear(16, 256))
+
+    def loss(self, output, target):
+        return F.cross_entropy(output.float().flatten(0, 1), target.flatten(), reduction="sum")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loss_in_float32", [True, False])
+def test_a_model_with_parts_in_float32_has_the_bounds_of_float32(
+    loss_in_float32: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "own_net.py").write_text(MODEL if loss_in_float32 else MODEL.replace(".float()", ""))
+    (tmp_path / "site/model").mkdir(parents=True)
+    (tmp_path / "site/model/net.yaml").write_text("_target_: own_net.Net\n")
+    words = ("--config-dir", "site", "model=net", "strategy=data", "nodes=2", "precision=float64")
+    done, (row,) = parity(*words, here=tmp_path)
+    assert (done.returncode, row["word"]) == (0, "equal"), done.stdout + done.stderr
+    assert (row["differences"]["losses"]["value"] > 1e-9) == loss_in_float32
+    assert ["bounds are those of float32" in reason for reason in row["reasons"]] == [True] * loss_in_float32
