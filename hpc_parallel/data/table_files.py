@@ -21,7 +21,7 @@ ENDINGS = (".parquet", ".arrow")
 
 @dataclass(frozen=True)
 class FileColumn:
-    """A column of a file: its type, the depth of its lists, and its largest number if that is known.
+    """A column of a file: its type, the depth of its lists, and its smallest and largest number if known.
 
     nulls: the rows that are null, for a Parquet column of numbers. Its value for lists is 0, because their
     statistics also count empty lists.
@@ -31,7 +31,7 @@ class FileColumn:
     dims: int  # 0 for numbers, 1 for lists of numbers, ...
     is_numeric: bool
     is_integer: bool
-    largest: int | None
+    bounds: tuple[int, int] | None
     nulls: int
 
 
@@ -120,7 +120,7 @@ def _column(kind: Any, statistics: Sequence[Any]) -> FileColumn:
     is_numeric = is_integer or pa.types.is_floating(item) or pa.types.is_boolean(item)
     nulls = 0 if dims else sum(part.null_count or 0 for part in statistics if part is not None)
     return FileColumn(
-        str(kind), dims=dims, is_numeric=is_numeric, is_integer=is_integer, largest=_largest(statistics),
+        str(kind), dims=dims, is_numeric=is_numeric, is_integer=is_integer, bounds=_bounds(statistics),
         nulls=nulls,
     )  # fmt: skip
 
@@ -136,9 +136,9 @@ def _statistics(metadata: Any, name: str) -> list[Any]:
     return statistics
 
 
-def _largest(statistics: Sequence[Any]) -> int | None:
-    """The largest integer of a column by the statistics of its row groups; None if a group lacks them."""
-    if any(part is None or not part.has_min_max for part in statistics):
+def _bounds(statistics: Sequence[Any]) -> tuple[int, int] | None:
+    """The smallest and the largest integer by the row groups' statistics; None if a group has none."""
+    if not statistics or any(part is None or not part.has_min_max for part in statistics):
         return None
-    largest = [part.max for part in statistics]
-    return max(largest) if largest and all(isinstance(value, int) for value in largest) else None
+    bounds = min(part.min for part in statistics), max(part.max for part in statistics)
+    return bounds if all(isinstance(value, int) for value in bounds) else None

@@ -39,10 +39,12 @@ class Windows:
     def batch(self, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Returns inputs and targets, int64 [batch, seq].
 
-        Raises ValueError for a token beyond the vocabulary; an embedding on a GPU would crash instead.
+        Raises ValueError for a token outside of the vocabulary; an embedding on a GPU would crash instead.
         """
         starts = np.asarray(positions, dtype=np.int64)[:, None] * self.sequence_length
         tokens = self.tokens[starts + np.arange(self.sequence_length + 1)].astype(np.int64)
+        if tokens.size and tokens.min() < 0:
+            raise ValueError(f"token {tokens.min()} in the {self.name} part: token ids start at 0")
         if tokens.size and tokens.max() >= self.vocab_size:
             raise ValueError(
                 f"token {tokens.max()} in the {self.name} part is beyond vocab_size = {self.vocab_size}: "

@@ -172,7 +172,13 @@ def test_all_files_below_a_folder_are_listed(tmp_path: Path) -> None:
     assert find_files(str(root)) == [root / "a.parquet", root / "b.PARQUET", root / "linked/c.parquet"]
     write(root / "0.parquet", {"x": pa.array([], pa.int64())})
     assert with_rows(find_files(str(root)), most=1) == [root / "a.parquet"]
-    assert read_columns(root / "b.PARQUET", ("x",))["x"].largest == 1
+    assert read_columns(root / "b.PARQUET", ("x",))["x"].bounds == (1, 1)
+
+
+def test_a_negative_token_is_found_without_statistics() -> None:
+    tokens = np.array([3, 1, -1, 2, 0], dtype=np.int32)
+    with pytest.raises(ValueError, match="token -1 in the training part: token ids start at 0"):
+        Windows(tokens, 2, 10, "training").batch(np.array([0]))
 
 
 def told(*words: str) -> str:
@@ -198,6 +204,11 @@ def test_problems_are_told_before_the_run_starts(tmp_path: Path) -> None:
     assert "data.vocab_size = null must be given for token ids" in told(path, "data.sequence_length=8")
     assert "data.sequence_length = null must be given" in told(path, "data.vocab_size=256")
     assert "model.vocab_size = 256 is too small for the data" in told(*tokens, "data.vocab_size=300")
+    padded = pa.array([[3, -1], [199]], pa.list_(pa.int32()))
+    write(folder / "1b.parquet", {"input_ids": padded, "text": ["a", "a"]})
+    assert "data.input = input_ids names a column with the token -1, but token ids start at 0" in told(
+        *tokens
+    )
     write(folder / "2.parquet", {"input_ids": [1, 2]})
     assert "names columns of different types: int64, list<" in told(*tokens)
     (folder / "3.parquet").write_text("no table")
@@ -218,7 +229,7 @@ def test_the_login_node_reads_the_files_without_torch(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet", {"x": [1, 2]})
     code = (
         "import sys; from pathlib import Path; from hpc_parallel.data import table_files as t;"
-        f"assert t.read_columns(t.find_files({str(tmp_path)!r})[0], ('x',))['x'].largest == 2;"
+        f"assert t.read_columns(t.find_files({str(tmp_path)!r})[0], ('x',))['x'].bounds == (1, 2);"
         f"assert Path({str(file)!r}) == t.find_files({str(file)!r})[0]; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -149,7 +149,7 @@ def parquet_problems(config: RunConfig) -> Problems:
             Problem(key, name, f"names a column with {count} nulls in {file}: leave out such rows")
             for file, count in nulls if count
         )  # fmt: skip
-    yield from _largest_token(config, [parts[data["input"]] for parts in columns])
+    yield from _tokens(config, [parts[data["input"]] for parts in columns])
 
 
 def _sizes_of_tokens(data: dict[str, Any]) -> Problems:
@@ -173,12 +173,18 @@ def _column(key: str, name: str, columns: list[FileColumn], *, are_tokens: bool)
         yield Problem(key, name, f"{rule}; for others, write a dataset (data=dataset)")
 
 
-def _largest_token(config: RunConfig, columns: list[FileColumn]) -> Problems:
-    """The vocabulary must hold the largest token that the statistics of the files contain."""
-    size = config.data["vocab_size"]
-    largest = max((column.largest for column in columns if column.largest is not None), default=None)
-    if not isinstance(size, int) or size < 1 or largest is None or not columns[0].is_integer:
+def _tokens(config: RunConfig, columns: list[FileColumn]) -> Problems:
+    """The vocabulary must hold all tokens, by the statistics of the files."""
+    size, name = config.data["vocab_size"], config.data["input"]
+    bounds = [column.bounds for column in columns if column.bounds is not None]
+    if not isinstance(size, int) or size < 1 or not bounds or not columns[0].is_integer:
         return
+    smallest, largest = min(low for low, _ in bounds), max(high for _, high in bounds)
+    if smallest < 0:
+        rule = (
+            f"names a column with the token {smallest}, but token ids start at 0: cut padding off the texts"
+        )
+        yield Problem("data.input", name, rule)
     if largest >= size:
         rule = f"is too small: the files have the token {largest}"
         yield Problem("data.vocab_size", size, rule, (max(largest + 1, count(config, "vocabulary")[1] or 0),))
