@@ -37,6 +37,9 @@ class MetricsLine:
     timed_steps: Any = 1  # without the steps that a profiler made slower
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
+    skipped_step: int | None = None  # the last one since the line before
+    loss_scale_before: float | None = None  # of the skipped step, in float16
+    loss_scale: float | None = None  # after it
     batch_size: float | None = None
     latency_s: float | None = None
     latency_p99_s: float | None = None
@@ -73,7 +76,8 @@ class MetricsLine:
     @property
     def is_lasting(self) -> bool:
         """Whether a line stays on a terminal: a result, and not only the progress of a training."""
-        return "validation_loss" in self.values or "batch_size" in self.values or bool(self.measured)
+        lasting = {"validation_loss", "batch_size", "skipped_step"}
+        return not lasting.isdisjoint(self.values) or bool(self.measured)
 
     @property
     def time_left(self) -> str | None:
@@ -160,6 +164,10 @@ def described(line: MetricsLine, *, steps: int) -> list[str]:
     parts = [f"step {line.step}/{steps}"]
     if "loss" in line.values:
         parts.append("loss is not finite" if line.loss is None else f"loss {figure(line.loss)}")
+    if line.skipped_step is not None:
+        parts.append(f"skipped step {line.skipped_step}, which is not finite")
+    if line.loss_scale is not None and line.loss_scale_before is not None:
+        parts.append(f"loss scale {figure(line.loss_scale_before)} -> {figure(line.loss_scale)}")
     if line.validation_loss is not None:
         parts.append(f"validation loss {figure(line.validation_loss)}")
     parts += [f"{printable(name)} {figure(value)}" for name, value in line.own_metrics.items()]

@@ -133,7 +133,7 @@ class Withholding:
         self.count = torch.zeros((), device=device)  # steps withheld since the first bad one
         self.norms = torch.zeros(weights, device=device)  # of the weights' gradients in the first bad step
         self.loss = torch.zeros((), dtype=torch.float64, device=device)  # of the first bad step
-        self._skipped = torch.zeros((), device=device)
+        self._skipped = torch.zeros(2, device=device)  # their number, and the steps since the last one
         self._loss_scale = loss_scale
         self._may_skip = skips or loss_scale is not None
         self._buffers = buffers if self._may_skip else []
@@ -141,8 +141,12 @@ class Withholding:
 
     @property
     def skipped(self) -> Tensor | None:
-        """The number of skipped steps, on the device; None if no step may be skipped."""
-        return self._skipped.clone() if self._may_skip else None
+        """The number of skipped steps and the steps since the last one, on the device; None if none may be.
+
+        With a loss scale, the factors before and after the last one follow.
+        """
+        factors = [] if self._loss_scale is None else [self._loss_scale.last_skip]
+        return torch.cat([self._skipped, *factors]) if self._may_skip else None
 
     @torch.no_grad()
     def remember_buffers(self) -> None:
@@ -162,7 +166,8 @@ class Withholding:
         self.norms = torch.where(first, norms.float(), self.norms)
         self.loss = torch.where(first, loss.double(), self.loss)
         self.count += stops | (self.count > 0)
-        self._skipped += skips
+        number, since = self._skipped
+        self._skipped.copy_(torch.stack([number + skips, torch.where(skips, 0, since + 1)]))
         self.withhold.copy_(bad | (self.count > 0))
         for buffer, old in zip(self._buffers, self._buffers_before, strict=True):
             buffer.copy_(torch.where(bad, old, buffer))

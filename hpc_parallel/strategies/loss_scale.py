@@ -24,6 +24,7 @@ class LossScale:
     def __init__(self, *, start: float, grow_every: int, device: torch.device) -> None:
         self.factor = torch.full((), start, device=device)
         self.finite_steps = torch.zeros((), device=device)  # since the factor changed
+        self.last_skip = torch.zeros(2, device=device)  # the factor before and after it
         self._grow_every = grow_every
 
     def apply(self, loss: Loss) -> Loss:
@@ -49,6 +50,8 @@ class LossScale:
         grows = count == self._grow_every
         grown = torch.where(grows, self.factor * GROWTH, self.factor)
         shrunk = (self.factor * BACKOFF).clamp(min=1.0)
+        skip = torch.stack([self.factor, shrunk])
+        self.last_skip.copy_(torch.where(nonfinite, skip, self.last_skip))
         factor = torch.where(nonfinite, shrunk, torch.where(grown.isfinite(), grown, self.factor))
         self.factor.copy_(factor)
         self.finite_steps.copy_(torch.where(grows, 0, count))

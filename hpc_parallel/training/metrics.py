@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -39,7 +40,7 @@ class StepResult:
 
     loss: Tensor  # mean loss of this replica's batch; zero if another rank of the replica has it
     gradient_norm: Tensor  # of the entire model, before clipping; always valid on rank 0
-    skipped: Tensor | None = None  # steps skipped so far, valid on rank 0; None if steps may not be skipped
+    skipped: Tensor | None = None  # Withholding.skipped, valid on rank 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Metrics:
         self._step_time_s = math.nan
         self._since = time.perf_counter()
         self._result: StepResult | None = None
+        self._skipped_steps = 0  # in the last line
         self.rank_memory_bytes: list[int] | None = None  # peaks up to the last line, by rank
 
     def note(self, result: StepResult) -> None:
@@ -88,7 +90,7 @@ class Metrics:
             self._step_time_s = (now - self._since - self._pause_s) / self._steps
         peak_bytes = float(peak_memory_bytes(self._device))
         data_s = sum(self.data_s) / max(len(self.data_s), 1)
-        losses, norms, peaks, times, waits, *counts = all_gather_numbers(
+        losses, norms, peaks, times, waits, *skips = all_gather_numbers(
             [loss_share, gradient_norm, peak_bytes, self._step_time_s, data_s, *skipped], device=self._device
         )
         self.rank_memory_bytes = [int(peak) for peak in peaks]
@@ -109,9 +111,8 @@ class Metrics:
             "samples_per_s": samples_per_s,
             "timed_steps": timed_steps,
         }
-        for count in counts:
-            line["skipped_steps"] = int(count[0])
         return line | {
+            **self._skips([values[0] for values in skips], step=step),
             **self._rates(samples_per_s),
             "peak_memory_bytes": max(self.rank_memory_bytes),
             "time": datetime.now(UTC).isoformat(),
@@ -119,11 +120,22 @@ class Metrics:
 
     def _scalars(self) -> list[float]:
         assert self._result is not None
-        scalars = [self._result.loss, self._result.gradient_norm]
-        if self._result.skipped is not None:
-            scalars.append(self._result.skipped)
+        skipped = [] if self._result.skipped is None else self._result.skipped.unbind()
+        scalars = [self._result.loss, self._result.gradient_norm, *skipped]
         values: list[float] = torch.stack([scalar.double() for scalar in scalars]).to(self._device).tolist()
         return values
+
+    def _skips(self, values: Sequence[float], *, step: int) -> dict[str, Any]:
+        """The number of skipped steps and, if it has grown since the last line, the last one of them."""
+        if not values:
+            return {}
+        number, since, *factors = values
+        line: dict[str, Any] = {"skipped_steps": int(number)}
+        if number > self._skipped_steps:
+            line["skipped_step"] = step - int(since)
+            line |= dict(zip(("loss_scale_before", "loss_scale"), factors, strict=False))
+        self._skipped_steps = int(number)
+        return line
 
     def _rates(self, samples_per_s: float) -> dict[str, Any]:
         scale = self._scale

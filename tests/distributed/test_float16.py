@@ -74,6 +74,9 @@ def test_float16_is_that_of_one_device(trained: Train, layout: str) -> None:
     single, split = (trained(*with_an_overflow(name)) for name in ("single", layout))
     for run in (single, split):
         assert [line["skipped_steps"] for line in run.lines] == [0, *[1] * (STEPS - 1)]
+        keys = ("skipped_step", "loss_scale_before", "loss_scale")
+        told = {line["step"]: [line[key] for key in keys] for line in run.lines if keys[0] in line}
+        assert told == {2: [2, 1024, 512]}
         assert factor(run.folder, step=HALF) == (512, 2)
         assert factor(run.folder, step=STEPS) == (2048, 0)
     assert_near(split, single)

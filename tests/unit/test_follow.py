@@ -68,6 +68,11 @@ def test_a_torn_line_is_passed_over(folder: RunFolder) -> None:
         ({"validation_loss": 2.5}, "step 120/600  loss 2.413  validation loss 2.5  512 samples/s"),
         ({"samples_per_s": 1.2345}, "step 120/600  loss 2.413  1.23 samples/s"),
         ({"samples_per_s": None, "loss": None}, "step 120/600  loss is not finite"),
+        (
+            {"skipped_steps": 3, "skipped_step": 117, "loss_scale_before": 65536.0, "loss_scale": 32768.0},
+            "step 120/600  loss 2.413  skipped step 117, which is not finite  loss scale 65536 -> 32768"
+            "  512 samples/s",
+        ),
     ],
 )
 def test_a_line_of_metrics(extra: dict[str, Any], line: str) -> None:

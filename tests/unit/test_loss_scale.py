@@ -77,10 +77,15 @@ def test_overflows_are_skipped_until_the_factor_is_one(policy: str) -> None:
         norm = weight.grad.norm()
         guard.note(norm=norm, norms=norm[None], loss=torch.tensor(1.0))
         optimizer.step()
-        seen.append((scale.factor.item(), guard.skipped.item(), weight[0].item()))
-    skips = {"stop": [2, 2, 2], "skip": [2, 3, 4]}[policy]
+        seen.append((scale.factor.item(), guard.skipped.tolist(), weight[0].item()))
+    # The number of skipped steps, the steps since the last one, and the factors before and after it.
+    third = [2, 0, 2.0, 1.0]
+    later = {
+        "stop": [[2, 1, 1.0, 1.0], [2, 2, 1.0, 1.0]], "skip": [[3, 0, 1.0, 1.0], [4, 0, 1.0, 1.0]],
+    }[policy]  # fmt: skip
+    skips = [[1, 0, 4.0, 2.0], [1, 1, 4.0, 2.0], third, *later]
     factors = [2.0, 2.0, 1.0, 1.0, 1.0]
-    assert seen == list(zip(factors, [1, 1, *skips], [1.0, 0.5, 0.5, 0.5, 0.5], strict=True))
+    assert seen == list(zip(factors, skips, [1.0, 0.5, 0.5, 0.5, 0.5], strict=True))
     if policy == "stop":
         with pytest.raises(NonFiniteError, match=r"the gradient of stem\.a is not finite at step 4"):
             guard.raise_if_nonfinite(5, trace=lambda step: {})
