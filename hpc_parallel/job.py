@@ -42,7 +42,7 @@ def send_signal(arguments: Sequence[str]) -> None:
 
 
 def worker_main() -> Callable[[str], int]:
-    """Import everything that a rank needs, including torch, and return the function that a rank runs.
+    """Import what every training needs, including torch, and return the function that a rank runs.
 
     The local agent calls this once, before it forks the ranks. No rank may inherit a CUDA context or a pool
     of OpenMP threads, so this function computes nothing. The garbage collector pauses, as in worker/main.py,

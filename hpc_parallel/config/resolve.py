@@ -9,8 +9,8 @@ from dataclasses import asdict, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard, cast
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import BooleanNode, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from hpc_parallel.config.key_suggestions import suggest
 from hpc_parallel.config.node_devices import (
@@ -92,11 +92,13 @@ def _set_launcher(config: DictConfig) -> str:
 
 def _set_devices(config: DictConfig) -> None:
     """Set a number for `gpus_per_node=auto`. Raises UnresolvedError."""
-    if OmegaConf.is_interpolation(config, "gpus_per_node"):
+    try:
+        given = config.gpus_per_node
+    except OmegaConfBaseException:  # a reference to nothing, which `resolve` reports
         return
-    if config.gpus_per_node != AUTO:
+    if given != AUTO:
         with suppress(ValueError):  # of a text that is no number, which `typed` reports
-            config.gpus_per_node = int(config.gpus_per_node)
+            config.gpus_per_node = int(given)
         return
     # Only these two keys: another key may refer to `gpus_per_node`.
     launcher = {key: config.launcher[key] for key in ("kind", "partition")}
@@ -118,8 +120,12 @@ def _set_gpu_defaults(config: DictConfig) -> None:
     }
     share = default_share(values) if config.cluster.cpus_per_device is None else NodeShare()
     config.training.precision = config.training.precision or default_precision(values)
-    if config.training.compile == AUTO:
-        config.training.compile = config.training.speed == "max"
+    compiles = config.training.compile
+    with suppress(ValidationError):  # neither true nor false, which `typed` reports
+        config.training.compile = (
+            config.training.speed == "max" if compiles == AUTO
+            else OmegaConf.create({"compile": BooleanNode(compiles)}).compile
+        )  # fmt: skip
     for key, value in {"cpus_per_device": share.cpus, "memory_gb_per_device": share.memory_gb}.items():
         if config.cluster[key] is None:
             config.cluster[key] = value

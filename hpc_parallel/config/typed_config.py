@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
@@ -10,6 +11,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from hpc_parallel.config.schema import GROUPS, OPTIMIZERS, OptimizerConfig, RunConfig, StrategyConfig
 from hpc_parallel.config.task_schema import TASKS, TaskConfig
+from hpc_parallel.layout.axes import MISSING
 from hpc_parallel.problems import ConfigError, Problem
 
 _T = TypeVar("_T")
@@ -22,9 +24,22 @@ class MistypedError(ConfigError):
 def typed(values: Mapping[str, Any]) -> RunConfig:
     """The dataclass tree of plain values without references. A key that is missing has its default.
 
-    OmegaConf could do the same, in two hundred times as long. Raises MistypedError.
+    OmegaConf could do the same, in two hundred times as long. Raises MistypedError, also for a missing key
+    whose default is no value: `???`, or a reference to another key.
     """
-    return _typed(RunConfig, values)
+    config = _typed(RunConfig, values)
+    if missing := list(_without_value(config)):
+        raise MistypedError([f"{key} is missing." for key in missing])
+    return config
+
+
+def _without_value(config: Any, prefix: str = "") -> Iterator[str]:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            yield from _without_value(value, f"{prefix}{field.name}.")
+        elif value == field.default and isinstance(value, str) and value.startswith((MISSING, "${")):
+            yield prefix + field.name
 
 
 def strategy_of(recorded: Any) -> StrategyConfig | None:
@@ -55,10 +70,11 @@ def _typed(schema: type[_T], values: Any, prefix: str = "") -> _T:
         hint = hints[name]
         if isinstance(hint, type) and is_dataclass(hint):
             value = _typed(hint, value, f"{prefix}{name}.")
-        elif type(value) is int and hint in (float, float | None):
-            value = float(value)
-        elif hint is not Any and not _is(value, hint):
-            raise MistypedError([Problem(f"{prefix}{name}", value, f"is not of the type {hint}")])
+        else:
+            value = _as_floats(value, hint)
+            if hint is not Any and not _is(value, hint):
+                kind = hint.__name__ if isinstance(hint, type) and not get_args(hint) else hint
+                raise MistypedError([Problem(f"{prefix}{name}", value, f"is not of the type {kind}")])
         arguments[name] = value
     made: _T = chosen(**arguments)
     return made
@@ -68,6 +84,16 @@ def _typed(schema: type[_T], values: Any, prefix: str = "") -> _T:
 def _hints(schema: type) -> dict[str, Any]:
     hints = get_type_hints(schema)
     return {field.name: hints[field.name] for field in fields(schema)}
+
+
+def _as_floats(value: Any, hint: Any) -> Any:
+    """Whole numbers as floats if the schema asks for floats, and text such as 1e-8, no float in YAML 1.1."""
+    if hint == list[float] and isinstance(value, list):
+        return [_as_floats(item, float) for item in value]
+    if hint in (float, float | None) and type(value) in (int, str):
+        with suppress(ValueError, OverflowError):
+            return float(value)
+    return value
 
 
 def _is(value: Any, hint: Any) -> bool:

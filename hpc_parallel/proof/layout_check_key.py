@@ -16,7 +16,7 @@ from torch import Tensor
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.proof.small_model import SmallRun
 
-TECHNIQUES = ("strategies", "models", "worker")  # folders of this package
+TECHNIQUES = ("strategies", "models", "proof", "worker")  # folders of this package
 
 
 def layout_check_key(run: SmallRun, *, model: LayeredModel) -> str:
@@ -60,7 +60,7 @@ def _sources(model: LayeredModel) -> Iterator[Path]:
 def _techniques() -> Iterator[Path]:
     package = Path(__file__).parents[1]
     for folder in TECHNIQUES:
-        yield from (package / folder).glob("*.py")
+        yield from (package / folder).rglob("*.py")
 
 
 def _digest_of(tensor: Tensor) -> str:

@@ -209,7 +209,7 @@ def _draw_bar(axes: Axes, bar: Bar, y: int) -> None:
         axes.broken_barh(spans, (y - 0.35, 0.7), **_bar_style(look))
     if bar.note:
         axes.annotate(
-            bar.note, (max(block.end for block in bar.blocks), y), xytext=(4, 0),
+            bar.note, (max((block.end for block in bar.blocks), default=0), y), xytext=(4, 0),
             textcoords="offset points", va="center", fontsize=9,
         )  # fmt: skip
 

@@ -60,7 +60,7 @@ SUMMARY: Sequence[tuple[str, Any]] = [
     ("layout", {"pipeline": 0}), ("layout", dict.fromkeys(
         ("pipeline", "replicate", "shard", "context", "tensor", "tile"), 0)),
     ("layout.pipeline", -3), ("samples_per_s", 0), ("samples_per_s", -1.0), ("samples_per_s", 1e308),
-    ("samples_per_s", 5e-324), ("peak_memory_bytes", -1), ("bubble_share", 1e308),
+    ("samples_per_s", 5e-324), ("peak_memory_bytes", -1), ("peak_memory_bytes", 0), ("bubble_share", 1e308),
     ("step_parts_s.compute", 1e308), ("step_parts_s", dict.fromkeys(PARTS, -1.0)),
     ("predicted", {"step_time_s": -1}), ("predicted.step_time_s", 1e-308),
     ("predicted", []), ("world_size", -1), ("restarts", "many"), ("final_loss", [1]),
@@ -110,6 +110,8 @@ def test_odd_figures(pair: Path, tmp_path: Path) -> None:
         summary = json.loads(folder.summary.read_text())
         put(summary, key, value)
         folder.summary.write_text(json.dumps(summary))
+        if key == "peak_memory_bytes":  # drawn for GPUs only
+            folder.environment.write_text(json.dumps({"cuda": "12.8"}))
         folder.timeline.unlink()
     assert len(reported(tmp_path).splitlines()) == len(SUMMARY) + 1
 

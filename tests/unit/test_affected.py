@@ -18,6 +18,8 @@ def test_a_change_reaches_what_imports_it() -> None:
     assert distances["tests.distributed.test_context"] == 1
     assert distances["hpc_parallel.strategies.assemble"] < distances["tests.distributed.test_parity"]
     assert not any(name.startswith(("tests.report", "hpc_parallel.report")) for name in distances)
+    by_name = distances_to(["hpc_parallel/worker/generation.py", "hpc_parallel/script/script_rank.py"])
+    assert {"tests.distributed.test_random_models", "tests.unit.test_rank_process"} <= by_name.keys()
     assert "*" not in distances
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
+from hpc_parallel import job
 from hpc_parallel.record.safe_read import read_json
+from tests.affected import NAMED
 from tests.recorded_runs import prepared
 
 
@@ -52,3 +55,10 @@ def test_ranks_share_the_imported_modules_which_no_search_for_garbage_touches() 
     )
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
     assert done.stdout.split() == ["hpc_parallel.worker.main", "True", "True", "True"], done.stderr
+
+
+def test_what_a_rank_finds_by_name_exists() -> None:
+    sources = (path.read_text() for path in Path(job.__file__).parent.rglob("*.py"))
+    names = [match[0].strip('"') for text in sources for match in NAMED.finditer(text)]
+    assert len(names) >= 10  # seven tasks, the layout check, the profilers, the script
+    assert all(callable(resolve_name(name)) for name in names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,12 @@ from torch import Tensor
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.batch_plan import Plan
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.proof.layout_check_key import layout_check_key
+from hpc_parallel.proof import layout_check_key as keys
+from hpc_parallel.proof.layout_check_key import TECHNIQUES, layout_check_key
 from hpc_parallel.proof.small_model import SmallRun, build_small
 from tests.composed import prepared
 
+PACKAGE = Path(keys.__file__).parents[1]
 PIPELINE = ("strategy=pipeline", "nodes=2", "training.global_batch_size=16")
 
 
@@ -75,3 +78,15 @@ def test_two_microbatches_at_least_are_compared() -> None:
     data: Any = SimpleNamespace(train=Tokens(0))
     run = small_run(config, model=build_small(config), data=data)
     assert run.microbatches == 2
+
+
+def test_all_that_decides_whether_a_layout_is_right_is_in_the_key() -> None:
+    hashed = {path.relative_to(PACKAGE).as_posix() for path in keys._techniques()}
+    deciding = (
+        "proof/verify.py",
+        "proof/small_results.py",
+        "strategies/context/ring.py",
+        "worker/session.py",
+    )
+    assert hashed.issuperset(deciding)
+    assert {path.split("/")[0] for path in hashed} == set(TECHNIQUES)

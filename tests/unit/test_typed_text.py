@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -94,3 +95,27 @@ def test_a_value_of_another_type_is_named(key: str, value: object) -> None:
     table, _, name = key.rpartition(".")
     with pytest.raises(MistypedError, match=f"^{key}( |:)"):
         typed({table: {name: value}} if table else {name: value})
+
+
+@pytest.mark.parametrize("key", ["strategy.name", "strategy", "model", "name", "task.name", "optimizer"])
+def test_a_missing_key_without_a_default_is_named(key: str) -> None:
+    values = resolve(run(*LOCAL).config).values
+    table, _, name = key.rpartition(".")
+    del (values[table] if table else values)[name]
+    with pytest.raises(MistypedError, match=rf"^{key}\S* is missing"):
+        typed(values)
+
+
+def test_numbers_of_a_file_are_floats_where_the_schema_has_floats() -> None:
+    values = resolve(run(*LOCAL).config).values
+    values["optimizer"] |= {"betas": [0, "9.5e-1"], "eps": "1e-8"}
+    optimizer: Any = typed(values).optimizer
+    assert [*map(repr, optimizer.betas), repr(optimizer.eps)] == ["0.0", "0.95", "1e-08"]
+
+
+@pytest.mark.parametrize("word", ["on", "1", "'true'", "${oc.env:SWITCH}"])
+def test_a_switch_and_a_number_may_be_text_or_references(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWITCH", "yes")
+    monkeypatch.setenv("GPUS", "4")
+    config = resolve(run(*LOCAL, f"training.compile={word}", "gpus_per_node=${oc.env:GPUS}").config).config
+    assert (config.training.compile, config.gpus_per_node) == (True, 4)
