@@ -31,6 +31,7 @@ MEASURED = (
     "left_out",
     "slow_ranks",
     "shares",
+    "statistics_samples",
     "rank_memory_bytes",
     "rank_state_bytes",
 )
@@ -68,6 +69,7 @@ def summarise(
     - `left_out`: what a task did not measure, because `task.seconds` were used up.
     - `slow_ranks`: ranks that were slower than their peers for a while, with the cause and the steps.
     - `shares`: the speeds by which `strategy.shares` split the batch or the pipeline.
+    - `statistics_samples`: over which BatchNorm takes its statistics, those of a microbatch on all replicas.
     - `rank_memory_bytes`: peak memory by rank, in the newest start.
     - `rank_state_bytes`: `parameters`, `gradients` and `optimizer` (its state) by rank: bytes of the numbers
       that each rank holds, on any device.

@@ -41,6 +41,11 @@ class BatchPlan:
         return self.microbatches * self.microbatch_size
 
     @property
+    def samples_per_microbatch(self) -> int:
+        """The samples of all replicas in one microbatch. BatchNorm takes its statistics over them."""
+        return self.data * self.microbatch_size
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """The samples of each replica in one microbatch."""
         if self.shares is None:

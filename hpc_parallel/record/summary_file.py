@@ -10,6 +10,7 @@ from hpc_parallel.record.typed import read_if_possible, read_record
 
 COMPLETED = "completed"
 PREEMPTED = "preempted"  # the run starts again
+OTHER_STATISTICS = "runs with another number (training.microbatch_size) have other losses"
 INITIAL = "initial"  # weights that were not read from a file
 
 
@@ -52,6 +53,7 @@ class Summary:
     predicted: Mapping[str, float] = field(default_factory=dict)
     rank_state_bytes: tuple[RankState | None, ...] = ()
     shares: tuple[float | None, ...] | None = None
+    statistics_samples: int | None = None
     batch_sizes: tuple[Latency, ...] = ()
     weights: str | None = None
     comparison: str | None = None

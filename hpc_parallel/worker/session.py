@@ -41,6 +41,7 @@ from hpc_parallel.strategies.groups import Groups, make_groups
 from hpc_parallel.strategies.model_checks import is_own, require
 from hpc_parallel.strategies.precision import WEIGHTS
 from hpc_parallel.strategies.whole_model import build_model
+from hpc_parallel.torch_internals import BatchNorm
 from hpc_parallel.training.observers import Progress
 from hpc_parallel.training.writers import Writer
 
@@ -82,6 +83,7 @@ class Session:
     groups: Groups
     device: torch.device
     comparison: str | None  # what the comparison with one device showed, if there was one
+    statistics_samples: int | None = None  # over which BatchNorm takes its statistics; None without BatchNorm
 
     @classmethod
     @located("loading")
@@ -118,6 +120,7 @@ class Session:
         if is_own(config) or strategy.verify == "always":
             on_phase("comparing the layout with one device")
         comparison = resolve_name(LAYOUT_CHECK)(config, plan=plan, data=data, groups=groups, device=device)
+        has_statistics = any(isinstance(module, BatchNorm) for module in model.modules())
         on_phase("distributing the model")
         assembled = assemble(
             model, config=config, batch=plan.batch, sample_shape=data.sample_shape, groups=groups,
@@ -128,6 +131,7 @@ class Session:
         return cls(
             config, plan=plan, data=data, assembled=assembled, groups=groups, device=device,
             comparison=comparison,
+            statistics_samples=plan.batch.samples_per_microbatch if has_statistics else None,
         )  # fmt: skip
 
     def batches(self, samples: Samples, *, seed: int | None, batch: BatchPlan | None = None) -> Batches:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hpc_parallel.record import attempts
 from hpc_parallel.record.checkpoint_index import clear, set_aside_after
 from hpc_parallel.record.metrics_file import MetricsReader
+from hpc_parallel.record.summary_file import OTHER_STATISTICS
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.device_traffic import figures, ring_all_reduce
@@ -76,6 +77,8 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
         save_s=last_save_s, check=check, on_wait=lambda: observers.progress.mark("save", trainer.steps_done),
         on_saved=observers.callbacks.checkpoint,
     )  # fmt: skip
+    if dist.get_rank() == 0 and (count := session.statistics_samples) is not None:
+        print(f"BatchNorm takes its statistics over {count} samples: {OTHER_STATISTICS}", flush=True)
     limit = time_limit_of(context.environment, save_s=lambda: saver.save_s) if dist.get_rank() == 0 else None
     stop = StopFlag(step=steps_done, time_limit=limit)
     step = step_of(session, optimizer=optimizer, on_gradients=on_gradients)
@@ -231,7 +234,7 @@ def finish(
     folder = context.folder
     measured = profilers.figures(folder) | traffic_of(session)
     measured |= {"comparison": session.comparison, "ended_early": ended_early}
-    measured["shares"] = session.config.strategy.shares
+    measured |= {"shares": session.config.strategy.shares, "statistics_samples": session.statistics_samples}
     measured |= {"rank_memory_bytes": observers.metrics.rank_memory_bytes, "rank_state_bytes": state_bytes}
     rank = dist.get_rank()
     lines = MetricsReader(folder.metrics).read() if rank == 0 else []

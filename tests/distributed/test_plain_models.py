@@ -40,6 +40,8 @@ def test_layout_follows_one_device(trained: Train, model: str, layout: str) -> N
     alone = trained("strategy=single", *words_of(model), f"training.microbatch_size={size}")
     split = trained(*words_of(model), *LAYOUTS[layout].split())
     assert_follows(split, alone, losses=1e-10, weights=1e-9)
+    covered = {run.summary["statistics_samples"] for run in (alone, split)}
+    assert covered == ({size} if model == "TableNet" else {None})
 
 
 MANY_TOKENS = (
