@@ -134,6 +134,9 @@ for word in "$@"; do printf '%s\\n' "$word"; done >> "$CALLS"
 """
 
 
+MODULE = 'module() { for word; do echo "module <$word>"; done; }\n'
+
+
 class Node:
     """Runs a batch script without its srun, with bash, its python and `module` replaced by recorders."""
 
@@ -148,11 +151,10 @@ class Node:
         python.chmod(0o755)
 
     def run(
-        self, *overrides: str, then: str = "", completes: bool = False
+        self, *overrides: str, then: str = "", completes: bool = False, module: str = MODULE
     ) -> subprocess.CompletedProcess[str]:
         run = prepared(f"launcher.venv={quoted(str(self.venv))}", "launcher.snapshot=false", *overrides)
         run.folder.create()
-        module = 'module() { for word; do echo "module <$word>"; done; }\n'
         written = f"touch {shlex.quote(str(run.folder.summary))}\n" if completes else ""
         before_ranks = render(run).rpartition("\nsrun ")[0]
         script = f"{module}{before_ranks}\n{written}{then}"
@@ -177,6 +179,31 @@ def test_names_of_modules_are_only_names(node: Node) -> None:
     assert done.stdout.splitlines()[-1] == "activated 0"
     assert not (node.folder / "pwned").exists()
     assert not node.calls.exists()  # nothing to conclude
+
+
+# As Environment Modules 3: the exit code is that of `eval` of nothing.
+MODULES_3 = """
+MODULE_VERSION={version} LOADEDMODULES=base/1
+module() {{ case $2 in gcc) LOADEDMODULES+=:gcc/9 ;; cc) LOADEDMODULES+=:icc ;; esac; }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "names", "missing"),
+    [
+        ("3.2.10", "gcc,cc,base,base/1,gcc/9", None),  # cc is an alias of icc
+        ("3.2.10", "gcc,cuda,base", "cuda"),
+        ("5.3.0", "cuda", None),  # has an exit code of its own
+    ],
+)
+def test_a_module_that_was_not_loaded_ends_the_job(
+    node: Node, version: str, names: str, missing: str | None
+) -> None:
+    module = MODULES_3.format(version=version)
+    done = node.run(f"launcher.modules=[{names}]", module=module, completes=True)
+    assert done.returncode == (0 if missing is None else 1), done.stderr
+    stopped = f"setup line failed with exit code 1: module load {missing}"
+    assert (stopped in done.stderr.splitlines()) == (missing is not None)
 
 
 @pytest.mark.parametrize("text", TYPEABLE)
