@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from functools import cache
 
 from hydra import version
@@ -26,7 +27,7 @@ def _composer() -> Composer:
 def composed(*overrides: str) -> DictConfig:
     version.setbase("1.3")
     with composing(str(find_folder("conf"))):
-        return _composer().compose(overrides).copy()
+        return pickle.loads(pickle.dumps(_composer().compose(overrides)))  # twice as fast as copy()
 
 
 def prepared(*overrides: str) -> PreparedRun:

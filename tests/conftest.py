@@ -5,11 +5,17 @@ from __future__ import annotations
 import functools
 import gc
 import os
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository, IConfigRepository
+from hydra.plugins.config_source import ConfigSource
 
+from hpc_parallel.config.places import find_folder
 from hpc_parallel.config.schema import register
 from tests.workers import Train, Workers
 
@@ -61,6 +67,34 @@ def _proofs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(os, "fsync", lambda file: None)  # as in tests/preloaded.py
+        # torch asks for the name of each peer, and a name server that drops the question costs 5 s.
+        patch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compositions() -> Iterator[None]:
+    """Hydra reads and merges the same files of `conf/` once in a process, and sets values in a copy."""
+    known: dict[str, bytes] = {}
+    places = {"hydra.conf", str(find_folder("conf")), ""}  # Hydra's files, ours, and the schemas
+    read, merge = ConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list
+
+    def once(words: str, work: Callable[[], Any], *, sources: Iterable[ConfigSource]) -> Any:
+        if {source.path for source in sources} != places:
+            return work()  # a test may change its own files
+        if words not in known:
+            known[words] = pickle.dumps(work())
+        return pickle.loads(known[words])
+
+    def read_once(self: ConfigRepository, config_path: str) -> Any:
+        return once(config_path, lambda: read(self, config_path), sources=self.sources)
+
+    def merge_once(self: ConfigLoaderImpl, defaults: list[Any], repo: IConfigRepository) -> Any:
+        return once(str(defaults), lambda: merge(self, defaults, repo), sources=repo.get_sources())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ConfigRepository, "load_config", read_once)
+        patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)
         yield
 
 

@@ -21,7 +21,6 @@ MISTAKES = {
     "name: mysite\ngpus: true\npartiton: gpu\n": "line 3: there is no key cluster.partiton. Try partition.",
     "name: mysite\nwckey: a\n": "line 2: there is no key cluster.wckey. Try launcher.wckey.",
     "name: mysite\nflavour: sour\n": "line 2: there is no key cluster.flavour.",
-    "name: mysite\nport: many\n": "line 2: cluster.port is not a whole number.",
     "name: [a\nport: 1\n": "line 2, column 5: expected ',' or ']', but got ':'.",
     "name: mysite\n\tport: 1\n": "line 2, column 1: found character '\\t' that cannot start any token.",
 }

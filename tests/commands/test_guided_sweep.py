@@ -62,11 +62,9 @@ class StandIn:
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["run"])
+def here(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr("hpc_parallel.sweep.trial.launcher_of", lambda run: (StandIn(), "launcher stand-in"))
-    yield tmp_path
+    yield here
     NOTED.clear()
     ASKED.clear()
 

@@ -56,7 +56,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_users_error_comes_first(here: Path, source: str, name: str, message: str) -> None:
     (here / f"{name}.py").write_text(source)
     found = failure_of("model", {"_target_": f"{name}.M"})
-    assert found is not None
     assert found == f"{message} {name}.M (model)."
 
 
@@ -156,7 +155,6 @@ def test_a_model_that_the_layout_can_not_split_is_refused_before_a_submission(
     message = capsys.readouterr().err
     assert "strategy.pipeline = 2 stages are more than the model's 1 blocks" in message
     assert "strategy.context = 2 can't be used: Bigram has no CausalAttention" in message
-    assert run([*SCRIPT, "model._target_=small.Bigram", "dry_run=true"]) == 0
 
 
 @pytest.mark.full
@@ -227,9 +225,9 @@ class Bigram(LayeredModel):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model._target_=mine.Bigram"],
-         "NameError: name 'wdth' is not defined (mine.py:8), raised by mine.Bigram (model)"),
         *in_full([
+            (["model._target_=mine.Bigram"],
+             "NameError: name 'wdth' is not defined (mine.py:8), raised by mine.Bigram (model)"),
             (["data=dataset", "data.dataset._target_=points.Points", "+data.dataset.width=3"],
              "TypeError: got an unexpected keyword argument 'width', raised by points.Points "
              "(data.dataset)."),

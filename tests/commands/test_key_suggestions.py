@@ -154,9 +154,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("words", FOLDERS)
-def test_what_a_user_has_here_is_found(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_user_has_here_is_found(words: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {
         "notes/a.txt": b"one", "notes/deep/b.txt": b"two", "notes/README.md": b"three",
         "pictures/a.png": b"\x89PNG\0\xff", "tables/part-0.parquet": b"PAR1",
@@ -164,12 +162,11 @@ def test_what_a_user_has_here_is_found(
         "train.py": b"class Net: ...\n",
     }  # fmt: skip
     for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(content)
-    monkeypatch.chdir(tmp_path)
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_bytes(content)
     assert main([*words.split(), "launcher=script"]) == 2
     problem = capsys.readouterr().err.splitlines()[1]
-    assert problem.endswith(FOLDERS[words].replace("HERE", str(tmp_path)))
+    assert problem.endswith(FOLDERS[words].replace("HERE", str(here)))
 
 
 def test_a_run_from_a_folder_below_names_the_one_above(

@@ -53,14 +53,6 @@ def test_cfg_shows_one_package(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (
-            ["--help"],
-            [
-                "strategy   auto context data* dataparallel expert fsdp hsdp hybrid model parameter_server",
-                "model      124m 1b 20m 70b 8b convnet huggingface moe_tiny segmenter tiny* unet",
-                "nodes=2",
-            ],
-        ),
         (["--hydra-help"], ["--multirun", "--config-dir"]),
         (["--info", "defaults"], ["strategy/data", "model/tiny"]),
         (["--info", "searchpath"], ["main", "file://"]),
@@ -79,7 +71,12 @@ def test_help_is_one_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     (tmp_path / "strategy").mkdir()
     (tmp_path / "strategy" / "mine.yaml").write_text("defaults: [data]\n")
     shown = printed(capsys, "--config-dir", str(tmp_path), "--help")
-    assert "mine" in shown
+    for words in (
+        "strategy   auto context data* dataparallel expert fsdp hsdp hybrid mine model parameter_server",
+        "model      124m 1b 20m 70b 8b convnet huggingface moe_tiny segmenter tiny* unet",
+        "nodes=2",
+    ):
+        assert words in shown
     assert "schema" not in shown
     lines = shown.splitlines()
     assert len(lines) <= 50

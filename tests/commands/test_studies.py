@@ -128,7 +128,6 @@ def test_one_run_of_a_study_is_a_run(here: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_study_of_the_guide_is_one(here: Path) -> None:
     text = re.search(r"```yaml\n(# @package.*?)```", (ROOT / "docs/sweep.md").read_text(), re.DOTALL)
-    assert text is not None
     (here / "jobs").mkdir()
     (here / "jobs" / "mine.yaml").write_text(text[1])
     runs = [each.run.config for each in planned("jobs=mine", extra_dir=str(here)).runs]

@@ -37,7 +37,6 @@ def only_sweep(here: Path) -> tuple[Path, Sweep]:
 
 def cells(*words: str, extra_dir: str | None = None) -> list[tuple[list[str], list[str], RunConfig]]:
     found = compose_cells(words, config_dir=CONF, config_name="config", extra_dir=extra_dir)
-    assert found is not None
     return [(cell.overrides, cell.swept, resolve(cell.config)[0]) for cell in found.cells]
 
 

@@ -231,7 +231,7 @@ def most_switched(seed: int) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(row.values()) for row in islice(table, 10))
 
 
-QUICK = (9, 0, 8, 1, 6)  # together they have the most pairs of the ten for their time
+QUICK = (9, 0, 8)  # together they have the most pairs of the ten for their time
 
 
 @pytest.mark.parametrize("number", [*QUICK, *in_full((row,) for row in range(10) if row not in QUICK)])

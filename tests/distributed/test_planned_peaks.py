@@ -1,6 +1,6 @@
 """Planned peaks against the memory that lives at the same time on a rank, counted on CPUs.
 
-`tests/unit/test_plan_peaks.py` has those of a GPU, without pipelines, experts and images.
+`tests/unit/test_plan_memory.py` has those of a GPU, without pipelines, experts and images.
 """
 
 from __future__ import annotations

@@ -205,11 +205,8 @@ FIGURES = {
 
 
 @pytest.mark.parametrize("study", [next(iter(STUDIES)), *in_full((study,) for study in [*STUDIES][1:])])
-def test_the_command_of_a_claim_measures_it(
-    study: str, tmp_path: Path, new: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_of_a_claim_measures_it(study: str, here: Path, new: Callable[[], Path]) -> None:
     """Runs of the study with all figures decide each claim that names it."""
-    monkeypatch.chdir(tmp_path)
     words = [f"jobs={study}", "launcher.snapshot=false"]
     assert f"python -m hpc_parallel.run -m {words[0]}" in {claim.command for claim in CLAIMS}
     cells = compose_cells(words, config_dir=str(find_folder("conf")), config_name="config")
@@ -226,7 +223,7 @@ def test_the_command_of_a_claim_measures_it(
     undecided = [
         claim.text
         for claim in CLAIMS
-        if claim.study == study and evidence(tmp_path)[strategy_of(claim.text), claim.text].verdict == OPEN
+        if claim.study == study and evidence(here)[strategy_of(claim.text), claim.text].verdict == OPEN
     ]
     assert undecided == []
 

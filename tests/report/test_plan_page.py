@@ -16,7 +16,6 @@ from hpc_parallel.commands.plan_scaling import efficiency, planned_size, with_no
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.hardware import named_hardware
-from hpc_parallel.planning.pipeline_orders import Pipeline, Span, simulate
 from hpc_parallel.record.timeline_file import RankTimeline, StageWork
 from hpc_parallel.report.plan_html import MAX_CHUNKS, MAX_RANKS, PARTS, drawable
 from tests.composed import composed
@@ -70,7 +69,6 @@ def test_its_memory_is_that_of_each_role(folder: Path) -> None:
     """Two stages of two devices; each kind is in one part of a bar."""
     config, *_ = resolve(composed(*RUN, "device=cuda"))
     held = memory.plan(config)
-    assert held is not None
     *kinds, total = rows(folder / "index.html", "memory")
     sums = [int(VALUE.search(cell)[1]) for cell in total[1:]]  # type: ignore[index]
     assert sums == [held.devices[0].total, held.devices[2].total]
@@ -94,25 +92,6 @@ def test_its_sizes_are_plans_of_the_same_batch(folder: Path) -> None:
         assert float(VALUE.search(row[4])[1]) == pytest.approx(size.tokens_per_s)  # type: ignore[index]
         assert f"{efficiency(size, sizes[0]):.0%}" in row[6]
     assert "nodes=1: " in (folder / "index.html").read_text()  # two devices have no 2 x 2
-
-
-def test_every_action_has_its_span() -> None:
-    """Two stages, two microbatches, by hand: F0 F0 | F1 B1 F1 B1 | B0 B0 with 1 and 3 s, and 0.5 s links."""
-    spans: list[Span] = []
-    times = simulate(
-        Pipeline("1f1b", 2, 2),
-        action_s=lambda kind, stage: (1.0, 3.0)[stage],
-        transfer_s=lambda source, target: 0.5,
-        spans=spans,
-    )
-    ends = {
-        rank: [(one.start_s, one.end_s) for one in spans if one.rank == rank and one.end_s > one.start_s]
-        for rank in (0, 1)
-    }
-    assert ends[1] == [(1.5, 4.5), (4.5, 7.5), (7.5, 10.5), (10.5, 13.5)]
-    assert ends[0][:2] == [(0.0, 1.0), (1.0, 2.0)]
-    assert ends[0][-1] == (14.0, 15.0)
-    assert max(span.end_s for span in spans) == times.total_s
 
 
 def test_a_long_step_is_cut_for_the_picture() -> None:

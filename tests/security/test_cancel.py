@@ -144,7 +144,6 @@ def test_a_claim_names_its_folder(tmp_path: Path) -> None:
         folder.owner.unlink()
         write(folder)
         record = owner.Owner.read(folder)
-        assert record is not None
         assert record.folder == folder.path.stat().st_ino
 
 

@@ -23,15 +23,6 @@ ATTACKER, VICTIM = 64012, 64011  # in the range that Debian reserves for local u
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 
-def run_as(user: int, code: str, *words: object, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run Python `code` (only the standard library) as another user; `words` become its sys.argv[1:]."""
-    return subprocess.run(
-        [interpreter(user), "-c", code, *map(str, words)],
-        user=user, group=user, extra_groups=[], cwd="/", env={"PATH": os.environ["PATH"], "HOME": "/"},
-        capture_output=True, text=True, timeout=timeout_s,
-    )  # fmt: skip
-
-
 def call_as(user: int, function: Callable[[], Any], *, timeout_s: float = 120) -> Any:
     """Call `function` in a forked child that has become another user; returns its result.
 

@@ -1,4 +1,4 @@
-"""Kernels that return log-sums: parts merge to the formula, and GPU operators get what their schemas want."""
+"""Parts of attention: each device of a ring has its share of the products, and kernels' parts merge."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from hpc_parallel.strategies.context.attention_kernels import (
     cuda_kernel,
     merge,
 )
+from hpc_parallel.strategies.context.ring import slices_of, visible
 
 KERNELS = {"CPU flash": CPU_FLASH, "strips": STRIPS}
 BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 4e-2}
@@ -125,3 +126,24 @@ def test_rows_of_log_sums_are_padded_for_the_kernel_that_reads_them_so(
     assert torch.equal(seen[0][..., :7], lse)
     assert bool(seen[0][..., 7:].isposinf().all())
     torch.testing.assert_close(grad_kv, 3 * kv)  # of three query heads each
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("half", [1, 3])
+def test_turns_make_the_causal_mask(degree: int, half: int) -> None:
+    length = 2 * degree * half
+    places = [
+        torch.cat([torch.arange(length)[part] for part in slices_of(rank, degree=degree, length=length)])
+        for rank in range(degree)
+    ]
+    assert sorted(torch.cat(places).tolist()) == list(range(length))
+    done = torch.zeros(length, length, dtype=torch.int64)
+    for rank in range(degree):
+        own = places[rank]
+        done[own[:, None], own] += torch.ones(2 * half, 2 * half, dtype=torch.int64).tril()
+        for source in set(range(degree)) - {rank}:
+            rows, seen = visible(source, rank=rank, half=half, causal=True)
+            queries, keys = own[rows], places[source][seen]
+            assert len(queries) * len(keys) == 2 * half * half  # of 4: half of them, on every device
+            done[queries[:, None], keys] += 1
+    assert torch.equal(done, torch.ones(length, length, dtype=torch.int64).tril())

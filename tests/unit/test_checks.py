@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import CodeType, FrameType
 
+import hydra
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,8 +17,10 @@ from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.class_paths import missing_part
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.site_limits import local_warnings
 from hpc_parallel.failure.hang_report import grace_s
 from hpc_parallel.layout.batch_plan import plan_batch
+from hpc_parallel.layout.counts import least_bytes, parameters
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.model_data_schema import (
     ConvNetConfig,
@@ -25,8 +30,8 @@ from hpc_parallel.layout.model_data_schema import (
     TransformerConfig,
 )
 from hpc_parallel.layout.schedules import SCHEDULES, schedule_of, stages_per_rank, unfit
-from hpc_parallel.problems import Problem, nearest, spell
-from tests.composed import composed
+from hpc_parallel.problems import ConfigError, Problem, nearest, spell
+from tests.composed import composed, prepared
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +96,11 @@ def test_a_class_in_the_table_of_another_is_refused_beside_other_errors(
     assert composed(f"{group}={advice}")[group]._target_ == schema._target_  # type: ignore[attr-defined]
 
 
-def test_a_class_below_a_folder_without_init_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inner = tmp_path / "outer" / "plain" / "inner"
+def test_a_class_below_a_folder_without_init_is_known(here: Path) -> None:
+    inner = here / "outer" / "plain" / "inner"
     inner.mkdir(parents=True)
-    (tmp_path / "outer" / "__init__.py").touch()
+    (here / "outer" / "__init__.py").touch()
     (inner / "classes.py").write_text("class Known: ...\n")
-    monkeypatch.chdir(tmp_path)
     assert missing_part("outer.plain.inner.classes.Known") is None
     assert missing_part("outer.plain.inner.classes.Other") is not None
 
@@ -191,3 +193,100 @@ def test_a_hang_is_reported_before_the_collectives_time_out(
     assert [text.rpartition("=")[2] for text in found] == ([f"{mend}."] if mend else [])
     if limit_s and mend is None and collective_s < 1e9:  # a look late, and the wait for all
         assert limit_s * 1.1 + grace_s(limit_s) < collective_s
+
+
+CUSTOM = ("optimizer=custom",)
+WRONG = {
+    ("optimizer=sgd", "optimizer._target_=torch.optim.Adam"): "sets the arguments of torch.optim.SGD. "
+    "Try optimizer=custom optimizer._target_=torch.optim.Adam.",
+    (*CUSTOM, "optimizer._target_=tests.optimizers.Lyon"): "Try optimizer._target_=tests.optimizers.Lion.",
+    (*CUSTOM, "optimizer._target_=Lion"): "optimizer._target_ = Lion is not the path of a class",
+    (*CUSTOM,): "optimizer._target_ has no value and no default.",
+    ("optimizer.schedule=cosin",): "Try optimizer.schedule=cosine.",
+    ("optimizer.schedule=tests.optimizers.triangl",): "Try optimizer.schedule=tests.optimizers.triangle.",
+    ("optimizer.schedule=tests.optimizers.triangle", "optimizer.warmup_steps=5"): "has no effect: "
+    "tests.optimizers.triangle decides every step. Try optimizer.warmup_steps=null.",
+    ("optimizer.decay_share=1.5",): "optimizer.decay_share = 1.5 must lie between 0 and 1.",
+    ("+optimizer.groups.a={match:stem.*}",): "optimizer.groups.a.match = stem.* must be a list of patterns.",
+    ("+optimizer.groups.a={weight_decy:0.1}",): "Try optimizer.groups.a.weight_decay.",
+    ("+optimizer.groups.a={lr:0.1}",): "optimizer.groups.a.lr: a rule has no such key.",
+    ("+optimizer.groups.a={weight_decay:-1}",): "optimizer.groups.a.weight_decay = -1 must be a number",
+    ("+optimizer.groups.a={dims:1}",): "must be a list of whole numbers. Try optimizer.groups.a.dims=[1].",
+    ("+optimizer.groups.a={_target_:torch.optim.}",): "is not the path of a class",
+    ("+optimizer.groups.a=5",): "optimizer.groups.a = 5 must be a table.",
+    ("optimizer.eps=0",): "optimizer.eps = 0 must be above 0. Try optimizer.eps=1e-08.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WRONG, ids=" ".join)
+def test_a_wrong_optimizer_is_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        prepared("launcher=script", *words)
+    (problem,) = map(str, raised.value.problems)
+    assert WRONG[words] in problem
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
+def test_the_files_are_legal(name: str) -> None:
+    assert prepared("launcher=script", f"optimizer={name}").config.optimizer.name == name
+
+
+B1 = 1_235_814_400  # parameters of Llama 3.2 1B, as its authors publish them
+
+
+@pytest.mark.parametrize("model", ["tiny", "124m", "moe_tiny"])
+def test_the_count_is_that_of_the_model(model: str) -> None:
+    config, values, _ = resolve(composed(f"model={model}"))
+    with torch.device("meta"):
+        built = hydra.utils.instantiate(values["model"])
+    weights = {id(weight): weight.numel() for weight in built.parameters()}
+    assert parameters(config) == sum(weights.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "layout", "bytes_"),
+    [
+        ([], Layout(replicate=8), 16 * B1),  # weights, gradients and two states of AdamW, 4 bytes each
+        ([], Layout(shard=4, replicate=2), 16 * B1 // 4),
+        ([], Layout(pipeline=2, tensor=2, context=2), 16 * B1 // 4),
+        (["training.precision=bfloat16"], Layout(), 16 * B1),
+        (["training.precision=float64"], Layout(), 32 * B1),
+        (["task=infer"], Layout(), 4 * B1),
+        (["strategy=parameter_server"], Layout(), 8 * B1),
+    ],
+)
+def test_bytes_of_a_device(words: list[str], layout: Layout, bytes_: int) -> None:
+    config, *_ = resolve(composed("model=1b", *words))
+    assert least_bytes(config, layout) == bytes_
+
+
+def test_other_models_are_not_counted() -> None:
+    assert least_bytes(resolve(composed("model=convnet", "data=digits"))[0], Layout()) is None
+
+
+def test_what_can_not_fit_is_refused() -> None:
+    words = ("model=1b", "nodes=2", "training.global_batch_size=16", "launcher=script")
+    prepared(*words, "strategy=data")  # nobody knows the memory
+    with pytest.raises(ConfigError, match=r"device_memory_gb = 16 is less than the 18\.4 GB of weights"):
+        prepared(*words, "strategy=data", "cluster.device_memory_gb=16")
+    prepared(*words, "strategy=data", "cluster.device_memory_gb=19")
+    prepared(*words, "strategy=fsdp", "cluster.device_memory_gb=16")
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "needed_gb"),
+    [
+        ("strategy=data nodes=2", {}, 2 * 16 * B1 / 2**30),
+        ("strategy=fsdp nodes=2", {}, 16 * B1 / 2**30),
+        ("strategy=data nodes=2 device=cuda", {}, None),
+    ],
+)
+def test_a_run_that_this_machine_can_not_hold_is_announced(
+    words: str, environment: dict[str, str], needed_gb: float | None
+) -> None:
+    config, *_ = resolve(composed("model=1b", *words.split()))
+    warnings = local_warnings(config, memory_bytes=16 * 2**30, environment=environment)
+    assert [float(re.search(r"at least ([0-9.]+) GB", line)[1]) for line in warnings] == (
+        [] if needed_gb is None else [pytest.approx(needed_gb, abs=0.05)]
+    )
+    assert local_warnings(config, memory_bytes=2**40, environment=environment) == []

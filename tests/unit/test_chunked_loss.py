@@ -148,7 +148,6 @@ def test_a_loss_or_head_of_the_users_own_gets_logits() -> None:
     }  # fmt: skip
     capped, hooked = Transformer(**shape), Transformer(**shape)
     capped.head = CappedHead(8, vocab_size=5, norm_eps=1e-5)
-    assert hooked.head is not None
     hooked.head.register_forward_hook(lambda *_: None)
     models = Transformer(**shape), Smoothed(**shape), capped, hooked
     assert [chunked_loss.applies(m, config=config, mesh=mesh) for m in models] == [True, False, False, False]

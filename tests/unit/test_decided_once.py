@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 
-import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 import hpc_parallel
@@ -57,8 +56,7 @@ def calls(*words: str) -> Counter[str]:
     return counts
 
 
-def test_a_dry_run_decides_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_dry_run_decides_once(here: Path) -> None:
     words = ("strategy=pipeline", "nodes=2", "dry_run=true", "launcher=local", "launcher.snapshot=false")
     assert calls(*words) == dict.fromkeys(ONCE, 1)
 

@@ -16,6 +16,7 @@ from hpc_parallel.record.device_states import device_file, device_lines
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.script import script_metrics
 from hpc_parallel.script.script_metrics import gpu_of
+from tests.nvml import Nvml
 from tests.recorded_runs import finished
 
 GIB = 2**30
@@ -93,41 +94,17 @@ def test_of_a_script_each_rank_has_a_file(tmp_path: Path) -> None:
     ]
 
 
-class FourGpus:
-    """In place of pynvml: four GPUs, whose load is that of the second of three samples."""
-
-    NVMLError = OSError
-    NVML_TEMPERATURE_GPU = 0
-
-    def __init__(self) -> None:
-        self.loads = iter((50, 100, 0))
-
-    def nvmlInit(self) -> None:  # noqa: N802
-        pass
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 4
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        return index
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:  # noqa: N802
-        return int(uuid.removeprefix("GPU-"))
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
-        return f"GPU-{handle}"
-
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:  # noqa: N802
-        return SimpleNamespace(gpu=next(self.loads))
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
-        return SimpleNamespace(used=handle * GIB)
-
-    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:  # noqa: N802
-        raise OSError("not supported")
-
-    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:  # noqa: N802
-        return 60
+def four_gpus() -> Nvml:
+    """Four GPUs, whose load is that of the second of three samples."""
+    loads = iter((50, 100, 0))
+    return Nvml(
+        4,
+        nvmlDeviceGetHandleByUUID=lambda uuid: int(uuid.removeprefix("GPU-")),
+        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=next(loads)),
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=handle * GIB),
+        nvmlDeviceGetTemperature=lambda handle, sensor: 60,
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,13 +118,13 @@ def test_the_gpu_of_a_rank_is_that_of_its_local_rank(
     visible: str | None, local_rank: int, uuid: str | None
 ) -> None:
     variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert gpu_of({**variables, "LOCAL_RANK": str(local_rank)}, nvml=FourGpus()) == uuid
+    assert gpu_of({**variables, "LOCAL_RANK": str(local_rank)}, nvml=four_gpus()) == uuid
 
 
 def test_loads_are_averaged_and_memory_is_the_highest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(script_metrics, "nvml_module", FourGpus)
+    monkeypatch.setattr(script_metrics, "nvml_module", four_gpus)
     folder = RunFolder(tmp_path / "run")
     folder.create()
     world = World.discover({})

@@ -78,19 +78,17 @@ CHECKED = {
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(here: Path) -> Path:
     """A folder with the files that the pages show, the GPT that they adapt, and a file of tokens."""
     for page in PAGES:
         for block in blocks(page):
             if block.mark == "file":
-                (tmp_path / block.value).parent.mkdir(parents=True, exist_ok=True)
-                (tmp_path / block.value).write_text(block.text + "\n")
-    shutil.copy(ROOT / "tests/models_of_others/gpt.py", tmp_path / "model.py")
-    np.save(tmp_path / "tokens.npy", np.zeros(100_000, dtype=np.uint16))
-    (tmp_path / "tokens.json").write_text('{"vocab_size": 256, "tokenizer": "bytes", "count": 100000}')
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["run"])
-    return tmp_path
+                (here / block.value).parent.mkdir(parents=True, exist_ok=True)
+                (here / block.value).write_text(block.text + "\n")
+    shutil.copy(ROOT / "tests/models_of_others/gpt.py", here / "model.py")
+    np.save(here / "tokens.npy", np.zeros(100_000, dtype=np.uint16))
+    (here / "tokens.json").write_text('{"vocab_size": 256, "tokenizer": "bytes", "count": 100000}')
+    return here
 
 
 class AcceptedError(Exception):
@@ -101,6 +99,8 @@ def checked(line: str) -> Any:
     """A case of the test below. The pages' own classes are imported in a process, as the job imports them."""
     imports = [text for text in CHECKED if re.search("--config-dir .*(model|data)=", text)]
     marks = [pytest.mark.processes, *([pytest.mark.full] * (line not in imports[:2]))] * (line in imports)
+    if re.fullmatch(r"python -m hpc_parallel\.run -m jobs=\w+", line):
+        marks = [pytest.mark.full]  # tests/commands/test_studies.py plans each
     return pytest.param(*CHECKED[line], id=line, marks=marks)
 
 
@@ -224,7 +224,6 @@ def test_the_figures_beside_the_drawings_are_those_of_the_report() -> None:
     columns = {title: at for at, title in enumerate(next(iter(rows.values())))}
     for section in page.split("\n## ")[1:]:
         command = re.search(r"hpc_parallel\.run (.*)", section)
-        assert command is not None
         words = dict(word.split("=") for word in command[1].split())
         strategies.add(words["strategy"])
         assert section.count("](images/approach_") == 1
@@ -264,8 +263,6 @@ def test_a_stale_page_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @cache
 def generator(name: str = "generate") -> Any:
     spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

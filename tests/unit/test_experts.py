@@ -42,8 +42,6 @@ def test_a_grouped_product_of_any_width(dtype: torch.dtype, inputs: int, outputs
         assert outcome.shape == (10, outputs)
         for found, expected in ((outcome, one_by_one(*precise)), (rows.grad, precise[0].grad),
                                 (weights.grad, precise[1].grad)):  # fmt: skip
-            assert found is not None
-            assert expected is not None
             assert found.dtype == dtype
             difference = (found.double() - expected).norm() / expected.norm()
             assert difference < TOLERANCE[dtype]

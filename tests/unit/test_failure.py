@@ -170,7 +170,6 @@ def test_the_line(folder: RunFolder) -> None:
     line = "rank 5 on n2 failed first: killed by SIGKILL; 3 followers"
     assert conclude(folder, returncode=137) == line
     values = read_json(folder.failure)
-    assert values is not None
     assert (values["rank"], values["host"], values["signal"], values["line"]) == (5, "n2", "SIGKILL", line)
     assert values["followers"] == [
         {"rank": 0, "host": "n0", "kind": "lost_peer"},
@@ -189,7 +188,6 @@ def test_a_hosts_clock_does_not_make_a_follower_the_cause(shift_ms: int) -> None
         record(3, "killed", time_ns=2 * MS, signal="SIGTERM"),  # srun's clean-up, by a slow clock
     ]
     cause = find_root_cause(found)
-    assert cause is not None
     assert cause.rank == 1
 
 
@@ -207,7 +205,6 @@ def test_the_earlier_of_two_causes_is_first() -> None:
 def test_a_follower_is_the_cause_only_alone(ends: Sequence[tuple[str, int]]) -> None:
     found = [record(rank, kind, time_ns=at * MS) for rank, (kind, at) in enumerate(ends)]
     cause = find_root_cause(found)
-    assert cause is not None
     own = [other for other in found if other.kind not in ("lost_peer", "stopped")]
     if own:
         assert cause.time_ns == min(other.time_ns for other in own)
@@ -224,7 +221,6 @@ def test_a_cancelled_job(folder: RunFolder) -> None:
     assert conclude(folder, returncode=143) == "cancelled by SIGTERM, first rank 0 on n0"
     assert not folder.failure.exists()
     summary = read_json(folder.summary)
-    assert summary is not None
     assert summary["outcome"] == "cancelled"
 
 
@@ -248,7 +244,6 @@ def test_ranks_that_a_preemption_ended_before_a_save_are_not_cancelled(
     requeued = "preempted by Slurm: earlier checkpoints are kept; requeued as job 7"
     assert line == (cancelled if preempted == "None" else requeued)
     summary = read_json(folder.summary)
-    assert summary is not None
     assert summary["outcome"] == ("cancelled" if preempted == "None" else "preempted")
 
 
@@ -276,7 +271,6 @@ def test_a_task_that_can_not_continue_keeps_its_rows_and_is_not_requeued(
     line = conclude(folder, returncode=1, environment={})
     assert line == f"{reason}: 37 of 183 rows are kept{advice}"
     summary = read_json(folder.summary)
-    assert summary is not None
     assert summary["outcome"] == outcome
 
 
@@ -294,7 +288,6 @@ def test_summary_of_a_failed_run(folder: RunFolder, monkeypatch: pytest.MonkeyPa
     failure.record_death(folder, world=world(0), returncode=-9)
     conclude(folder, returncode=137)
     summary = read_json(folder.summary)
-    assert summary is not None
     assert set(summary) == SUMMARY_KEYS
     assert (summary["outcome"], summary["strategy"], summary["job_ids"]) == ("failed", "hybrid", ["77"])
     assert (summary["steps"], summary["samples"], summary["final_loss"]) == (10, 160, 3.5)
@@ -316,7 +309,6 @@ def test_slow_ranks_are_in_the_summary_of_each_outcome(
         write_json(folder.stopped, {"signal": signal_name, "step": 90})
     conclude(folder, returncode=1)
     summary = read_json(folder.summary)
-    assert summary is not None
     assert summary["outcome"] == outcome
     assert summary["slow_ranks"] == [slow | times]
 
@@ -403,7 +395,6 @@ def test_the_command_without_any_record(
     )
     assert done.stderr == f"the job failed before any rank started: {line}\n"
     values = read_json(folder.failure)
-    assert values is not None
     assert (values["rank"], values["signal"]) == (None, signal)
     assert values["traceback"] == ["loading", "module: command not found"]
 
@@ -657,25 +648,21 @@ def calls(
 def test_a_rank_missing_from_a_collective_is_named() -> None:
     behind = {rank: [calls("all_reduce", "all_gather")] for rank in (0, 1, 3)} | {2: [calls("all_reduce")]}
     finding = compare(behind, world_size=4)
-    assert finding is not None
     assert (finding.ranks, finding.waiting, finding.collective, finding.number) == (
         (2,), (0, 1, 3), "all_gather", 2,
     )  # fmt: skip
     silent = {rank: [calls("all_reduce")] for rank in (0, 1, 3)}
     finding = compare(silent, world_size=4)
-    assert finding is not None
     assert finding.ranks == (2,)
     assert compare({rank: [calls("all_reduce")] for rank in range(4)}, world_size=4) is None
     # Ended while it waited, it left no word: the one that is known to be behind is to blame.
     finding = compare({0: [calls("a", "b")], 1: [calls("a", "b")], 3: [calls("a")]}, world_size=4)
-    assert finding is not None
     assert finding.ranks == (3,)
 
 
 def test_a_rank_in_another_collective_is_named() -> None:
     right = {rank: [calls("all_reduce", "all_gather", "barrier", first=5)] for rank in (0, 1, 2)}
     finding = compare(right | {3: [calls("all_reduce", "barrier", "all_reduce", first=5)]}, world_size=4)
-    assert finding is not None
     assert finding.message == "entered barrier where ranks 0, 1, 2 entered all_gather (collective 6)"
     assert finding.ranks == (3,)
 
@@ -688,7 +675,6 @@ def test_a_rank_that_waits_in_another_group_is_not_blamed() -> None:
         3: [calls("all_gather", group="1", ranks=(1, 3))],
     }
     finding = compare(standings, world_size=4)
-    assert finding is not None
     assert finding.ranks == (3,)
 
 
@@ -700,10 +686,8 @@ def test_of_two_that_wait_for_each_other_the_one_that_left_its_habit_is_to_blame
         1: [calls(*sums, ranks=(0, 1)), calls(*sums[:1], group="1", ranks=(0, 1))],
     }
     finding = compare(standings, world_size=2)
-    assert finding is not None
     assert (finding.ranks, finding.waiting) == ((1,), (0,))
     swapped = compare({0: standings[1], 1: standings[0]}, world_size=2)
-    assert swapped is not None
     assert swapped.ranks == (0,)
 
 
@@ -717,7 +701,6 @@ def test_a_host_that_runs_ahead_does_not_blame_one_that_waits() -> None:
         for rank, count in last.items()
     }
     finding = compare(standings, world_size=4)
-    assert finding is not None
     assert (finding.ranks, finding.waiting, finding.number) == ((2,), (0, 1, 3), 15)
     for groups in standings.values():  # a record keeps the newest
         groups[0]["calls"] = groups[0]["calls"][-32:]

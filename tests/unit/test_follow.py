@@ -304,7 +304,6 @@ def test_a_terminal_gets_as_much_as_it_has_room_for(
     add(folder, line(20, validation_loss=5.5, validation_accuracy=0.125, samples_per_s=1520.4))
     following.poll()
     write_json(folder.summary, {"outcome": "completed"})
-    assert following._bar is not None
     following._bar.stop()
     drawn = [part.rstrip() for text in plain(shown).split("\n") for part in text.split("\r")]
     assert max(map(len, drawn)) <= columns
@@ -403,7 +402,6 @@ def test_a_measured_row_of_others_without_cells_is_a_line_of_progress(
     following, shown = follower(folder, terminal=True)
     add(folder, json.dumps({"step": 1, "steps": 183, "measured": cells}) + "\n")
     following.poll()
-    assert following._bar is not None
     following._bar.stop()
     assert "step 1/600" in plain(shown)
     assert fitting([], columns=80) == ""

@@ -1,4 +1,4 @@
-"""What is chosen for GPUs if nobody sets it: precision, CPUs and memory of a device, grouped heads."""
+"""What is chosen for GPUs if nobody sets it, and what is said if a job's torch finds none."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from hpc_parallel.config.node_devices import default_precision
+from hpc_parallel.config.resolve import resolve
 from hpc_parallel.models import attention
 from hpc_parallel.slurm import limits
 from hpc_parallel.slurm.limits import NodeShare, share_of_a_gpu
-from tests.composed import prepared
+from hpc_parallel.worker.main import unused_gpus
+from tests.composed import composed, prepared
 
 LISTING = (
     "cpu*|1|128000|1:00|(null)|32\ngpu|1|2048000|1:00|gpu:h100:8|192\n"
@@ -86,3 +88,21 @@ def test_heads_are_expanded_where_no_kernel_groups_them(monkeypatch: pytest.Monk
     with torch.autocast("cpu", dtype=torch.bfloat16):
         attention.attend(query, key, value, causal=True)
     assert asked == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "said"),
+    [
+        (("launcher=slurm",), "cpu", "finds none on n7: this run uses the CPU, in bfloat16"),
+        (("launcher=slurm", "training.precision=float32"), "cpu", "this run uses the CPU, in float32"),
+        (("launcher=slurm",), "cuda:0", None),
+        (("launcher=slurm", "device=cpu"), "cpu", None),
+        (("launcher=slurm", "cluster=cpu"), "cpu", None),
+        (("launcher=local",), "cpu", None),
+    ],
+)
+def test_it_is_said_where_gpus_were_asked_for(words: tuple[str, ...], device: str, said: str | None) -> None:
+    config, *_ = resolve(composed("strategy=single", *words))
+    problem = unused_gpus(config, torch.device(device), host="n7")
+    assert (problem is None) == (said is None)
+    assert said is None or (problem is not None and said in problem)

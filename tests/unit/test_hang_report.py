@@ -54,7 +54,6 @@ def blamed(folder: RunFolder, *, but: dict[int, dict[str, object]], silent: tupl
             told = replace(WAITS, rank=rank, host=host, **but.get(rank, {}))  # type: ignore[arg-type]
             hang_report.write_report(folder, told)
     cause = cause_of(folder, failure.records(folder))
-    assert cause is not None
     assert cause.kind == "hang"
     return f"{cause.rank} on {cause.host}: {cause.message}"
 
@@ -160,7 +159,6 @@ def test_the_progress_of_a_gpu_is_that_of_its_entries() -> None:
               entry(1, "completed", p2p=True)]  # fmt: skip
     pending = [entry(3, "started"), entry(8, "scheduled", group="3"), entry(4, "scheduled")]
     progress = device_progress([*queued, *pending])
-    assert progress is not None
     assert progress.waits_in == Collective("all_reduce", "0 default_pg", 3, complete=False)
     assert progress.next == Collective("all_reduce", "3 default_pg", 8, complete=False)
     assert progress.completed == {"0 default_pg": 2, "3 default_pg": 7}
@@ -172,7 +170,6 @@ def test_a_send_of_a_batch_that_has_completed_does_not_wait() -> None:
     """Seen on an H100: the two entries of a batch never change, and the entry of the batch completes."""
     batch = [entry(1, "scheduled", p2p=True), entry(2, "scheduled", p2p=True), entry(3, "retired")]
     progress = device_progress([*batch, entry(4, "scheduled", group="3"), entry(5, "completed")])
-    assert progress is not None
     assert progress.next == Collective("all_reduce", "3 default_pg", 4)
     assert progress.completed == {"0 default_pg": 5}
 

@@ -10,22 +10,11 @@ from pkgutil import resolve_name
 import pytest
 
 from hpc_parallel import job
-from hpc_parallel.record.safe_read import read_json
 from tests.affected import NAMED
-from tests.recorded_runs import prepared
 
 
 def python(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=240)
-
-
-@pytest.mark.processes
-def test_a_job_ends(tmp_path: Path) -> None:
-    folder = prepared(tmp_path / "run")
-    line = "the job failed before any rank started: exit code 7"
-    done = python("hpc_parallel.job", "conclude", str(folder.path), "7")
-    assert (done.returncode, done.stderr) == (0, f"{line}\n")
-    assert (read_json(folder.failure) or {})["line"] == line
 
 
 @pytest.mark.processes

@@ -61,7 +61,6 @@ def rows(*, slow: dict[int, float] | None = None, operation: str = "all_reduce")
 def test_the_predicted_time_is_latency_and_bytes_on_the_bus(operation: str, ranks: int) -> None:
     size = {"group": "world", "operation": operation, "size_bytes": 3_000_000}
     prediction = predict(profile(ranks=ranks), ranks=ranks, **size)
-    assert prediction is not None
     assert prediction.time_s == pytest.approx(1e-3 + FACTORS[operation](ranks) * 3e-3)
     assert bus_factor(operation, ranks) == FACTORS[operation](ranks)
     assert predict(profile(ranks=ranks), ranks=ranks + 1, **size) is None
@@ -75,7 +74,6 @@ def test_a_group_is_found_by_its_other_names() -> None:
     size = {"operation": "all_reduce", "ranks": 4, "size_bytes": 3_000_000}
     prediction = predict(machine, group="axis shard", **size)
     assert prediction == predict(machine, group="inside a node", **size)
-    assert prediction is not None
     assert prediction.time_s == pytest.approx(1e-3 + 1.5 * 3e-3)
     assert predict(machine, group="axis tensor", **size) is None
 
@@ -84,7 +82,6 @@ def test_a_time_that_does_not_grow_is_the_latency() -> None:
     fit = {"latency_s": 0.25, "bandwidth_bytes_per_s": None}
     machine = MachineConfig(collectives={"world": {"ranks": 2, "barrier": fit}})
     prediction = predict(machine, group="world", operation="barrier", ranks=2, size_bytes=0)
-    assert prediction is not None
     assert (prediction.time_s, prediction.error) == (0.25, 0)
 
 

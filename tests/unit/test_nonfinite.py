@@ -96,7 +96,6 @@ def test_an_infinite_loss_tells_by_its_gradients() -> None:
     """The derivative of -log(0) by softmax is finite: alone it would go unseen."""
     logits = torch.tensor([0.0, -math.inf], requires_grad=True)
     nn.functional.cross_entropy(logits, torch.tensor(1)).backward()
-    assert logits.grad is not None
     assert logits.grad.isfinite().all()
     logits.grad = None
     propagate_nonfinite(nn.functional.cross_entropy(logits, torch.tensor(1))).backward()

@@ -33,7 +33,6 @@ def test_the_limit_becomes_the_hard_one() -> None:
 def test_rank_0_needs_most() -> None:
     assert shortage(1024, world(0, 128)) is None  # 512 + 4 x 128
     message = shortage(1024, world(0, 136))
-    assert message is not None
     assert message.startswith("rank 0 on n1 may have 1,024 files open, and 136 ranks may need 1,056 there")
     assert "LimitNOFILE=1056" in message
     assert shortage(1024, world(1, 512)) is None

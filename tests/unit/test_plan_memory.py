@@ -1,8 +1,11 @@
-"""The memory plan beside state and activations: live microbatches, the fullest device, and its table."""
+"""The memory plan beside state and activations: live microbatches, the fullest device, and its peaks."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,7 +168,7 @@ def test_gpus_have_a_context_and_gaps() -> None:
     ],
 )  # fmt: skip
 def test_what_no_measurement_has_confirmed_is_announced(words: str, unproven: str | None) -> None:
-    """Beside the cases of test_plan_peaks.py."""
+    """Beside the peaks below, of an H200."""
     clauses = [] if unproven is None else [f"the plan of {unproven}"]
     found = planned(*words.split())
     assert found.unproven == clauses
@@ -186,3 +189,23 @@ def test_activations_of_compiled_blocks_are_those_of_eager_mode() -> None:
     assert compiled.unknown == []
     (clause,) = compiled.unproven
     assert clause == "activations are those of eager mode; compiled blocks keep others, mostly fewer"
+
+
+MEASURED = json.loads((Path(__file__).parents[1] / "data/h200_peaks.json").read_text())
+OUTSIDE = ("device context", "allocator slack")  # of what torch's allocator hands out
+WITHIN = 0.05
+
+
+@pytest.mark.parametrize("row", MEASURED["rows"], ids=lambda row: str(row["case"]))
+def test_the_planned_peak_is_the_allocated_one(row: dict[str, Any]) -> None:
+    found = plan(resolve(composed(*MEASURED["words_of_all"], *row["words"]))[0])
+    assert not found.unknown
+    held = found.devices[row["rank"]]
+    allocated = sum(size for kind, size in held.kinds.items() if kind not in OUTSIDE)
+    assert allocated == pytest.approx(row["peak_bytes"], rel=WITHIN)
+
+
+def test_many_cases_of_one_rank_and_of_one_of_many_were_measured() -> None:
+    alone = ["strategy=single" in row["words"] for row in MEASURED["rows"]]
+    assert alone.count(True) >= 20
+    assert alone.count(False) >= 10

@@ -80,7 +80,6 @@ def test_a_mixture_computes_what_its_model_counts() -> None:
     decoder = step.work.decoder
     config, *_ = resolve(composed(*MIXTURE))
     weights = weights_of(config.model, sample_shape=(64,))
-    assert weights is not None
     assert decoder.block_flops == weights.flops.blocks[0]
     products = [one for one in step.share.block() if isinstance(one, MatrixProduct)]
     linear = sum(one.flops for one in products if one.name not in ("scores", "weighted values"))

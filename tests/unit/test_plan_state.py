@@ -71,7 +71,6 @@ EVERY = [
 def planned_and_measured(words: str, ranks: list[int]) -> tuple[list[dict[str, int]], list[dict[str, int]]]:
     config, *_ = resolve(composed(*words.split()))
     plan_of_all = plan(config)
-    assert plan_of_all is not None
     assert all("activations" in clause for clause in plan_of_all.unknown)
     kinds = ("parameters", "gradients", "optimizer")
     planned = [vars(plan_of_all.devices[rank].state) for rank in ranks]
@@ -95,7 +94,6 @@ def test_the_weights_are_those_of_the_model(model: str) -> None:
     shape = sample_shape_of(config.model, config.data)
     assert shape is not None
     weights = weights_of(config.model, sample_shape=shape)
-    assert weights is not None
     with torch.device("meta"):
         built = build(values["model"], key="model")
     assert [(w.name, w.shape) for w in weights.weights] == [
@@ -118,7 +116,6 @@ def test_every_optimizer_of_torch_that_we_ship_is_known() -> None:
 def test_another_optimizer_is_announced() -> None:
     config, *_ = resolve(composed("optimizer=custom", "optimizer._target_=torch.optim.RMSprop"))
     found = plan(config)
-    assert found is not None
     assert found.unknown == ["the state of torch.optim.RMSprop counts as 0, because it is not known"]
 
 

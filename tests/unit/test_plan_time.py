@@ -23,7 +23,7 @@ from hpc_parallel.planning import memory
 from hpc_parallel.planning.collective_times import with_measured_links
 from hpc_parallel.planning.group_times import GroupExchange, GroupShape, bus_bytes_per_s
 from hpc_parallel.planning.hardware import hardware_names, read_hardware
-from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Pipeline, orders, simulate
+from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Pipeline, Span, orders, simulate
 from hpc_parallel.planning.planned_state import Division
 from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.step_time import StepTime, step_time
@@ -68,13 +68,21 @@ def test_bubbles_equal_the_closed_forms(ranks: int, microbatches: int) -> None:
 
 def test_uneven_stages_and_transfers_delay_a_pipeline() -> None:
     """Two stages, two microbatches, by hand: F0 F0 | F1 B1 F1 B1 | B0 B0 with 1 and 3 s, and 0.5 s links."""
+    spans: list[Span] = []
     times = simulate(
         Pipeline("1f1b", 2, 2),
         action_s=lambda kind, stage: (1.0, 3.0)[stage],
         transfer_s=lambda source, target: 0.5,
+        spans=spans,
     )
-    # stage 1: 1.5 to 13.5 without a gap; the last gradient arrives at 14 and takes 1 s
-    assert times.total_s == pytest.approx(15.0, abs=1e-9)
+    ends = {
+        rank: [(one.start_s, one.end_s) for one in spans if one.rank == rank and one.end_s > one.start_s]
+        for rank in (0, 1)
+    }
+    assert ends[1] == [(1.5, 4.5), (4.5, 7.5), (7.5, 10.5), (10.5, 13.5)]
+    assert ends[0][:2] == [(0.0, 1.0), (1.0, 2.0)]
+    assert ends[0][-1] == (14.0, 15.0)
+    assert max(span.end_s for span in spans) == times.total_s == 15.0
     assert times.busy_s == pytest.approx((4.0, 12.0), abs=1e-9)
 
 
@@ -235,7 +243,6 @@ def bytes_of(step: StepTime, name: str) -> float:
     """What a term of a plan moves or sends; 0 if the plan does not have it."""
     formulas = (term.formula for term in step.terms if term.name == name)
     found = re.search(r"([\d.e+]+) B\b", next(formulas, "0 B"))
-    assert found is not None
     return float(found[1])
 
 
@@ -341,7 +348,6 @@ def test_the_memory_is_that_of_the_fullest_device(capsys: pytest.CaptureFixture[
              "data.sequence_length=1024")  # fmt: skip
     config, *_ = resolve(composed(*words, "device=cuda"))
     found = memory.plan(config)
-    assert found is not None
     assert planned(capsys, *words)["memory, estimate"] == (
         f"{size(found.fullest.total)} of 74.5 GiB: may not fit"
     )

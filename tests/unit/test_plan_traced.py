@@ -60,7 +60,6 @@ def figures(*words: str) -> Iterator[tuple[str, int, float]]:
     """Label, traced bytes and planned bytes of each rank that differs from those before it."""
     config = configured(*words)
     memory, layout = plan(config), layout_of(config.strategy, devices=config.devices)
-    assert memory is not None
     step = StepTerms(work_of_run(config), replace(GPU, node=replace(GPU.node, devices=config.gpus_per_node)))
     step.result()
     places = [layout.coordinates(held.device)["pipeline"] for held in memory.devices]

@@ -112,20 +112,16 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert [path.name for path in disk.iterdir()] == ["filler"]
 
 
-def test_a_configuration_that_the_job_could_not_read_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_configuration_that_the_job_could_not_read_is_refused(here: Path) -> None:
     run = prepared("launcher.snapshot=false", "run_dir=run")
     for odd, reason in (["x" * 2**18], "it has more than 256 KiB"), (math.inf, "is not finite"):
         run.values["seed"] = odd
         with pytest.raises(ConfigError, match=reason):
             run.write()
-        assert not (tmp_path / "run").exists()
+        assert not (here / "run").exists()
 
 
-def test_equal_parts_are_written_without_aliases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_equal_parts_are_written_without_aliases(here: Path) -> None:
     run = prepared("launcher.snapshot=false", "run_dir=run")
     shared = ["a", "b"]
     run.values["task"] = {"name": "train", "first": shared, "second": shared}

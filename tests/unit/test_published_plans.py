@@ -1,4 +1,4 @@
-"""The page of plans beside published results: each figure is that of its command."""
+"""Pages of figures: each row has a command that is accepted, and its figures."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from statistics import mean
 
 import pytest
 
+from hpc_parallel.__main__ import COMMANDS
 from hpc_parallel.__main__ import main as command
+from hpc_parallel.run import main
 
 KEYS = {
     "strategy": "strategy", "data.sequence_length": "length", "training.global_batch_size": "batch",
     "training.microbatch_size": "microbatch",
 }  # fmt: skip
-PAGE = Path(__file__).resolve().parents[2] / "docs/published-results.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/published-results.md"
 
 
 def table(text: str, head: str) -> list[dict[str, str]]:
@@ -56,3 +59,34 @@ def test_each_figure_is_that_of_its_command(capsys: pytest.CaptureFixture[str]) 
         assert int(row["rows"]) == len(of_kind)
         assert number(row["mean absolute error"]) == pytest.approx(mean(map(abs, of_kind)), abs=0.06)
         assert row["errors"] == f"{min(of_kind):+.1f} to {max(of_kind):+.1f} %"
+
+
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (ROOT / "docs/seeds.md").read_text().splitlines()
+    if line.startswith("| ") and "| command |" not in line
+]
+COMMANDS_SHOWN = dict.fromkeys(code for row in ROWS for code in re.findall(r"`([^`]+)`", row[1]))
+ALONE = {"any training", "every run folder"}  # rows whose command is not one
+NEEDS_A_JOB = {"profile=nsys": ["launcher=script", "launcher.modules=[nsight-systems]"]}
+
+
+def test_every_row_is_complete() -> None:
+    assert len(ROWS) >= 25
+    for approach, shown, measured in ROWS:
+        assert approach
+        assert re.search(r"`[^`]+`", shown) or shown in ALONE, approach
+        assert measured
+        assert not measured.startswith("not measured"), approach
+
+
+@pytest.mark.parametrize("shown", COMMANDS_SHOWN)
+def test_its_command_is_accepted(shown: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for word in shlex.split(shown.removeprefix("python -m hpc_parallel ")) if word != "-m"]
+    if words[0].startswith("jobs="):  # tests/commands/test_studies.py plans each
+        assert (ROOT / "jobs" / f"{words[0].removeprefix('jobs=')}.yaml").is_file()
+    elif words[0] in COMMANDS:
+        assert len(words) <= 2
+    else:
+        launcher = NEEDS_A_JOB.get(shown, ["launcher=local"])
+        assert main([*words, *launcher, "dry_run=true"]) == 0, capsys.readouterr().err

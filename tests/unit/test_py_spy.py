@@ -51,7 +51,6 @@ def hung(tmp_path: Path) -> Iterator[tuple[ScriptSupervisor, subprocess.Popen[st
             [sys.executable, "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=log, text=True,
             env={**os.environ, "PYTHONFAULTHANDLER": "1"},
         )  # fmt: skip
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     world = World.discover({})  # one rank
     supervisor = ScriptSupervisor(folder, world=world, process=process.pid, timeout_s=1, environment={})

@@ -158,13 +158,11 @@ rank_process.run(sys.argv[1], worker=("true",))
 @pytest.mark.parametrize("is_script", [False, True])
 def test_a_signal_while_python_exits(
     folder: RunFolder,
-    tmp_path: Path,
+    here: Path,
     number: signal.Signals,
     is_script: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Slurm would record a completed run as FAILED."""
-    monkeypatch.chdir(tmp_path)
     words = ["--", "sh", "-c", "echo done"] if is_script else []
     values = checked_run(CommandLine.parse(["launcher=local", "nodes=2", "gpus_per_node=2", *words])).values
     folder.config.write_text(yaml.safe_dump(values))

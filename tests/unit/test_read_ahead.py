@@ -178,7 +178,6 @@ def test_the_thread_ends() -> None:
     ahead = ReadAhead(batches_of(Squares()), steps=STEPS, device=CPU)
     ahead.next(0)
     thread = ahead._thread
-    assert thread is not None
     assert thread.daemon  # so a read that hangs does not keep the process
     ahead.close()
     thread.join(20)

@@ -63,7 +63,6 @@ def test_a_complete_run(tmp_path: Path) -> None:
     assert run.job_ids == ["17", "18", "19"]
     assert run.metrics == [{"step": 10, "loss": 0.1}]
     assert run.last_metrics == run.metrics[-1]
-    assert run.config is not None
     assert run.config["model"] == {"layers": 4}
     assert "model" not in run.head
 
@@ -118,7 +117,6 @@ def test_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     parse = json.loads
     monkeypatch.setattr(json, "loads", lambda text, **rules: seen.append(text) or parse(text, **rules))
     found = last_line(path)
-    assert found is not None
     assert (found["step"], len(seen)) == (100_000, 1)
 
 

@@ -122,7 +122,6 @@ def test_a_rank_that_never_arrives_is_named_by_all(folder: RunFolder, resolved: 
     worlds = [world(rank, one_machine=False) for rank in (0, 1)]
     outcomes = start(folder, worlds, cluster(start_timeout_s=2.0))()
     for outcome in outcomes:
-        assert outcome.error is not None
         assert outcome.error.startswith(
             "2 of 4 ranks arrived within 2 s; missing: rank 2 on n3, rank 3 on n4. "
             f"Look at {folder.log(2, 'err')}"
@@ -134,7 +133,6 @@ def test_a_rank_that_never_arrives_is_named_by_all(folder: RunFolder, resolved: 
 @pytest.mark.timing
 def test_without_rank_0_waiting_times_out(folder: RunFolder) -> None:
     (outcome,) = start(folder, [world(1)], cluster(start_timeout_s=1.0))()
-    assert outcome.error is not None
     assert outcome.error.startswith(f"rank 0 on here never published its address in {folder.rendezvous}")
     assert outcome.seconds < 2
 
@@ -153,7 +151,6 @@ def test_a_fixed_port_that_is_taken_is_named(folder: RunFolder) -> None:
         port = other.getsockname()[1]
         outcomes = start(folder, [world(0), world(1)], cluster(port=port, start_timeout_s=5.0))()
     for outcome in outcomes:
-        assert outcome.error is not None
         assert outcome.error.startswith(
             f"rank 0 can't listen on port {port} of here: Address already in use. cluster.port = {port} "
             "comes from cluster=test"
@@ -174,7 +171,6 @@ def test_the_last_record_of_rank_0_is_kept_for_late_readers(folder: RunFolder) -
     (first,) = start(folder, [world(0)], slow)()
     (late,) = start(folder, [world(3)], slow)()
     assert first.error == late.error
-    assert first.error is not None
     assert first.error.startswith("1 of 4 ranks arrived within 0.5 s; missing: rank 1 on here, rank 2 on")
 
 

@@ -102,7 +102,6 @@ def test_a_new_job_stays_on_the_cluster_and_is_what_its_script_says(
         folder, launcher=LAUNCHER | {"resubmit": True}, environment={"SLURM_JOB_ID": "12"}
     )
     new = owner.Owner.read(folder)
-    assert new is not None
     assert (line, new.job_id, new.clusters) == ("resubmitted as job 13", "13", "big")
     assert [environment for environment in environments if "SBATCH_TIMELIMIT" in environment] == []
 

@@ -104,11 +104,10 @@ def test_a_schedule_that_goes_on_is_not_a_jump(
     assert any("the learning rate goes" in note for note in notes) == jumps
 
 
-def test_auto_is_the_newest_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_auto_is_the_newest_of_that_name(here: Path) -> None:
     for name in ("20260101-000000-ffff", "20260102-000000-0000", "20260101-120000-aaaa"):
-        (tmp_path / "runs" / "mine" / name / "rendezvous").mkdir(parents=True)
-        (tmp_path / "runs" / "mine" / name / "config.yaml").touch()
+        (here / "runs" / "mine" / name / "rendezvous").mkdir(parents=True)
+        (here / "runs" / "mine" / name / "config.yaml").touch()
     assert newest(["name=mine"]).name == "20260102-000000-0000"
     with pytest.raises(ConfigError, match="finds no run of yours in runs/mime"):
         newest(["name=mime"])
@@ -119,15 +118,12 @@ def test_auto_is_the_newest_of_that_name(tmp_path: Path, monkeypatch: pytest.Mon
     [([], "data"), (["strategy=pipeline"], "pipeline"), (["strategy=fsdp", "name=mine"], "mine"),
      (["name=${strategy.name}-${nodes}", "nodes=2"], "data-2")],
 )  # fmt: skip
-def test_auto_looks_where_the_same_line_would_write(
-    words: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_auto_looks_where_the_same_line_would_write(words: list[str], name: str, here: Path) -> None:
     for other in ("single", "data", "pipeline", "mine", "data-2"):
-        (tmp_path / "runs" / other / "20260101-000000-ffff" / "rendezvous").mkdir(parents=True)
-        (tmp_path / "runs" / other / "20260101-000000-ffff" / "config.yaml").touch()
+        (here / "runs" / other / "20260101-000000-ffff" / "rendezvous").mkdir(parents=True)
+        (here / "runs" / other / "20260101-000000-ffff" / "config.yaml").touch()
     assert newest([*words, "resume=auto"]).parent.name == name
-    assert newest([*words, "run_dir=runs/single/x", "resume=auto"]) == tmp_path / "runs/single/x"
+    assert newest([*words, "run_dir=runs/single/x", "resume=auto"]) == here / "runs/single/x"
 
 
 @pytest.mark.parametrize(
@@ -237,9 +233,8 @@ def test_of_two_that_start_at_once_one_must_refuse(started: RunFolder) -> None:
 
 
 def test_a_name_like_no_other_is_answered_with_the_newest_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    finished(tmp_path / "runs" / "data" / "20261122-01-aa", "training.steps=30")
+    finished(here / "runs" / "data" / "20261122-01-aa", "training.steps=30")
     assert main(["resume=unlike"]) == 2
     assert "unlike is not a run folder. Try resume=data/20261122-01-aa." in capsys.readouterr().err

@@ -80,7 +80,6 @@ def test_good_cuts(cuts: list[int], stages: int, blocks: int | None) -> None:
 ])  # fmt: skip
 def test_bad_cuts_are_offered_good_ones(cuts: list[int], stages: int, blocks: int | None) -> None:
     problem = cuts_problem(cuts, stages=stages, blocks=blocks)
-    assert problem is not None
     assert problem.legal[1] is None
     assert cuts_problem(problem.legal[0], stages=stages, blocks=blocks) is None
 

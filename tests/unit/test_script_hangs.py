@@ -116,7 +116,6 @@ def verdict(folder: RunFolder, *ranks: tuple[bytes | None, int, list[str]]) -> t
         )  # fmt: skip
         hang_report.write_report(folder, report)
     cause = cause_of(folder, failure.records(folder))
-    assert cause is not None
     return cause.rank, cause.message
 
 
@@ -212,7 +211,6 @@ def test_contradictions_blame_nobody(folder: RunFolder) -> None:
     line = f"the run hangs: {message}"
     assert conclude(folder, returncode=1) == line
     ended = Failure.read(folder)
-    assert ended is not None
     assert (ended.kind, ended.rank, ended.host, ended.line) == ("hang", None, None, line)
     assert [follower.rank for follower in ended.followers] == [0, 1]
     assert failure.can_restart(ended, on_nonfinite="stop")
@@ -274,7 +272,6 @@ def test_a_rank_is_stopped_after_all_ranks_have_answered(
         supervisor.on_alarm()
         thread.join()
     assert supervisor.device == made.answer()
-    assert supervisor.device is not None
     assert supervisor.device.queued == {"0 default_pg": 15}
     assert len(stops) == 1
     assert stops[0] > answered[0]

@@ -240,12 +240,6 @@ class TestCancel:
         assert "runs on elsewhere" in error
         assert "kill 4711" in error
 
-    def test_slurm_does_not_answer(self, tmp_path: Path, capsys: Capture) -> None:
-        write_json(started(tmp_path / "runs/a/1").owner, {"job_id": "17"})
-        code, out, error = ran(capsys, "cancel", "1", "--yes")
-        assert (code, out) == (3, "")
-        assert error == "a/1 (job 17, unknown (Slurm does not answer)): Slurm does not answer\n"
-
     def test_a_sweep(self, tmp_path: Path, capsys: Capture) -> None:
         folders = [started(tmp_path / f"runs/a/{number}") for number in range(2)]
         folders.append(finished(tmp_path / "runs/a/2"))

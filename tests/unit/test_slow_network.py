@@ -1,12 +1,15 @@
-"""When the links of a training are measured, and which host is named."""
+"""When and in which order the links of a training are measured, and which host or link is found slow."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import combinations
+from random import Random
 
 import pytest
 
-from hpc_parallel.profiling.links import Pair, rounds
+from hpc_parallel.profiling.links import Pair, rounds, slow_hosts, slow_pairs
 from hpc_parallel.profiling.slow_ranks import MOST_CHECKS, MOST_ROUNDS, RankTime, SlowNetwork, least_waits
 
 GIGABYTE = 1e9
@@ -88,3 +91,40 @@ def test_each_host_measures_a_few_links(hosts: int, expected: int) -> None:
 def test_the_waits_of_the_rank_that_waits_least() -> None:
     assert least_waits(step(50, 20, 80)) == pytest.approx(0.2)
     assert least_waits([RankTime(0, "n0", -1, 0.0, 1.0, 0.0)]) == 0.0
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3, 4, 7, 8, 33])
+def test_each_pair_is_measured_once_and_no_host_twice_at_a_time(hosts: int) -> None:
+    schedule = rounds(hosts)
+    assert sorted(pair for pairs in schedule for pair in pairs) == list(combinations(range(hosts), 2))
+    assert all(len({host for pair in pairs for host in pair}) == 2 * len(pairs) for pairs in schedule)
+    assert len(schedule) <= hosts  # the fewest rounds: hosts - 1, or hosts if that is odd
+
+
+def rates(hosts: int, *, seed: int = 0) -> dict[tuple[int, int], float]:
+    """Healthy links with the noise of real ones."""
+    noise = Random(seed).uniform
+    return {pair: 1e9 * noise(0.8, 1.2) for pair in combinations(range(hosts), 2)}
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3, 8, 32])
+def test_nobody_is_accused_for_noise(hosts: int) -> None:
+    for seed in range(20):
+        assert slow_hosts(rates(hosts, seed=seed)) == {}
+        assert slow_pairs(rates(hosts, seed=seed)) == {}
+
+
+@pytest.mark.parametrize("hosts", [3, 4, 8, 32])
+def test_a_slow_card_slows_all_links_of_its_host(hosts: int) -> None:
+    measured = {pair: rate / (10 if 1 in pair else 1) for pair, rate in rates(hosts).items()}
+    assert list(slow_hosts(measured)) == [1]
+    assert math.isclose(slow_hosts(measured)[1], 1e8, rel_tol=0.25)
+    assert slow_pairs(measured) == {}
+
+
+@pytest.mark.parametrize("hosts", [4, 8, 32])
+def test_a_slow_cable_accuses_the_pair(hosts: int) -> None:
+    measured = rates(hosts)
+    measured[1, 3] /= 10
+    assert slow_hosts(measured) == {}
+    assert list(slow_pairs(measured)) == [(1, 3)]

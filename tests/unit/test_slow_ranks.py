@@ -14,6 +14,7 @@ from hpc_parallel.machine.device_state import device_state
 from hpc_parallel.profiling.slow_ranks import Accusations, RankTime, slow_ranks
 from hpc_parallel.record.recorded_slow_ranks import MOST_ACCUSATIONS, accusations, accused_lines, slow_lines
 from hpc_parallel.record.run_folder import RunFolder
+from tests.nvml import Nvml, not_supported
 
 
 def step(
@@ -110,25 +111,16 @@ def test_accusations_of_anybody(tmp_path: Path) -> None:
     assert accusations(folder) is None
 
 
-class NVMLError(Exception):
-    pass
-
-
-def broken(*_: Any) -> Any:
-    raise NVMLError
-
-
 def test_the_state_of_a_gpu() -> None:
-    nvml = SimpleNamespace(
-        NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, nvmlInit=lambda: None,
+    nvml = Nvml(
+        1,
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
         nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=97, memory=40),
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=5 * 2**30),
-        nvmlDeviceGetPowerUsage=broken,
         nvmlDeviceGetTemperature=lambda handle, sensor: 61,
-    )  # fmt: skip
+    )
     expected = {"utilisation": 0.97, "memory_bytes": 5 * 2**30, "temperature_c": 61}
     assert device_state(nvml, "GPU-1") == expected
     assert device_state(nvml, None) == device_state(None, "GPU-1") == {}
-    nvml.nvmlInit = broken
+    vars(nvml)["nvmlInit"] = not_supported
     assert device_state(nvml, "GPU-1") == {}

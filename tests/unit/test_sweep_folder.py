@@ -1,12 +1,19 @@
-"""`sweep.json`: the keys that other commands read, and nothing half-written."""
+"""A sweep: the keys of `sweep.json`, what the display shows of its runs, and the command to go on with."""
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from rich.console import Console
 
+from hpc_parallel.record.phase import note_phase
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import (
     SkippedRun,
     Sweep,
@@ -16,6 +23,12 @@ from hpc_parallel.record.sweep_folder import (
     read_sweep,
     write_sweep,
 )
+from hpc_parallel.sweep.sweep_plan import PlannedRun
+from hpc_parallel.sweep.sweep_table import after_submission, after_the_end
+from hpc_parallel.sweep.view import SweepView, outcome_line
+from tests.composed import prepared
+
+pytestmark = pytest.mark.usefixtures("here")
 
 SWEEP = Sweep(
     command=("run", "-m", "nodes=1,2", "name=it's"),
@@ -82,3 +95,78 @@ def test_a_missing_sweep_is_no_foreign_one(tmp_path: Path) -> None:
     assert not is_sweep_folder(tmp_path)
     with pytest.raises(FileNotFoundError):
         read_sweep(tmp_path)
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> PlannedRun:
+    run = prepared(f"run_dir={tmp_path / 'run'}", "launcher=local", "launcher.snapshot=false", "seed=2",
+                   "training.steps=60")  # fmt: skip
+    run.write()
+    return PlannedRun(run, ("seed=2",), ("seed=2",))
+
+
+@pytest.mark.parametrize("columns", [40, 100])
+def test_a_start_names_its_phase_until_the_first_step(planned: PlannedRun, columns: int) -> None:
+    shown = io.StringIO()
+    with SweepView(1, console=Console(file=shown, force_terminal=True, width=columns)) as view:
+        view.start(planned)
+        note_phase(planned.run.folder, "importing torch")
+        view.poll(planned)
+        (task,) = (task for task in view._bars.tasks if "seed=2" in task.description)
+        assert task.description == "seed=2: starting: importing torch"[: columns - 8]
+        line = {"step": 20, "loss": 12345.6, "samples_per_s": 1520.0}
+        planned.run.folder.metrics.write_text(json.dumps(line) + "\n")
+        view.poll(planned)
+        view.poll(planned)
+        assert task.description.startswith("seed=2:  step 20/60")
+        assert ("1520 samples/s" in task.description) == (columns == 100)
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
+    assert max(len(part.rstrip()) for text in drawn.split("\n") for part in text.split("\r")) <= columns
+
+
+def test_the_end_of_a_run_has_no_exponents(planned: PlannedRun) -> None:
+    folder = planned.run.folder
+    write_json(folder.summary, {"outcome": "completed", "final_loss": 12345.6, "samples_per_s": 1520.4})
+    assert outcome_line(folder) == ("completed", "completed, loss 12346, 1520 samples/s")
+
+
+def test_a_failure_without_a_line_says_that_it_failed(planned: PlannedRun) -> None:
+    write_json(planned.run.folder.failure, {})
+    assert outcome_line(planned.run.folder) == ("failed", "failed")
+    write_json(planned.run.folder.failure, {"line": "rank 1\x1b[2J"})
+    assert outcome_line(planned.run.folder)[1] == r"failed: rank 1\x1b[2J"
+
+
+def test_ctrl_c_is_called_ctrl_c(planned: PlannedRun) -> None:
+    folder = planned.run.folder
+    write_json(folder.summary, {"outcome": "cancelled"})
+    write_json(folder.stopped, {"signal": "SIGTERM", "line": "cancelled by Ctrl-C: saved at step 30"})
+    assert outcome_line(folder) == ("cancelled", "cancelled by Ctrl-C: saved at step 30")
+
+
+GUIDE = Path(__file__).parents[2] / "docs" / "sweep.md"
+
+
+def test_the_guide_shows_the_end_of_a_sweep(here: Path) -> None:
+    lines = after_the_end(here / "runs" / "sweeps" / "20261123-050259", completed=True)
+    assert "\n".join(["6 completed", *lines, "```"]) in GUIDE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["runs/sweeps/1", "my (first) sweep", "a'b,c=d"])
+def test_the_last_line_is_a_command(name: str, here: Path) -> None:
+    report = shlex.split(after_the_end(here / name, completed=True)[-1])
+    assert report == ["python", "-m", "hpc_parallel", "report", name]
+    ended = after_the_end(here / name, completed=False)
+    for lines in (ended, after_submission(here / name, submitted=True)):
+        python, flag, module, sweeps, *words = shlex.split(lines[-1])
+        assert (python, flag, module, sweeps) == ("python", "-m", "hpc_parallel.run", "-m")
+        (override,) = OverridesParser.create().parse_overrides(words)
+        assert (override.key_or_group, override.value()) == ("sweep.resume", name)
+
+
+def test_jobs_that_wait_can_be_followed_and_ended(here: Path) -> None:
+    folder = here / "runs" / "sweeps" / "1"
+    lines = [line.strip() for line in after_submission(folder, submitted=True)]
+    assert "python -m hpc_parallel status sweeps/1 --watch" in lines
+    assert "python -m hpc_parallel cancel sweeps/1" in lines
+    assert len(after_submission(folder, submitted=False)) == 3  # Slurm refused all

@@ -57,14 +57,12 @@ WORDS = ("-m", "seed=1,2,3,4,5", "launcher=local", "launcher.snapshot=false", "s
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["run"])
+def here(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
     monkeypatch.setattr(
         local_launcher, "_command", lambda folder, agent: [sys.executable, "-c", AGENT, str(folder.path)]
     )
-    return tmp_path
+    return here
 
 
 def meanwhile(act: Callable[[Path], None]) -> tuple[int, Path]:

@@ -1,12 +1,16 @@
-"""A run saves as early before its time limit as its own saves take."""
+"""What ends a run early: it saves before its time limit, and no signal of Slurm ends a save."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Sequence
 from datetime import datetime
+from signal import SIGINT, SIGTERM, SIGUSR2
 
 import pytest
+import torch.distributed as dist
 
-from hpc_parallel.worker import time_limit
+from hpc_parallel.worker import stop, time_limit
 from hpc_parallel.worker.time_limit import MARGIN_S, TimeLimit, time_limit_of
 
 HOUR_S = 3600.0
@@ -72,3 +76,30 @@ def test_the_end_is_that_of_the_job(
     if end_s is None:
         end_s = datetime(2030, 3, 17, 17, 46, 40).timestamp()
     assert (0.0 if limit is None else limit._end_s) == end_s
+
+
+@pytest.mark.parametrize(
+    ("received", "ends_at_s"),
+    [
+        ([(0, SIGTERM), (50, SIGTERM)], []),  # a preemption, and the end of its grace time
+        ([(0, SIGUSR2), (90, SIGTERM)], []),  # the time limit
+        ([(0, SIGUSR2), (10, SIGTERM), (60, SIGTERM)], []),
+        ([(0, SIGTERM), (9, SIGINT)], []),
+        ([(0, SIGINT), (0.5, SIGINT), (9, SIGTERM)], []),
+        ([(0, SIGINT), (3, SIGINT)], [3]),  # a person who does not want to wait
+        ([(0, SIGTERM), (9, SIGINT), (12, SIGINT)], [12]),
+    ],
+)
+def test_only_a_second_ctrl_c_ends_a_save(
+    received: Sequence[tuple[float, signal.Signals]], ends_at_s: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    ends: list[float] = []
+    monkeypatch.setattr(stop, "default_store", dist.HashStore)
+    monkeypatch.setattr(stop.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(stop.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(stop.os, "kill", lambda process, number: ends.append(now_s))
+    flag = stop.StopFlag(step=0)
+    for now_s, number in received:  # noqa: B007  (the clock reads it)
+        flag._handle(number, None)
+    assert ends == ends_at_s

@@ -10,6 +10,7 @@ from hpc_parallel.machine.topology import alike, topology
 from hpc_parallel.record.environment_file import Environment
 from hpc_parallel.record.network import Topology, Transport, topology_lines, transport_lines
 from hpc_parallel.record.typed import build
+from tests.nvml import Nvml, not_supported
 
 # Two host bridges. GPU0, GPU1 and mlx5_0 below one switch; eth0 at a root port of its own; GPU2 far away.
 PLACES = {
@@ -22,45 +23,19 @@ PLACES = {
 }
 
 
-class Error(Exception):
-    """What NVML raises."""
-
-
-class Nvml:
-    """pynvml on a machine with three GPUs; `links` of GPU -> bus addresses of the other ends."""
-
-    NVMLError = Error
-    NVML_NVLINK_MAX_LINKS, NVML_FEATURE_ENABLED, NVML_NVLINK_DEVICE_TYPE_SWITCH = 18, 1, 2
-
-    def __init__(self, links: dict[int, list[str]], *, switch: bool = False) -> None:
-        self.links, self.switch = links, switch
-        self.buses = ["00000000:1A:00.0", "00000000:1B:00.0", "00000000:98:00.0"]
-
-    def nvmlInit(self) -> None:  # noqa: N802
-        pass
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return len(self.buses)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        return index
-
-    def nvmlDeviceGetName(self, handle: int) -> bytes:  # noqa: N802
-        return b"NVIDIA A100"
-
-    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:  # noqa: N802
-        return SimpleNamespace(busId=self.buses[handle])
-
-    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:  # noqa: N802
-        if link >= len(self.links.get(handle, [])):
-            raise Error
-        return 1
-
-    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:  # noqa: N802
-        return 2 if self.switch else 0
-
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:  # noqa: N802
-        return SimpleNamespace(busId=self.links[handle][link])
+def nvml(links: dict[int, list[str]], *, switch: bool = False) -> Nvml:
+    """Three GPUs; `links` of GPU -> bus addresses of the other ends."""
+    buses = ["00000000:1A:00.0", "00000000:1B:00.0", "00000000:98:00.0"]
+    return Nvml(
+        len(buses),
+        nvmlDeviceGetName=lambda handle: b"NVIDIA A100",
+        nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId=buses[handle]),
+        nvmlDeviceGetNvLinkState=lambda handle, link: (
+            1 if link < len(links.get(handle, [])) else not_supported()
+        ),
+        nvmlDeviceGetNvLinkRemoteDeviceType=lambda handle, link: 2 if switch else 0,
+        nvmlDeviceGetNvLinkRemotePciInfo=lambda handle, link: SimpleNamespace(busId=links[handle][link]),
+    )
 
 
 def tree(root: Path) -> Path:
@@ -87,7 +62,7 @@ def words(shape: dict[str, Any], one: str) -> dict[str, str]:
 
 def test_connections_have_the_words_of_nvidia_smi(tmp_path: Path) -> None:
     shape = topology(
-        nvml=Nvml({0: ["00000000:98:00.0"] * 4, 2: ["00000000:1A:00.0"] * 4}), sysfs=tree(tmp_path)
+        nvml=nvml({0: ["00000000:98:00.0"] * 4, 2: ["00000000:1A:00.0"] * 4}), sysfs=tree(tmp_path)
     )
     assert words(shape, "GPU0") == {
         "GPU0": "X", "GPU1": "PIX", "GPU2": "NV4", "mlx5_0": "PIX", "eth0": "PHB", "eth1": "NODE",
@@ -99,8 +74,8 @@ def test_connections_have_the_words_of_nvidia_smi(tmp_path: Path) -> None:
 
 
 def test_gpus_below_a_switch_of_nvlinks_reach_each_other(tmp_path: Path) -> None:
-    nvml = Nvml({gpu: ["00000000:05:00.0"] * 18 for gpu in range(3)}, switch=True)
-    shape = topology(nvml=nvml, sysfs=tree(tmp_path))
+    switched = nvml({gpu: ["00000000:05:00.0"] * 18 for gpu in range(3)}, switch=True)
+    shape = topology(nvml=switched, sysfs=tree(tmp_path))
     assert [row[:3] for row in shape["links"][:3]] == [
         ["X", "NV18", "NV18"], ["NV18", "X", "NV18"], ["NV18", "NV18", "X"],
     ]  # fmt: skip
@@ -124,13 +99,11 @@ def test_hosts_that_are_alike_are_drawn_once(tmp_path: Path) -> None:
 
 def topologies(values: Any) -> tuple[Topology, ...]:
     environment = build(Environment, {"topology": values})
-    assert environment is not None
     return environment.topology
 
 
 def transport(values: Any) -> Transport:
     environment = build(Environment, {"transport": values})
-    assert environment is not None
     return environment.transport
 
 

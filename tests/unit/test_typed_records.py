@@ -76,7 +76,6 @@ def test_a_value_of_another_type_is_unknown(key: str, odd: Any) -> None:
 def test_null_is_a_value_where_anything_is() -> None:
     details = {"step": 3, "parameter": None}
     failure = build(Failure, {"details": details})
-    assert failure is not None
     assert failure.details == details
 
 
@@ -84,7 +83,6 @@ def test_items_of_another_type() -> None:
     links = [{"host": 1}, {"host": "n1", "rate": "fast"}, {"host": "n2"}]
     odd = {"names": ["x", 1], "places": [1, "x", 3], "links": links, "rates": {"a": 1, "b": "x"}}
     record = build(Everything, {**SOUND_VALUES, **odd, "gaps": {"a": None, "b": 2}})
-    assert record is not None
     assert (record.names, record.places, record.rates) == (["x"], (1, None, 3), {"a": 1})
     assert (record.links, record.gaps) == ((Link("n1"),), {"a": None, "b": 2})
 
@@ -186,7 +184,6 @@ def test_what_is_read_of_a_summary_is_what_is_written(task: str) -> None:
     only_of_infer = set() if task == "infer" else {"batch_sizes"}
     assert {field.name for field in fields(Summary)} - set(content) == only_of_infer
     summary = build(Summary, json.loads(json.dumps(content)))
-    assert summary is not None
     assert (summary.completed, summary.notes, summary.weights) == (True, ["equal", "b", "a"], "w")
     assert (summary.shares, summary.predicted) == ((1.0,), {"step_time_s": 0.2})
     assert (summary.rank_state_bytes, summary.step_parts_s) == ((RankState(1, 2, 3),), {"compute": 0.5})
@@ -216,5 +213,4 @@ def test_attempts_are_written_as_ever(tmp_path: Path) -> None:
 )
 def test_null_is_not_missing(content: dict[str, Any], cuda: str | None) -> None:
     environment = build(Environment, content)
-    assert environment is not None
     assert environment.cuda == cuda

@@ -50,12 +50,10 @@ def run(*words: str) -> Cell:
 def test_each_value_of_a_sweep_is_what_was_typed() -> None:
     line = CommandLine.parse(["-m", "launcher.account=2023_001,1e3,83"])
     cells = compose_cells(line.overrides, **line.places)
-    assert cells is not None
     assert [cell.config.launcher.account for cell in cells.cells] == ["2023_001", "1e3", "83"]
 
 
-def test_python_takes_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_python_takes_the_text(here: Path) -> None:
     assert api.compose([*LOCAL, "launcher.qos=1e3"]).launcher.qos == "1e3"
 
 

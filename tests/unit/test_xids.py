@@ -19,6 +19,7 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents, bus_address, logged_xids, parse_xids
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.start import start_checks
+from tests.nvml import Nvml, NVMLError, not_supported
 from tests.unit.test_preflight import HEALTHY_GPU, hosts
 
 # Records of /dev/kmsg as drivers of several years write them. The second Xid 79 is of another GPU.
@@ -45,60 +46,37 @@ SEEN = [
 ]  # fmt: skip
 
 
-class Error(Exception):
-    """What NVML raises."""
+def nvml(*waiting: int, refuses: bool = False) -> Nvml:
+    """Three GPUs, of which the last is lost; `waiting` are events of GPU-a."""
+    events = list(waiting)
 
-
-class Nvml:
-    """pynvml with three GPUs, of which the last is lost; `waiting` are events of GPU-a."""
-
-    NVMLError = Error
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC, nvmlEventTypeXidCriticalError = 1, 0, 8  # noqa: N815
-
-    def __init__(self, *waiting: int, refuses: bool = False) -> None:
-        self.waiting, self.refuses = list(waiting), refuses
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("nvml"):
-            raise AttributeError(name)
-        return self.not_supported
-
-    def not_supported(self, *_: Any) -> Any:
-        raise Error("Not Supported")
-
-    def nvmlInit(self) -> None:  # noqa: N802
-        pass
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 3
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+    def handle_of(index: int) -> int:
         if index == 2:
-            raise Error("GPU is lost")
+            raise NVMLError("GPU is lost")
         return index
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:  # noqa: N802
-        return {"GPU-a": 0, "GPU-b": 1}[uuid]
+    def register(handle: int, kinds: int, watched: str) -> None:
+        if refuses:
+            not_supported()
+        assert (handle, kinds, watched) == (0, 8, "set")
 
-    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
-        return ["GPU-a", "GPU-b"][handle]
+    def wait(watched: str, timeout_ms: int) -> Any:
+        assert (watched, timeout_ms) == ("set", 0)
+        if not events:
+            raise NVMLError("Timeout")
+        return SimpleNamespace(eventData=events.pop(0))
 
-    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:  # noqa: N802
-        return SimpleNamespace(busId=["00000000:1A:00.0", b"00000000:1B:00.0"][handle])
-
-    def nvmlEventSetCreate(self) -> str:  # noqa: N802
-        return "set"
-
-    def nvmlDeviceRegisterEvents(self, handle: int, kinds: int, events: str) -> None:  # noqa: N802
-        if self.refuses:
-            raise Error("Not Supported")
-        assert (handle, kinds, events) == (0, 8, "set")
-
-    def nvmlEventSetWait(self, events: str, timeout_ms: int) -> Any:  # noqa: N802
-        assert (events, timeout_ms) == ("set", 0)
-        if not self.waiting:
-            raise Error("Timeout")
-        return SimpleNamespace(eventData=self.waiting.pop(0))
+    buses = ["00000000:1A:00.0", b"00000000:1B:00.0"]
+    return Nvml(
+        3,
+        nvmlDeviceGetHandleByIndex=handle_of,
+        nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-a": 0, "GPU-b": 1}[uuid],
+        nvmlDeviceGetUUID=lambda handle: ["GPU-a", "GPU-b"][handle],
+        nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId=buses[handle]),
+        nvmlEventSetCreate=lambda: "set",
+        nvmlDeviceRegisterEvents=register,
+        nvmlEventSetWait=wait,
+    )
 
 
 def test_the_kernel_log_has_the_xids_of_each_device() -> None:
@@ -125,7 +103,7 @@ def test_a_log_that_can_not_be_read_is_said_to_be_so(tmp_path: Path, monkeypatch
     unreadable = {"kernel_log": "not readable: No such file or directory", "seen": []}
     assert logged_xids(tmp_path / "none") == unreadable
     monkeypatch.setattr(host_facts, "logged_xids", partial(logged_xids, tmp_path / "none"))
-    facts = host_facts.host_facts(folders={}, caches={}, versions={}, nvml=Nvml())
+    facts = host_facts.host_facts(folders={}, caches={}, versions={}, nvml=nvml())
     assert facts["xids"] == unreadable
     assert [gpu["xids"] for gpu in facts["gpus"]] == [[], []]
     assert host_facts.host_facts(folders={}, caches={}, versions={}, nvml=None)["xids"][
@@ -138,7 +116,7 @@ def test_each_gpu_gets_its_own_and_a_lost_one_hides_no_other(
 ) -> None:
     (tmp_path / "kmsg").write_bytes(KERNEL_LOG)
     monkeypatch.setattr(host_facts, "logged_xids", partial(logged_xids, tmp_path / "kmsg"))
-    facts = host_facts.host_facts(folders={}, caches={}, versions={}, nvml=Nvml())
+    facts = host_facts.host_facts(folders={}, caches={}, versions={}, nvml=nvml())
     assert {gpu["uuid"]: [xid["xid"] for xid in gpu["xids"]] for gpu in facts["gpus"]} == {
         "GPU-a": [31, 48, 63], "GPU-b": [13, 45, 999],
     }  # fmt: skip
@@ -190,13 +168,13 @@ def test_two_hosts_with_the_same_error_are_both_to_blame() -> None:
 
 
 def test_events_are_taken_once_and_without_waiting() -> None:
-    events = XidEvents(Nvml(79, 48), "GPU-a")
+    events = XidEvents(nvml(79, 48), "GPU-a")
     assert events.state == "watched"
     assert (events.new(), events.new()) == ([79, 48], [])
-    assert XidEvents(Nvml(79, refuses=True), "GPU-a").state == "not watched: Not Supported"
-    assert XidEvents(Nvml(79, refuses=True), "GPU-a").new() == []
-    assert XidEvents(Nvml(79), None).new() == XidEvents(None, "GPU-a").new() == []
-    assert len(XidEvents(Nvml(*[31] * 1000), "GPU-a").new()) == 100
+    assert XidEvents(nvml(79, refuses=True), "GPU-a").state == "not watched: Not Supported"
+    assert XidEvents(nvml(79, refuses=True), "GPU-a").new() == []
+    assert XidEvents(nvml(79), None).new() == XidEvents(None, "GPU-a").new() == []
+    assert len(XidEvents(nvml(*[31] * 1000), "GPU-a").new()) == 100
 
 
 def test_events_during_the_checks_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +186,7 @@ def test_events_during_the_checks_are_findings(monkeypatch: pytest.MonkeyPatch) 
     cluster["n1"] |= {"gpus": [gpu], "xids": {"kernel_log": "read", "seen": []}}
     start_checks._add_xid_events(
         cluster, world=World(0, 1, 0, 1, 0, 1, host="n1", launcher="slurm", attempt="x"),
-        device=torch.device("cpu"), xids=XidEvents(Nvml(95, 95), "GPU-a"),
+        device=torch.device("cpu"), xids=XidEvents(nvml(95, 95), "GPU-a"),
     )  # fmt: skip
     assert cluster["n1"]["xids"]["events"] == ["watched"]
     (finding,) = findings(cluster)
