@@ -6,6 +6,8 @@ hang.
 """
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -15,3 +17,13 @@ ROOT = Path(__file__).resolve().parents[1]
 def python_path() -> str:
     """The PYTHONPATH of a process that imports this tree first, and then what this process was given."""
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
+def printed(*words: str, cwd: Path, **variables: str) -> str:
+    """What `python WORDS` prints in the folder `cwd`; it must end well."""
+    done = subprocess.run(
+        [sys.executable, *words], cwd=cwd, env={**os.environ, "PYTHONPATH": python_path(), **variables},
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +117,8 @@ def silent_slurm(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     """Processes that import torch once and run the trainings that tests request."""
-    pool = Workers(tmp_path_factory.mktemp("workers"))
-    yield pool
-    pool.close()
+    with closing(Workers(tmp_path_factory.mktemp("workers"))) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hpc_parallel.worker.session import Session
+from tests.composed import prepared
 from tests.workers import Train, Trained
 
 STEPS = 3  # enough for an error of 1e-10; in `make test-full` one case of each technique is LONG
@@ -79,3 +81,8 @@ def tensor_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> fl
         float(torch.linalg.vector_norm(found[name] - tensor) / torch.linalg.vector_norm(tensor))
         for name, tensor in wanted.items()
     )
+
+
+def opened(*overrides: str) -> Session:
+    """This rank's session of a configuration, before any step."""
+    return Session.open(prepared(*overrides).config, device=torch.device("cpu"))

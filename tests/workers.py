@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from multiprocessing.connection import Connection, wait
 from operator import or_
 from pathlib import Path
@@ -21,6 +21,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.record.provenance import source_state
 from tests.composed import prepared
 from tests.watched_collectives import Seen, watched
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 8
 PATIENCE_S = 300
+_git_state = cache(source_state)
 AFTER_AN_ERROR_S = 60  # the others fail with it, or wait for the rank that failed
 MOST_JOBS = 10  # of a process: each leaves threads of gloo, which wake up a hundred times a second
 
@@ -112,7 +114,7 @@ class Workers:
         # The ranks import the classes of the tests: no process of its own for each configuration before.
         fixed = ("launcher=local", "launcher.snapshot=false", "launcher.check_imports=false", "device=cpu")
         run = prepared(f"run_dir={self._next_folder() / 'run'}", *fixed, *overrides)
-        run.write()
+        run.write(git_state=_git_state)
         return run
 
     def run(self, count: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:

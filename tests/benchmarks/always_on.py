@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 
@@ -80,12 +81,8 @@ def block_times_s() -> tuple[list[float], list[float], list[int], list[float]]:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        workers = Workers(Path(folder))
-        try:
-            on_s, off_s, timed, timed_s = workers.run(2, block_times_s)[0]
-        finally:
-            workers.close()
+    with tempfile.TemporaryDirectory() as folder, closing(Workers(Path(folder))) as workers:
+        on_s, off_s, timed, timed_s = workers.run(2, block_times_s)[0]
     step_s = median(off_s) / STEPS
     print(f"{BLOCKS * STEPS} steps of {step_s * 1e3:.1f} ms, timed: {timed}")
     extra_s = sum(took_s - step_s for took_s in timed_s)

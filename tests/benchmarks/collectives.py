@@ -12,19 +12,21 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.benchmarks.peers.ratio import ratio_of
 from tests.workers import Workers
 
 TURNS = 301
 ROUNDS = {8: 200, 2**16: 100, 2**20: 40, 2**24: 5}  # by size in bytes
 
 
-def ratios() -> dict[int, tuple[float, list[float]]]:
-    """By size: the bare loop's time of one round in seconds, and the task's divided by it, turn by turn."""
+def times_s() -> dict[int, tuple[list[float], list[float]]]:
+    """By size: the seconds of one round of the bare loop, and of the task, turn by turn."""
     import torch
     import torch.distributed as dist
 
@@ -51,28 +53,19 @@ def ratios() -> dict[int, tuple[float, list[float]]]:
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             bare_s.append(slowest.item() / rounds)
             task_s.append(bench.elapsed_s(case.run, rounds=rounds) / rounds)
-        ratio = [task / bare for task, bare in zip(task_s[1:], bare_s[1:], strict=True)]
-        measured[size] = (median(bare_s), ratio)  # without the first turn, which connects the ranks
+        measured[size] = bare_s[1:], task_s[1:]  # without the first turn, which connects the ranks
     return measured
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        workers = Workers(Path(folder))
-        measured = workers.run(2, ratios)[0]
-        workers.close()
-    for size, (bare_s, by_turn) in measured.items():
-        low, high = interval(by_turn)
+    with tempfile.TemporaryDirectory() as folder, closing(Workers(Path(folder))) as workers:
+        measured = workers.run(2, times_s)[0]
+    for size, (bare_s, task_s) in measured.items():
+        ratio = ratio_of(bare_s, task_s)
         print(
-            f"{size} bytes: bare loop {bare_s * 1e6:.1f} us, "
-            f"task=collectives {median(by_turn):.3f} of it ({low:.3f} to {high:.3f})"
+            f"{size} bytes: bare loop {median(bare_s) * 1e6:.1f} us, "
+            f"task=collectives {ratio.median:.3f} of it ({ratio.low:.3f} to {ratio.high:.3f})"
         )
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """The 95 % interval of the median, by ranks (binomial)."""
-    ordered, half = sorted(values), 0.98 * len(values) ** 0.5
-    return ordered[int(len(values) / 2 - half)], ordered[int(len(values) / 2 + half)]
 
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from math import comb
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.benchmarks.peers.ratio import ratio_of
 from tests.workers import Workers
 
 DEGREE, HEADS, KV_HEADS, WIDTH = 2, 2, 2, 64
@@ -63,28 +64,18 @@ def main() -> None:
     given = [*sys.argv[1:], *("float32", "8192", "10", ",".join(WAYS))[len(sys.argv) - 1 :]]
     dtype, tokens, rounds, ways = given[0], int(given[1]), int(given[2]), given[3].split(",")
     pairs: dict[str, list[tuple[list[float], list[float]]]] = {way: [] for way in ways}
-    with tempfile.TemporaryDirectory() as folder:
-        workers = Workers(Path(folder) / "ranks")
-        try:
-            for turn in range(rounds):
-                for way in ways:
-                    pairs[way].append(workers.run(DEGREE, pair_s, way, dtype, tokens, turn % 2 == 0)[0])
-        finally:
-            workers.close()
+    with tempfile.TemporaryDirectory() as folder, closing(Workers(Path(folder))) as workers:
+        for turn in range(rounds):
+            for way in ways:
+                pairs[way].append(workers.run(DEGREE, pair_s, way, dtype, tokens, turn % 2 == 0)[0])
     for way, times in pairs.items():
         for index, kind in enumerate(("by the clock", "on a core")):
-            ratios = sorted(split[index] / alone[index] for split, alone in times)
-            low, high = interval(ratios)
-            alone_s = median([alone[index] for _, alone in times])
-            print(f"{way:10} {kind:12} {median(ratios):.3f} ({low:.3f} to {high:.3f}) of {alone_s:.2f} s")
-
-
-def interval(ordered: list[float]) -> tuple[float, float]:
-    """The order statistics that hold the median with a probability of at least 95 %."""
-    count, skipped = len(ordered), 0
-    while 2 * sum(comb(count, i) for i in range(skipped + 2)) / 2**count <= 0.05:
-        skipped += 1
-    return ordered[skipped], ordered[-1 - skipped]
+            split_s, alone_s = zip(*((split[index], alone[index]) for split, alone in times), strict=True)
+            ratio = ratio_of(alone_s, split_s)
+            print(
+                f"{way:10} {kind:12} {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f}) "
+                f"of {median(alone_s):.2f} s"
+            )
 
 
 if __name__ == "__main__":

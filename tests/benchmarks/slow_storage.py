@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 
@@ -33,13 +34,9 @@ MODELS = {  # a forward pass of this time by the clock, and a backward pass of t
 
 
 def main(rounds: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        workers = Workers(Path(folder) / "runs")
-        try:
-            for name, model in MODELS.items():
-                compare(workers, name, model, rounds=rounds)
-        finally:
-            workers.close()
+    with tempfile.TemporaryDirectory() as folder, closing(Workers(Path(folder))) as workers:
+        for name, model in MODELS.items():
+            compare(workers, name, model, rounds=rounds)
 
 
 def compare(workers: Workers, name: str, model: tuple[str, ...], *, rounds: int) -> None:

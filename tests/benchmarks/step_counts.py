@@ -4,8 +4,7 @@
 
 A rank of a world whose other ranks don't exist takes two steps of `1b` with tensors that have shapes but no
 numbers, and the second one is counted. Only the experts' tensors have numbers, which decide how many rows are
-sent. An older commit is counted by this file too: make a work tree of it, and start this file there with
-PYTHONPATH set to that folder. The case `torchtitan` needs its packages, without theirs:
+sent. The case `torchtitan` needs its packages, without theirs:
 
     pip install --no-deps --target FOLDER torchtitan==0.3.0 tyro docstring_parser typeguard spmd_types triton
     PYTHONPATH=FOLDER python tests/benchmarks/step_counts.py torchtitan -- model.layers=4
@@ -38,11 +37,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # after that of an older commit
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from hpc_parallel.layout.batch_plan import batch_of
+from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.layout.schedules import SCHEDULES
 from hpc_parallel.profiling.traffic import KINDS, place_of
+from hpc_parallel.strategies import assemble
+from hpc_parallel.strategies.groups import make_groups
+from hpc_parallel.strategies.whole_model import build_model
 from hpc_parallel.torch_internals import operator_arguments, operator_name
+from hpc_parallel.training.optimizer import build_optimizer
+from hpc_parallel.training.step import Step
+from tests.benchmarks.peers.plain_transformer import PlainTransformer, cross_entropy
+from tests.benchmarks.peers.world_size import new_fake_group
+from tests.composed import prepared
 
 SAMPLES = 4  # of a microbatch
 SEQ = 2048
@@ -243,8 +252,6 @@ def counted(step: Callable[[], object], parts: Sequence[nn.Module], *, microbatc
 
 def count_here(name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The counts of a case on rank 0, in this process, which must have no process group, now or before."""
-    from tests.composed import prepared
-
     words = (CASES | OTHERS)["one device" if name in (PLAIN, TITAN) else name]
     config = prepared(*COMMON, *words, "run_dir=/nowhere/run", *overrides).config
     if name in (PLAIN, TITAN):
@@ -258,15 +265,8 @@ def count_here(name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def alone(ranks: int) -> Iterator[None]:
     """Rank 0 of a world whose other ranks don't exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    new_group = dist.new_group
-
-    def new_fake_group(*arguments: Any, **options: Any) -> Any:
-        return new_group(*arguments, **{**options, "backend": "fake"})
-
     with (
-        patch.object(
-            dist, "new_group", lambda *a, **options: new_group(*a, **{**options, "backend": "fake"})
-        ),
+        patch.object(dist, "new_group", partial(new_fake_group, dist.new_group)),
         patch("hpc_parallel.strategies.replicate.DistributedDataParallel", LoneReplica),
         patch.multiple(PipelineStage, **own_metas()),
     ):
@@ -327,61 +327,28 @@ def averaged(group, bucket):  # type: ignore[no-untyped-def]  # torch reads the 
 
 
 def counts_of(config: Any, fakes: AbstractContextManager[object]) -> dict[str, Any]:
-    from hpc_parallel.strategies import assemble as assembling
-    from hpc_parallel.training import step as steps
-    from hpc_parallel.training.optimizer import build_optimizer
-
-    model, batch, place = planned(config)
+    layout = layout_of(config.strategy, devices=config.devices)
+    batch = batch_of(config, layout)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Set timeout")
+        groups = make_groups(config, layout, device_type="cpu")
     tokens = config.data.get("sequence_length")
     shape = (1, config.data.get("height", 8), config.data.get("width", 8)) if tokens is None else (tokens,)
-    with patch.object(assembling, "materialise", partial(allocate, fakes)):
-        assembled = assembling.assemble(
-            model, config=config, batch=batch, sample_shape=shape, device=torch.device("cpu"), **place
+    model = build_model(config)
+    with patch.object(assemble, "materialise", partial(allocate, fakes)):
+        assembled = assemble.assemble(
+            model, config=config, batch=batch, sample_shape=shape, groups=groups, device=torch.device("cpu")
         )
     for part in assembled.parts:
         part.train()
     optimizer = build_optimizer(assembled.named_parameters(), config.optimizer, split=True)
-    build_step = getattr(steps, "build_step", steps.Step)  # the former is that of 07695be
-    step = build_step(
-        assembled, optimizer=optimizer, clip_norm=config.training.clip_norm, on_nonfinite="stop"
-    )
+    step = Step(assembled, optimizer=optimizer, clip_norm=config.training.clip_norm, on_nonfinite="stop")
     with fakes:
         inputs = torch.randint(256, (batch.samples_per_replica, *shape))
         targets = (
             inputs if tokens else torch.zeros_like(inputs[:, 0] if model.pixelwise else inputs[:, 0, 0, 0])
         )
         return counted(lambda: step.run(inputs, targets), assembled.parts, microbatches=batch.microbatches)
-
-
-def planned(config: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """The model, the batch, and where this rank stands, by the names that this tree and older ones have."""
-    from hpc_parallel.layout.layout import layout_of
-
-    layout = layout_of(config.strategy, devices=config.devices)
-    try:
-        from hpc_parallel.layout.batch_plan import batch_of
-        from hpc_parallel.strategies.groups import make_groups
-        from hpc_parallel.strategies.whole_model import build_model
-    except ImportError:
-        return planned_before(config, layout)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Set timeout")
-        groups = make_groups(config, layout, device_type="cpu")
-    return build_model(config), batch_of(config, layout), {"groups": groups}
-
-
-def planned_before(config: Any, layout: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """The same at 07695be."""
-    from hpc_parallel.layout import layout as layouts
-    from hpc_parallel.layout.schedules import schedule_of
-    from hpc_parallel.strategies import assemble, mesh
-
-    batch = layouts.plan_batch(  # type: ignore[attr-defined]
-        config.training.global_batch_size, layout=layout, microbatch_size=config.training.microbatch_size,
-        microbatches=config.strategy.microbatches, in_turn=schedule_of(config.strategy).in_turn,
-    )  # fmt: skip
-    place = {"mesh": mesh.build_mesh(layout, device_type="cpu")}
-    return assemble.build_model(config), batch, place  # type: ignore[attr-defined]
 
 
 def allocate(
@@ -415,8 +382,6 @@ def allocate(
 
 def loop_counts(config: Any, *, build: Callable[[Any], nn.Module]) -> dict[str, Any]:
     """A plain loop in one file: autocast, fused AdamW, clipping, two microbatches."""
-    from tests.benchmarks.peers.plain_transformer import cross_entropy
-
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -435,8 +400,6 @@ def loop_counts(config: Any, *, build: Callable[[Any], nn.Module]) -> dict[str, 
 
 
 def plain_model(config: Any) -> nn.Module:
-    from tests.benchmarks.peers.plain_transformer import PlainTransformer
-
     shape = {"tied_head": True, "norm_eps": 1e-5, **config.model}
     return PlainTransformer(shape, seq=config.data["sequence_length"])
 

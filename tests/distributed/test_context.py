@@ -6,12 +6,18 @@ from itertools import accumulate
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from hpc_parallel.models.attention import CausalAttention, FullAttention
+from hpc_parallel.strategies.context import attention_kernels, ring
+from hpc_parallel.strategies.context.split_sequence import split_attention
 from tests.marks import in_full
-from tests.parity import LONG, follow_one_device
+from tests.parity import LONG, follow_one_device, opened
 from tests.workers import Train, Workers
 
 WAYS = ("ring", "gather", "all_to_all")
@@ -97,12 +103,6 @@ def _attention(
     way: str, shape: tuple[int, ...], dtype: torch.dtype, *, causal: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Output, gradients of query, key, value on this rank's slices: by the technique and by one device."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from hpc_parallel.models.attention import CausalAttention, FullAttention
-    from hpc_parallel.strategies.context.split_sequence import split_attention
-
     batch, kv_heads, group, half, width = shape
     degree = dist.get_world_size()
     mesh = init_device_mesh("cpu", (degree,), mesh_dim_names=("context",))
@@ -146,12 +146,6 @@ def test_attention_is_one_devices(
 
 def _biased(way: str, causal: bool, heads: int, kv_heads: int) -> tuple[list[Tensor], list[Tensor]]:
     """As `_attention`, with ALiBi's slopes as weights and a mask; the gradient of the slopes is the last."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from hpc_parallel.models.attention import CausalAttention, FullAttention
-    from hpc_parallel.strategies.context.split_sequence import split_attention
-
     degree, half = dist.get_world_size(), 3
     length = 2 * half * degree
     mesh = init_device_mesh("cpu", (degree,), mesh_dim_names=("context",))
@@ -196,8 +190,6 @@ def test_attention_with_a_bias_and_a_mask_is_one_devices(workers: Workers, way: 
 def _in_strips(
     scores: int | None, way: str, shape: tuple[int, ...], causal: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    from hpc_parallel.strategies.context import attention_kernels, ring
-
     with pytest.MonkeyPatch.context() as patch:
         if scores is not None:
             patch.setattr(attention_kernels, "STRIP", scores)
@@ -207,29 +199,8 @@ def _in_strips(
 
 def _cost(*overrides: str) -> tuple[int, int, int]:
     """FLOPs of one step, bytes kept for its backward pass, and the most bytes allocated at once."""
-    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-
-    from hpc_parallel.config.typed_config import typed
-    from hpc_parallel.layout.batch_plan import plan_batch
-    from hpc_parallel.strategies.assemble import assemble
-    from hpc_parallel.strategies.groups import make_groups
-    from hpc_parallel.strategies.whole_model import build_model
-    from tests.composed import prepared
-
-    run = prepared(*overrides)
-    config = typed(run.values)
-    layout = run.plan.layout
-    batch = plan_batch(1, layout=layout, microbatch_size=None, microbatches=None)
-    groups = make_groups(config, layout, device_type="cpu")
-    length = config.data["sequence_length"]
-    assembled = assemble(
-        build_model(config),
-        config=config,
-        batch=batch,
-        sample_shape=(length,),
-        groups=groups,
-        device=torch.device("cpu"),
-    )
+    session = opened(*overrides)
+    assembled, (length,) = session.assembled, session.data.sample_shape
     weights = {weight.data_ptr() for weight in assembled.named_parameters().values()}
     kept: dict[int, int] = {}
 
@@ -261,7 +232,8 @@ def _cost(*overrides: str) -> tuple[int, int, int]:
     return flops.get_total_flops(), sum(kept.values()), max(held)
 
 
-LONG_TEXT = ("model.layers=2", "data.sequence_length=4096", "training.global_batch_size=1")
+LONG_TEXT = ("model.layers=2", "data.sequence_length=4096", "data.max_bytes=2000000",
+             "training.global_batch_size=1")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

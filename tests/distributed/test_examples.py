@@ -7,11 +7,11 @@ import math
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import printed
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
@@ -30,10 +30,7 @@ def typed(folder: Path, word: str, *more: str, nodes: int = 2) -> str:
     python, *words = shlex.split(line.replace("nodes=2", f"nodes={nodes}"))
     assert python == "python"
     at = words.index("--") if "--" in words else len(words)
-    command = [sys.executable, *words[:at], *more, *words[at:]]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return printed(*words[:at], *more, *words[at:], cwd=folder)
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -71,10 +68,9 @@ def test_the_notebook(folder: Path) -> None:
     """Its cells in order, in one process; two replicas follow one device."""
     cells = json.loads((folder / "notebook.ipynb").read_text())["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(r"^step +\d+  (\S+)  (\S+)$", done.stdout, re.MULTILINE)
+    shown = printed("-c", code, cwd=folder)
+    rows = re.findall(r"^step +\d+  (\S+)  (\S+)$", shown, re.MULTILINE)
     assert len(rows) == 5
     assert all(math.isclose(float(alone), float(split), rel_tol=1e-4) for alone, split in rows)
-    assert "strategy = ddp" in done.stdout
-    assert "nodes = two" in done.stdout
+    assert "strategy = ddp" in shown
+    assert "nodes = two" in shown

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from hpc_parallel.record.safe_read import read_json
 from tests.composed import prepared
-from tests.distributed.test_local_launcher import HOST, AgentServer, agent_server, session
+from tests.distributed.test_local_launcher import HOST, AgentServer, agent_server, content, session
 from tests.marks import in_full
 from tests.parity import largest_difference, weight_difference
 from tests.workers import Train, Workers, train_here
@@ -60,11 +59,8 @@ def failing(training_agents: AgentServer, tmp_path: Path) -> Failing:
         agent = training_agents.start(run.folder)
         assert training_agents.exit_code() == 1
         assert session(agent) == set()
-        found = read_json(run.folder.failure)
-        assert found is not None
-        summary = read_json(run.folder.summary)
-        assert summary is not None
-        assert summary["outcome"] == "failed"
+        found = content(run.folder.failure)
+        assert content(run.folder.summary)["outcome"] == "failed"
         return found
 
     return train

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 from tests.parity import COMMON, EXACTNESS, STEPS, largest_difference
 from tests.workers import Train, Workers, train_here
 
@@ -17,8 +19,6 @@ def test_the_curve_stays_near_and_is_not_equal(trained: Train) -> None:
 
 def _averaged_bytes(run_folder: str) -> tuple[int, int]:
     """Bytes that went into asynchronous all-reduces, which are the hook's alone, and bytes of the weights."""
-    import torch.distributed as dist
-
     counted, original = [], dist.all_reduce
 
     def counting(tensor, *arguments, **named):  # type: ignore[no-untyped-def]

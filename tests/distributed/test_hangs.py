@@ -15,12 +15,14 @@ from pkgutil import resolve_name
 
 import psutil
 import pytest
+import torch
 
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
-from hpc_parallel.worker.main import main
+from hpc_parallel.training.observers import Progress
+from hpc_parallel.worker.main import TASKS, WATCHED, main
+from hpc_parallel.worker.session import TaskContext, read_config
 from tests.composed import prepared
-from tests.distributed.test_local_launcher import HOST, AgentServer, agent_server, session, until
+from tests.distributed.test_local_launcher import HOST, AgentServer, agent_server, content, session, until
 from tests.workers import Workers
 
 pytestmark = pytest.mark.processes
@@ -72,8 +74,7 @@ def stood(folder: RunFolder, rank: int) -> dict[str, object]:
 def test_a_rank_stuck_in_the_data_loader(agents: AgentServer, tmp_path: Path) -> None:
     data = ("data._target_=tests.harmed_data.HarmedData", f"+data.rank={VICTIM}", f"+data.step={STEP}")
     folder = hang(agents, tmp_path, *data)
-    failure = read_json(folder.failure)
-    assert failure is not None
+    failure = content(folder.failure)
     assert (failure["rank"], failure["host"], failure["kind"]) == (VICTIM, HOST, "hang")
     assert re.fullmatch(
         rf"rank {VICTIM} on {HOST} failed first: hangs in loading the data of step {STEP} at "
@@ -93,8 +94,7 @@ def test_a_rank_stuck_in_the_data_loader(agents: AgentServer, tmp_path: Path) ->
 @pytest.mark.full
 def test_a_stopped_rank(agents: AgentServer, tmp_path: Path) -> None:
     folder = hang(agents, tmp_path, stop=True)
-    failure = read_json(folder.failure)
-    assert failure is not None
+    failure = content(folder.failure)
     assert (failure["rank"], failure["host"], failure["kind"]) == (VICTIM, HOST, "hang")
     assert re.fullmatch(
         rf"rank {VICTIM} on {HOST} failed first: stopped by a signal \(state T\) at \S+\.py:\d+ in \S+; "
@@ -109,8 +109,7 @@ def test_a_stopped_rank(agents: AgentServer, tmp_path: Path) -> None:
 def test_a_rank_whose_python_cannot_run(agents: AgentServer, tmp_path: Path) -> None:
     data = ("data._target_=tests.harmed_data.HarmedData", f"+data.rank={VICTIM}", f"+data.step={STEP}")
     folder = hang(agents, tmp_path, *data, "+data.how=hold")
-    failure = read_json(folder.failure)
-    assert failure is not None
+    failure = content(folder.failure)
     assert (failure["rank"], failure["kind"]) == (VICTIM, "hang")
     assert re.match(
         rf"rank {VICTIM} on {HOST} failed first: hangs at \S+ in \S+ or in reading the next batch at "
@@ -133,12 +132,6 @@ MARKS = {
 
 
 def marks_of(run_folder: str) -> list[tuple[str, int]]:
-    import torch
-
-    from hpc_parallel.training.observers import Progress
-    from hpc_parallel.worker.main import TASKS, WATCHED
-    from hpc_parallel.worker.session import TaskContext, read_config
-
     class Kept(Progress):
         def mark(self, phase: str, step: int) -> None:
             super().mark(phase, step)
@@ -169,6 +162,5 @@ def test_a_rank_that_hangs_in_an_inference(agents: AgentServer, tmp_path: Path) 
         "+data.step=4",
     )
     folder = hang(agents, tmp_path, *data, "task=infer")
-    failure = read_json(folder.failure)
-    assert failure is not None
+    failure = content(folder.failure)
     assert (failure["rank"], failure["kind"]) == (VICTIM, "hang")

@@ -12,9 +12,13 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
+from hpc_parallel.config.tasks import batch_sizes
 from hpc_parallel.models.layered import materialise
+from hpc_parallel.training.observers import Progress
+from hpc_parallel.training.validation import validate
+from hpc_parallel.worker import inference
 from hpc_parallel.worker.inference import LEAST_PASSES
-from hpc_parallel.worker.session import read_config
+from hpc_parallel.worker.session import Session, read_config
 from tests.marks import in_full
 from tests.workers import Workers
 
@@ -86,12 +90,6 @@ def test_the_loss_is_the_untrained_model_s(workers: Workers, layout: str) -> Non
 
 
 def _losses(run_folder: str) -> tuple[float, dict[int, float]]:
-    from hpc_parallel.config.tasks import batch_sizes
-    from hpc_parallel.training.observers import Progress
-    from hpc_parallel.training.validation import validate
-    from hpc_parallel.worker import inference
-    from hpc_parallel.worker.session import Session
-
     config, _ = read_config(Path(run_folder) / "config.yaml")
     session = Session.open(config, device=torch.device("cpu"), trains=False)
     found: dict[int, float] = {}
@@ -144,7 +142,9 @@ def test_a_time_is_that_of_the_slowest_rank(workers: Workers, layout: Sequence[s
     """A head that takes its time: only the last stage knows, and in a pipeline it has microbatches to do."""
     slow = ("model._target_=tests.models.Slow", f"+model.pause_s={PAUSE_S}", "task.batch_sizes=[4]")
     few = "training.validation_samples=4"
-    _, summary = read(workers.do(*COMMON, *TEXT, *layout, *slow, "training.microbatch_size=1", few))
+    _, summary = read(
+        workers.do(*COMMON, *TEXT, "model.layers=2", *layout, *slow, "training.microbatch_size=1", few)
+    )
     one, four = summary["batch_sizes"]
     replicas = one["batch_size"]
     assert one["latency_s"] > PAUSE_S

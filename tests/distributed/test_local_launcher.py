@@ -141,6 +141,13 @@ def agents() -> Iterator[AgentServer]:
         yield server
 
 
+def content(file: Path) -> dict[str, Any]:
+    """Of a JSON file that must be there."""
+    found = read_json(file)
+    assert found is not None
+    return found
+
+
 def start_login(folder: RunFolder, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, STAND_IN, "--login", str(folder.path)], text=True, **options)
 
@@ -170,8 +177,7 @@ def test_a_rank_that_raises_is_named_and_its_peers_follow(agents: AgentServer, t
     folder = make_folder(tmp_path, "raise")
     agent = agents.start(folder)
     assert agents.exit_code() == 1
-    failure = read_json(folder.failure)
-    assert failure is not None
+    failure = content(folder.failure)
     assert (failure["rank"], failure["host"], failure["node"]) == (VICTIM, HOST, 1)
     assert (failure["kind"], failure["signal"]) == ("error", None)
     assert failure["message"] == "ValueError: sample 7 has no label"
@@ -196,8 +202,7 @@ def test_a_rank_without_a_record_is_named(agents: AgentServer, tmp_path: Path, s
     assert agents.exit_code() == 1
     assert time.monotonic() - began < 5
     assert session(agent) == set()
-    failure = read_json(folder.failure)
-    assert failure is not None
+    failure = content(folder.failure)
     assert (failure["rank"], failure["kind"]) == (VICTIM, "error")
     assert failure["message"] == "ended with exit code 3 and wrote no reason"
     kind = "stopped" if scenario == "deaf" else "lost_peer"  # the deaf took SIGKILL to end
@@ -213,8 +218,7 @@ def test_an_agent_asked_to_stop_cancels(agents: AgentServer, tmp_path: Path, num
     assert agents.exit_code() == 1
     assert session(agent) == set()
     assert not folder.failure.exists()
-    summary = read_json(folder.summary)
-    assert summary is not None
+    summary = content(folder.summary)
     assert (summary["outcome"], summary["world_size"]) == ("cancelled", 4)
     assert summary["layout"]["replicate"] == 4
 
@@ -238,16 +242,13 @@ def test_a_killed_rank_ends_the_run_and_is_the_last_line(tmp_path: Path) -> None
     assert time.monotonic() - killed < 5
     assert login.returncode == 1
     assert naming(folder) == set()
-    failure = read_json(folder.failure)
-    assert failure is not None
+    failure = content(folder.failure)
     assert (failure["rank"], failure["host"], failure["signal"]) == (VICTIM, HOST, "SIGKILL")
     assert {other["rank"] for other in failure["followers"]} == {0, 1, 3}
     assert output.splitlines()[-1] == f"rank 2 on {HOST} failed first: killed by SIGKILL; 3 followers"
     others = output.replace("starting: importing torch", "")
     assert "torch" not in others.lower()  # elastic's own words stay in the log
-    summary = read_json(folder.summary)
-    assert summary is not None
-    assert summary["outcome"] == "failed"
+    assert content(folder.summary)["outcome"] == "failed"
 
 
 def login_in_a_terminal(folder: RunFolder) -> tuple[subprocess.Popen[str], int]:
@@ -274,9 +275,7 @@ def test_a_closed_terminal_lets_all_ranks_save(tmp_path: Path) -> None:
     assert login.wait(timeout=240) == 1
     assert all((folder.path / f"saved-{rank}").exists() for rank in range(RANKS))
     assert naming(folder) == set()
-    summary = read_json(folder.summary)
-    assert summary is not None
-    assert summary["outcome"] == "cancelled"
+    assert content(folder.summary)["outcome"] == "cancelled"
 
 
 def test_ctrl_c_in_a_terminal_leaves_no_process(tmp_path: Path) -> None:
@@ -289,9 +288,7 @@ def test_ctrl_c_in_a_terminal_leaves_no_process(tmp_path: Path) -> None:
     os.write(keyboard, b"\x03")
     assert login.wait(timeout=240) == 1
     assert naming(folder) == set()
-    summary = read_json(folder.summary)
-    assert summary is not None
-    assert summary["outcome"] == "cancelled"
+    assert content(folder.summary)["outcome"] == "cancelled"
     screen.join()
     os.close(keyboard)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())  # without control sequences
@@ -307,9 +304,7 @@ def test_a_killed_login_process_leaves_no_process(tmp_path: Path) -> None:
     login.kill()
     login.wait()
     until(lambda: not naming(folder), within_s=5)
-    summary = read_json(folder.summary)
-    assert summary is not None
-    assert summary["outcome"] == "cancelled"
+    assert content(folder.summary)["outcome"] == "cancelled"
 
 
 def test_an_agent_that_cannot_start_is_shown(tmp_path: Path) -> None:
@@ -318,8 +313,7 @@ def test_an_agent_that_cannot_start_is_shown(tmp_path: Path) -> None:
     login = start_login(folder, stdout=subprocess.PIPE)
     output, _ = login.communicate(timeout=240)
     assert login.returncode == 1
-    failure = read_json(folder.failure)
-    assert failure is not None
+    failure = content(folder.failure)
     assert (failure["rank"], failure["kind"]) == (None, "start")
     assert output.splitlines()[-1] == (
         "the job failed before any rank started: exit code 1: KeyError: 'strategy'"

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
+import io
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch._prims.rng_prims import run_and_save_rng_state
+from torch.distributed import Work
+from torch.distributed import _functional_collectives as functional
+from torch.distributed._functional_collectives import all_reduce
+from torch.nn import Linear
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from hpc_parallel.profiling import measurement, rank_times
+from hpc_parallel.profiling.timeline import STEP, Timeline, events_of, marked_waits
+from hpc_parallel.profiling.traffic import Traffic
+from hpc_parallel.record.metrics_file import MetricsReader
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.strategies.pipeline import Stage
+from hpc_parallel.training import replicas
 from tests.marks import in_full
 from tests.matrix import TEXTS
 from tests.parity import COMMON
-from tests.workers import Train, Workers
+from tests.workers import Train, Workers, train_here
 
 DIM, HIDDEN, VOCABULARY, BATCH, LENGTH = 64, 160, 256, 16, 32
 BLOCK = 3 * DIM * DIM + 3 * DIM * HIDDEN + 2 * DIM  # kv_heads are half of heads
@@ -170,17 +191,6 @@ def test_measuring_changes_no_result(workers: Workers, strategy: str) -> None:
 
 def _trained_without_measurements(folder: str) -> tuple[list[float], str]:
     """The losses of a training whose measurements all fail on some rank, and what rank 1 prints."""
-    import contextlib
-    import io
-    from unittest import mock
-
-    import torch.distributed as dist
-
-    from hpc_parallel.profiling import measurement, rank_times
-    from hpc_parallel.record.metrics_file import MetricsReader
-    from hpc_parallel.record.run_folder import RunFolder
-    from hpc_parallel.training import replicas
-    from tests.workers import train_here
 
     def fails(*_: Any, **__: Any) -> Any:
         raise OSError("No space\nleft on device")
@@ -201,7 +211,8 @@ def _trained_without_measurements(folder: str) -> tuple[list[float], str]:
 
 
 def test_a_measurement_that_fails_on_one_rank_is_left_out(workers: Workers) -> None:
-    words = (*SHORT, "strategy=pipeline", "nodes=2", "training.steps=8", "training.log_every=1")
+    words = (*SHORT, "strategy=pipeline", "nodes=2", "strategy.microbatches=2", "model.layers=2",
+             "training.steps=8", "training.log_every=1")  # fmt: skip
     run = workers.prepare(*words)
     (losses, _), (_, printed) = workers.run(2, _trained_without_measurements, str(run.folder.path))
     assert losses == workers.train(*words).losses
@@ -219,11 +230,6 @@ def test_a_measurement_that_fails_on_one_rank_is_left_out(workers: Workers) -> N
 
 def test_operators_that_run_others_are_called_or_named() -> None:
     """Compiled code keeps the generator's state for dropout and for attention."""
-    import torch
-    from torch._prims.rng_prims import run_and_save_rng_state
-
-    from hpc_parallel.profiling.traffic import Traffic
-
     ones = torch.ones(3)
     with Traffic() as traffic:
         state, drawn = run_and_save_rng_state(torch.ops.aten.rand_like.default, ones, device="cpu")
@@ -237,15 +243,6 @@ def test_operators_that_run_others_are_called_or_named() -> None:
 
 def _left_behind(folder: str) -> list[str]:
     """What a session with measured steps has changed in torch or in our own classes."""
-    import copyreg
-
-    import torch
-    from torch.distributed import Work
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    from hpc_parallel.strategies.pipeline import Stage
-    from tests.workers import train_here
-
     watched = (Work, Stage, torch.Tensor)
     for kind in watched:
         copyreg._slotnames(kind)  # type: ignore[attr-defined]  # pickle keeps this name on each class it meets
@@ -271,11 +268,6 @@ SLEEP_S = 0.4
 
 def _waited(job: Callable[[int], float]) -> tuple[float, float]:
     """Seconds that the timeline says this rank waited in `job`, and those that the job itself timed."""
-    import torch.distributed as dist
-    from torch.profiler import ProfilerActivity, profile, record_function
-
-    from hpc_parallel.profiling.timeline import STEP, Timeline, events_of, marked_waits
-
     with marked_waits(), profile(activities=[ProfilerActivity.CPU]) as profiled:
         dist.barrier()
         with record_function(STEP):
@@ -284,9 +276,6 @@ def _waited(job: Callable[[int], float]) -> tuple[float, float]:
 
 
 def _collective(rank: int) -> float:
-    import torch
-    import torch.distributed as dist
-
     time.sleep(SLEEP_S * rank)
     started = time.perf_counter()
     dist.all_reduce(torch.ones(10))
@@ -294,10 +283,6 @@ def _collective(rank: int) -> float:
 
 
 def _functional(rank: int) -> float:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed._functional_collectives import all_reduce
-
     time.sleep(SLEEP_S * rank)
     started = time.perf_counter()
     all_reduce(torch.ones(10), "sum", dist.group.WORLD) + 1
@@ -305,9 +290,6 @@ def _functional(rank: int) -> float:
 
 
 def _data_parallel(rank: int) -> float:
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
-
     model = DistributedDataParallel(torch.nn.Linear(10, 10))
     loss = model(torch.ones(2, 10)).sum()
     time.sleep(SLEEP_S * rank)
@@ -318,10 +300,6 @@ def _data_parallel(rank: int) -> float:
 
 def _buckets(rank: int) -> float:
     """The second bucket is as late as the first: a rank that is early waits for each."""
-    import torch
-    from torch.nn import Linear
-    from torch.nn.parallel import DistributedDataParallel
-
     layers = Linear(600, 600), Linear(600, 600)  # one alone fills a bucket of 1 MiB
     model = DistributedDataParallel(
         torch.nn.Sequential(*layers), bucket_cap_mb=1, find_unused_parameters=True
@@ -336,9 +314,6 @@ def _buckets(rank: int) -> float:
 
 def _hidden(rank: int) -> float:
     """The collective of `_collective`, with something else to do until it is done."""
-    import torch
-    import torch.distributed as dist
-
     time.sleep(SLEEP_S * rank)
     work = dist.all_reduce(torch.ones(10), async_op=True)
     time.sleep(2 * SLEEP_S * (1 - rank))
@@ -371,12 +346,6 @@ def test_a_hidden_collective_is_not_seen(workers: Workers) -> None:
 
 def _moved() -> dict[str, tuple[dict[str, int], dict[str, int]]]:
     """Bytes that this rank sends and receives in each collective on 10 float32, of 3 ranks."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed import _functional_collectives as functional
-
-    from hpc_parallel.profiling.traffic import Traffic
-
     rank, ten = dist.get_rank(), torch.ones(10)
     thirty = torch.ones(30)
     pieces = list(thirty.chunk(3))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 
 import pytest
-import torch
+from torch.distributed.tensor import DTensor
 
+from hpc_parallel.training.optimizer import build_optimizer
 from tests.marks import in_full
+from tests.parity import opened
 from tests.workers import Workers
 
 # An uneven width and feed-forward: 4 devices can't have equal slices of every weight.
@@ -16,14 +18,7 @@ MODEL = ("model.dim=132", "model.heads=2", "model.kv_heads=2", "model.ffn_dim=34
 
 def _held_bytes(*overrides: str) -> int:
     """After a whole step but before gradients go: what of it lives on this rank."""
-    from torch.distributed.tensor import DTensor
-
-    from hpc_parallel.config.typed_config import typed
-    from hpc_parallel.training.optimizer import build_optimizer
-    from hpc_parallel.worker.session import Session
-    from tests.composed import prepared
-
-    session = Session.open(typed(prepared(*overrides).values), device=torch.device("cpu"))
+    session = opened(*overrides)
     assembled = session.assembled
     optimizer = build_optimizer(assembled.named_parameters(), session.config.optimizer)
     assembled.forward_backward.train(*session.batches(session.data.train, seed=0).at(0))

@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.training.optimizer import build_optimizer
+from hpc_parallel.training.step import Step
+from hpc_parallel.worker.session import Session, read_config
 from tests.parity import COMMON
 from tests.workers import Workers
 
@@ -34,13 +39,6 @@ def test_traffic_is_twice_the_weights_a_worker(workers: Workers, dedicated: bool
 
 def _round(run_folder: str) -> dict[str, Any]:
     """One step: bytes that this rank holds of each kind, and the gradient where it is whole."""
-    import torch
-
-    from hpc_parallel.record.run_folder import RunFolder
-    from hpc_parallel.training.optimizer import build_optimizer
-    from hpc_parallel.training.step import Step
-    from hpc_parallel.worker.session import Session, read_config
-
     config, _ = read_config(RunFolder(Path(run_folder)).config)
     session = Session.open(config, device=torch.device("cpu"))
     weights = session.assembled.named_parameters()

@@ -31,7 +31,12 @@ def parity(*words: str, here: Path, source: Path = ROOT) -> tuple[subprocess.Com
 
 def test_strategies_are_proven_in_float64(tmp_path: Path) -> None:
     done, (row,) = parity(
-        "strategy=hybrid", *("nodes=2", "gpus_per_node=2"), "precision=float64", here=tmp_path
+        "strategy=hybrid",
+        "nodes=2",
+        "gpus_per_node=2",
+        "strategy.microbatches=2",
+        "precision=float64",
+        here=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (row["word"], row["layout"], row["reasons"]) == ("equal", "pipeline 2 x tensor 2", [])

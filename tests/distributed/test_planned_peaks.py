@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,8 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning.memory import COUNTED, plan
+from hpc_parallel.training.optimizer import build_optimizer
 from tests.composed import composed
 from tests.marks import in_full
+from tests.parity import opened
 from tests.workers import Workers
 
 TWO, FULL = "nodes=2", "training.activation_checkpointing=full"
@@ -72,12 +73,7 @@ class LiveBytes(TorchDispatchMode):
 
 def peak_bytes(*overrides: str) -> int:
     """Of the second step of a training on this rank, when the optimizer has its state."""
-    from hpc_parallel.config.typed_config import typed
-    from hpc_parallel.training.optimizer import build_optimizer
-    from hpc_parallel.worker.session import Session
-    from tests.composed import prepared
-
-    session = Session.open(typed(prepared(*overrides).values), device=torch.device("cpu"))
+    session = opened(*overrides)
     assembled, weights = session.assembled, session.assembled.named_parameters()
     optimizer = build_optimizer(weights, session.config.optimizer)
     batches = session.batches(session.data.train, seed=0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.worker.session import Session
 from tests.composed import prepared
 from tests.workers import Workers
 
@@ -33,10 +35,6 @@ def test_a_technique_is_seen_in_the_printed_model(workers: Workers, technique: s
 
 def printed_and_hidden(config: RunConfig) -> tuple[str, list[str]]:
     """The first part of the assembled model, as printed; what of it printing does not show."""
-    import torch
-
-    from hpc_parallel.worker.session import Session
-
     model = Session.open(config, device=torch.device("cpu")).assembled.parts[0]
     hidden = [
         f"{name}.{attribute}"

@@ -18,7 +18,7 @@ from tests.workers import Workers, train_here
 
 WORDS = (
     "strategy=hybrid", "nodes=2", "gpus_per_node=2", "model.layers=2", "model.dim=32", "model.heads=2",
-    "data.sequence_length=16", "training.steps=6", "training.measure_steps=1", "training.log_every=1",
+    "data.sequence_length=16", "training.steps=4", "training.measure_steps=0", "training.log_every=1",
     "training.global_batch_size=16", "strategy.microbatches=2",
 )  # fmt: skip
 
@@ -26,7 +26,7 @@ WORDS = (
 def test_a_trace_of_the_chosen_ranks(workers: Workers) -> None:
     plain = workers.train(*WORDS)
     recorded = workers.train(
-        *WORDS, "profile.kind=torch", "profile.ranks=[1,2]", "profile.first_step=5", "profile.steps=1"
+        *WORDS, "profile.kind=torch", "profile.ranks=[1,2]", "profile.first_step=3", "profile.steps=1"
     )
     assert recorded.losses == plain.losses
     folder = recorded.folder / "profile"
@@ -39,9 +39,9 @@ def test_a_trace_of_the_chosen_ranks(workers: Workers) -> None:
         names = Counter(
             event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"
         )
-        assert names["step 5"] == names["data"] == names["optimizer"] == 1
+        assert names["step 3"] == names["data"] == names["optimizer"] == 1
+        assert "step 2" not in names
         assert "step 4" not in names
-        assert "step 6" not in names
         forwards = {f"pipeline stage {stage} forward {microbatch}" for microbatch in (0, 1)}
         assert {names[name] for name in forwards} == {1}
         # The norm of the gradient is added up over each axis that splits weights. Over tensor,
@@ -50,7 +50,7 @@ def test_a_trace_of_the_chosen_ranks(workers: Workers) -> None:
         assert names["all_reduce pipeline"] == 1
         assert names["all_reduce tensor"] == 2 + 3 * 2 * stage
         text = (folder / f"rank-{rank}.txt").read_text().splitlines()
-        assert text[0] == f"rank {rank}, steps 5 to 5 since the start"
+        assert text[0] == f"rank {rank}, steps 3 to 3 since the start"
         shares = [float(line.split("ms")[1].split("%")[0]) for line in text[1:6]]
         assert sum(shares) == pytest.approx(100, abs=0.3)
 
@@ -58,7 +58,7 @@ def test_a_trace_of_the_chosen_ranks(workers: Workers) -> None:
 def test_torch_does_not_profile_beside_nsight(workers: Workers) -> None:
     """As in a job with profile=nsys, on ranks that nsys does not record."""
     small = [word for word in WORDS if not word.startswith(("strategy", "gpus_per_node"))]
-    run = workers.prepare("strategy=data", *small)
+    run = workers.prepare("strategy=data", *small, "training.measure_steps=1")
     values = yaml.safe_load(run.folder.config.read_text())
     values["profile"] |= {"kind": "nsys", "ranks": []}
     run.folder.config.write_text(yaml.safe_dump(values))
@@ -67,7 +67,7 @@ def test_torch_does_not_profile_beside_nsight(workers: Workers) -> None:
     line = f"profile=nsys: no step is measured and no rank is timed, {why}"
     assert [line in text.splitlines() for text in printed] == [True, False]
     summary = json.loads(run.folder.summary.read_text())
-    assert summary["steps"] == 6
+    assert summary["steps"] == 4
     assert summary["exposed_communication_share"] is summary["traffic_bytes"] is None
 
 

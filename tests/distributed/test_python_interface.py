@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import hpc_parallel
 from hpc_parallel.record.owner import Owner, process_lives
 from hpc_parallel.record.run_folder import RunFolder
+from tests import printed
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("silent_slurm")]
 
@@ -46,11 +45,7 @@ def test_a_training_equals_the_commands(here: Path, capfd: pytest.CaptureFixture
     assert not run.state.ended
     summary = run.wait(timeout_s=240)
     assert capfd.readouterr() == ("", "")
-    done = subprocess.run(
-        [sys.executable, "-m", "hpc_parallel.run", *WORDS, "run_dir=command"],
-        cwd=here, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed("-m", "hpc_parallel.run", *WORDS, "run_dir=command", cwd=here)
     kept = json.loads((here / "command/summary.json").read_text())
     assert (summary["outcome"], summary["steps"], summary["world_size"]) == ("completed", 3, 2)
     assert summary["final_loss"] == pytest.approx(kept["final_loss"], rel=1e-6)
@@ -85,8 +80,7 @@ def test_a_run_ends_with_its_process(here: Path) -> None:
         "run = hpc_parallel.submit(hpc_parallel.compose(sys.argv[1:]))\n"
         "while not run.metrics(): time.sleep(0.1)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *WORDS, *ENDLESS], cwd=here, timeout=240)
-    assert done.returncode == 0
+    printed("-c", code, *WORDS, *ENDLESS, cwd=here)
     (run,) = hpc_parallel.runs()
     owner = Owner.read(RunFolder(run.path))
     assert run.wait(timeout_s=240)["outcome"] == "cancelled"

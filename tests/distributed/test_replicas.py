@@ -5,20 +5,18 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from hpc_parallel.strategies.exchange import FollowerError
+from hpc_parallel.training import replicas
 from tests.workers import Workers
 
 
 def outcome(victim: int, name: str, step: int, kinds: list[str], tensor_ranks: list[int]) -> str | None:
     """What the comparison raises on this rank if `victim` has another value of the weight `name`."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    from hpc_parallel.strategies.exchange import FollowerError
-    from hpc_parallel.training import replicas
-
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2))
     local = torch.arange(3.0) + rank % 2

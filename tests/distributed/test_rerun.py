@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from tests import printed
 from tests.unit.test_snapshot import git
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = """
 import torch
 from torch import nn
@@ -34,13 +31,6 @@ WORDS = (
 )  # fmt: skip
 
 
-def python(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hpc_parallel", *words], cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True,
-    )  # fmt: skip
-
-
 def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -55,16 +45,14 @@ def test_a_rerun_has_the_same_bits_after_the_checkout_was_edited(tmp_path: Path)
     (mine / ".gitignore").write_text("first one\nruns\n")
     for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "first")):
         git(mine, *words)
-    done = python("run", "--config-dir", "conf", *WORDS, cwd=mine)
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed("-m", "hpc_parallel", "run", "--config-dir", "conf", *WORDS, cwd=mine)
     first = mine / "first one"
     before = losses(first)
     assert len(before) == 3
 
     (mine / "mymodel.py").write_text(MODEL.replace("SCALE = 1.0", "SCALE = 3.0"))
     (mine / "conf" / "model" / "mine.yaml").write_text("_target_: mymodel.Mine\nwidth: 16\n")
-    done = python("rerun", str(first), cwd=elsewhere)
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed("-m", "hpc_parallel", "rerun", str(first), cwd=elsewhere)
     (second,) = (mine / "runs" / "single").iterdir()
     assert losses(second) == before
 

@@ -12,17 +12,24 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from hpc_parallel.config.schema import TrainingConfig
 from hpc_parallel.record.checkpoint_index import Checkpoint
+from hpc_parallel.training import saver as module
+from hpc_parallel.training.checkpoint import CheckpointReader, CheckpointWriter, read
+from hpc_parallel.training.read_once import send
+from hpc_parallel.training.saver import Saver, SavingGroup
+from hpc_parallel.training.stager import Stager
 from tests.marks import in_full
 from tests.workers import Workers, do_here
 
 
 def saving_group(timeout_s: float) -> Any:
-    import torch.distributed as dist
-
-    from hpc_parallel.training.saver import SavingGroup
-
     def make() -> dist.ProcessGroup:
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
@@ -31,16 +38,6 @@ def saving_group(timeout_s: float) -> Any:
 
 def saves(folder: str) -> tuple[list[int], list[list[float]], list[bool]]:
     """Steps 1 to 4, of which 3 fails on one rank: plans made, values read back, whether intact."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.checkpoint import DefaultSavePlanner
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    from hpc_parallel.config.schema import TrainingConfig
-    from hpc_parallel.training.checkpoint import CheckpointReader, CheckpointWriter, read
-    from hpc_parallel.training.saver import Saver
-
     mesh = init_device_mesh("cpu", (2,))
     replica = torch.zeros(3)
     shards = distribute_tensor(torch.zeros(5), mesh, [Shard(0)])
@@ -99,13 +96,6 @@ def slow_save(folder: str, kind: str, timeout_s: float) -> dict[str, Any]:
     `kind`: `late` writes after the time-out of the others, `slow` before it, `stuck` never; with `all stuck`
     each rank but rank 0 is stuck. `slow` and `all stuck` write without a copy.
     """
-    import torch
-    import torch.distributed as dist
-
-    from hpc_parallel.config.schema import TrainingConfig
-    from hpc_parallel.training import saver as module
-    from hpc_parallel.training.checkpoint import CheckpointReader, CheckpointWriter, read
-
     rank, waits, weight = dist.get_rank(), [0], torch.zeros(3)
     saving = saving_group(timeout_s)
     saver = module.Saver(
@@ -227,10 +217,6 @@ MORE = (
 
 def staged_and_read_bytes(folders: list[str]) -> list[tuple[int, int]]:
     """Of each run: what this rank copies to the host for its checkpoint, and reads to continue from it."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    from hpc_parallel.training.stager import Stager
-
     stage, read_data, staged, read = Stager.stage, FileSystemReader.read_data, [], []
 
     def counted(self: Stager, state: dict[str, Any]) -> Any:
@@ -258,8 +244,6 @@ def test_each_part_of_the_state_is_copied_written_and_read_by_one_rank(
     workers: Workers, layouts: tuple[tuple[str, ...], ...]
 ) -> None:
     """The reference is the index of the checkpoint: all names with their sizes, each once."""
-    from torch.distributed.checkpoint import FileSystemReader
-
     folders = [workers.prepare(*SMALL, *layout).folder for layout in layouts]
     paths = [str(folder.path) for folder in folders]
     by_layout = zip(*workers.run(4, staged_and_read_bytes, paths), strict=True)
@@ -273,11 +257,6 @@ def test_each_part_of_the_state_is_copied_written_and_read_by_one_rank(
 
 def sent_types() -> list[list[float]]:
     """What this rank has of tensors of odd types after the rank 0 has read them."""
-    import torch
-    import torch.distributed as dist
-
-    from hpc_parallel.training.read_once import send
-
     received = []
     for dtype in (torch.int16, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.bfloat16):
         for values in (torch.tensor(1), torch.tensor([[1, 0, 1], [0, 1, 1]]).T):  # a scalar; not contiguous

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from hpc_parallel.layout.schedules import SCHEDULES
 from hpc_parallel.models.transformer import Transformer
 from tests.marks import in_full
-from tests.parity import follow_one_device
+from tests.parity import follow_one_device, opened
 from tests.workers import Train, Workers
 
 TWO_BY_TWO = ("strategy=pipeline", "nodes=4", "strategy.pipeline=2", "model.layers=4")
 LAYOUTS = {
     **{
         f"{schedule} on {ranks}": (
-            "strategy=pipeline", f"nodes={ranks}", f"strategy.schedule={schedule}", "strategy.microbatches=8",
-            f"model.layers={2 * ranks}",
+            "strategy=pipeline", f"nodes={ranks}", f"strategy.schedule={schedule}",
+            f"strategy.microbatches={2 * ranks}", f"model.layers={2 * ranks}",
         )
         for schedule in ("naive", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev")
         for ranks in (2, 4)
@@ -61,11 +61,12 @@ LAYOUTS = {
     ),
     "zero bubble, checkpointed": (  # its backward pass in two enters the repetition twice
         "strategy=pipeline", "nodes=2", "strategy.schedule=interleaved_zero_bubble",
-        "training.activation_checkpointing=full", "model.layers=4",
+        "training.activation_checkpointing=full", "strategy.microbatches=4", "model.layers=4",
     ),
     "cuts [1,2,6]": ("strategy=pipeline", "nodes=4", "strategy.cuts=[1,2,6]", "model.layers=8"),
     "cuts [1,2,6] in a V": (
         "strategy=pipeline", "nodes=2", "strategy.schedule=zbv", "strategy.cuts=[1,2,6]", "model.layers=8",
+        "strategy.microbatches=4",
     ),
 }  # fmt: skip
 IN_FLOAT32 = ["naive on 2", "looped_bfs on 2", "interleaved_zero_bubble on 2", "zbv on 2", "dualpipev on 2"]
@@ -109,7 +110,8 @@ class Transposed(Transformer):
 
 def test_gradients_of_a_split_backward_pass_lie_as_their_weights(trained: Train) -> None:
     """The optimizer's kernel takes that for granted."""
-    layout = ("strategy=pipeline", "nodes=2", "strategy.schedule=interleaved_zero_bubble", "model.layers=4")
+    layout = ("strategy=pipeline", "nodes=2", "strategy.schedule=interleaved_zero_bubble", "model.layers=4",
+              "strategy.microbatches=4")  # fmt: skip
     target = f"model._target_={Transposed.__module__}.Transposed"
     follow_one_device(trained, (*layout, target))
 
@@ -120,12 +122,7 @@ def _pieces(weights: dict[str, Any]) -> list[str]:
 
 def _held(*overrides: str) -> tuple[list[str], int]:
     """Blocks of this rank's stages, and the weights that its optimizer would get."""
-    from hpc_parallel.config.typed_config import typed
-    from hpc_parallel.worker.session import Session
-    from tests.composed import prepared
-
-    session = Session.open(typed(prepared(*overrides).values), device=torch.device("cpu"))
-    weights = session.assembled.named_parameters()
+    weights = opened(*overrides).assembled.named_parameters()
     return _pieces(weights), sum(weight.numel() for weight in weights.values())
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from hpc_parallel.profiling.rank_times import FIRST_STEP
+from hpc_parallel.worker.session import require_equal_data
+from tests import printed
 from tests.marks import in_full
-from tests.workers import Workers
+from tests.workers import Workers, train_here
 
 SMALL = (
     "training.steps=12",
@@ -47,17 +51,13 @@ SUMMARY = {
 @pytest.mark.timeout(700)
 def test_the_default_run_learns_text(tmp_path: Path) -> None:
     """The command as a user types it: validation loss from about ln(256) to below 2.1 nats a byte."""
-    done = subprocess.run(
-        [sys.executable, "-m", "hpc_parallel.run", "launcher=local"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    shown = printed("-m", "hpc_parallel.run", "launcher=local", cwd=tmp_path)
     (folder,) = tmp_path.glob("runs/data/*")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
     assert validation[0] == pytest.approx(math.log(256), rel=0.1)
     assert validation[-1] < 2.1
-    assert str(folder.relative_to(tmp_path)) in done.stdout
+    assert str(folder.relative_to(tmp_path)) in shown
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["outcome"] == "completed"
     assert summary["validation_loss"] == validation[-1]
@@ -70,7 +70,7 @@ def test_the_default_run_learns_text(tmp_path: Path) -> None:
 
 def test_a_run_writes_the_keys_of_the_contract(workers: Workers) -> None:
     trained = workers.train("strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2",
-                            "strategy.replicate=2", *SMALL)  # fmt: skip
+                            "strategy.replicate=2", "strategy.microbatches=2", *SMALL)  # fmt: skip
     assert [line["step"] for line in trained.lines] == [1, 5, 10, 12]
     assert all(set(line) - {"validation_loss"} == METRICS for line in trained.lines)
     assert [("validation_loss" in line) for line in trained.lines] == [True, False, True, True]
@@ -108,10 +108,6 @@ def test_model_flops_are_those_of_the_closed_form(workers: Workers) -> None:
 
 def _reads_from_the_device(run_folder: str) -> int:
     """How often a whole session asks a device for values: each would make the host wait for a GPU."""
-    import torch
-
-    from tests.workers import train_here
-
     reads = 0
     originals = {name: getattr(torch.Tensor, name) for name in ("item", "tolist", "numpy", "cpu", "__bool__")}
 
@@ -147,7 +143,8 @@ def test_steps_read_nothing_back_from_the_device(workers: Workers, strategy: str
     """Four steps and as many as are not timed, with lines at the first and the last alone: as many reads."""
     counts = []
     for steps in (4, FIRST_STEP - 1):
-        quiet = (f"training.steps={steps}", "training.log_every=1000", "training.validate_every=null")
+        quiet = (f"training.steps={steps}", "training.log_every=1000", "training.validate_every=null",
+                 "model.layers=2")  # fmt: skip
         run = workers.prepare(f"strategy={strategy}", f"gpus_per_node={devices}", *SMALL, *quiet)
         counts.append(workers.run(run.processes, _reads_from_the_device, str(run.folder.path)))
     assert counts[0] == counts[1]
@@ -167,9 +164,8 @@ def test_tensorboard_holds_the_same_figures(workers: Workers) -> None:
 @pytest.fixture
 def fresh_workers(tmp_path: Path) -> Iterator[Workers]:
     """Ranks that no other test has used."""
-    pool = Workers(tmp_path)
-    yield pool
-    pool.close()
+    with closing(Workers(tmp_path)) as pool:
+        yield pool
 
 
 def test_wandb_runs_offline(fresh_workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,8 +199,4 @@ def test_ranks_that_read_other_data_are_named(workers: Workers) -> None:
 
 
 def _compare_digests() -> None:
-    import torch.distributed as dist
-
-    from hpc_parallel.worker.session import require_equal_data
-
     require_equal_data(f"digest {dist.get_rank()}")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.marks import in_full
 from tests.parity import COMMON, assert_follows, follow_one_device
-from tests.workers import Train, Workers
+from tests.workers import Train, Workers, train_here
 
 SHALLOW = ("model.layers=2",)
 FOUR = ("nodes=2", "gpus_per_node=2")
@@ -86,6 +86,4 @@ def test_each_rank_of_a_pipeline_gets_blocks_by_its_speed(workers: Workers) -> N
 
 
 def _weights_of(run_folder: str) -> list[str]:
-    from tests.workers import train_here
-
     return list(train_here(run_folder, {}))

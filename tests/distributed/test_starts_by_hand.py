@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,11 +11,11 @@ import pytest
 from hpc_parallel.machine.fabric import STORE
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.run import main
+from tests import printed
 from tests.workers import Workers
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("strategy=data", "device=cpu", "training.steps=6", "training.log_every=1", "data.max_bytes=300000",
          "data.sequence_length=32", "model.layers=2", "model.dim=64", "model.ffn_dim=160")  # fmt: skip
 
@@ -34,12 +31,7 @@ def test_torchrun_starts_the_ranks_of_a_prepared_run(
     words = (*SMALL, "gpus_per_node=2", "launcher=script", "launcher.snapshot=false", "run_dir=runs/mine")
     assert main(list(words)) == 0
     line = "-m torch.distributed.run --nproc-per-node=2 -m hpc_parallel.worker runs/mine"
-    done = subprocess.run(
-        [sys.executable, *shlex.split(line)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed(*shlex.split(line), cwd=tmp_path)
     folder = RunFolder(tmp_path / "runs" / "mine")
     assert losses(folder) == pytest.approx(workers.train(*SMALL, "strategy=single").losses, rel=1e-5)
     environment = json.loads(folder.environment.read_text())

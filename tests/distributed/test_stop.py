@@ -14,8 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_parallel.record.checkpoint_index import complete
+from hpc_parallel.torch_internals import operator_name
+from hpc_parallel.worker.stop import StopFlag
+from hpc_parallel.worker.time_limit import TimeLimit
+from tests import printed
 from tests.marks import in_full
 from tests.workers import Workers
 
@@ -33,10 +39,6 @@ ENDLESS = 10_000  # more steps than a test has time for
 
 def stops_after(signals: dict[int, list[int]], last: int) -> tuple[int, str | None]:
     """On each rank: steps of 20 ms, signals to some ranks after the 5th; where it stops, and by what."""
-    import torch.distributed as dist
-
-    from hpc_parallel.worker.stop import StopFlag
-
     with StopFlag(step=100) as stop:
         for step in range(101, last):
             time.sleep(0.02)
@@ -73,11 +75,6 @@ def test_all_ranks_stop_after_the_same_step(
 
 def messages_of(steps: int) -> tuple[int, int, Counter[str]]:
     """How often a rank reads and writes the store, and its collectives, in steps that each ask."""
-    import torch.distributed as dist
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from hpc_parallel.torch_internals import operator_name
-    from hpc_parallel.worker.stop import StopFlag
 
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -108,11 +105,6 @@ def test_agreeing_takes_one_broadcast_and_no_ring(workers: Workers) -> None:
 
 def stops_at_limit() -> tuple[int, str | None]:
     """Steps of 20 ms; the job of rank 0 ends 33 s from now, and a save takes 1 s: 32 s and 2 steps needed."""
-    import torch.distributed as dist
-
-    from hpc_parallel.worker.stop import StopFlag
-    from hpc_parallel.worker.time_limit import TimeLimit
-
     began_s = time.time()
     limit = TimeLimit(
         end_s=began_s + 33, current_end_s=lambda: None, save_s=lambda: 1.0,
@@ -151,11 +143,7 @@ def test_a_run_that_is_stopped_twice_ends_like_an_undisturbed_one(tmp_path: Path
     assert json.loads((run / "summary.json").read_text())["outcome"] == "cancelled"
     again = interrupt(run, f"resume={run}", "strategy=pipeline", after=stopped + 20)
     assert stopped + 20 <= again < steps
-    done = subprocess.run(
-        [sys.executable, "-m", "hpc_parallel.run", f"resume={run}", "strategy=fsdp"], capture_output=True,
-        text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    printed("-m", "hpc_parallel.run", f"resume={run}", "strategy=fsdp", cwd=Path.cwd())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert [line["loss"] for line in lines] == pytest.approx(reference.losses, rel=1e-9)

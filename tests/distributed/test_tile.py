@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError
@@ -285,8 +287,6 @@ def without_halo(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
 
 
 def measured(net: Net, grid: tuple[int, int], dtype: torch.dtype) -> dict[str, float]:
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (math.prod(grid),), mesh_dim_names=("tile",))
     alone, tiled = net.build(dtype), net.build(dtype)
     generator = torch.Generator().manual_seed(net.seed)
@@ -328,8 +328,6 @@ def measured(net: Net, grid: tuple[int, int], dtype: torch.dtype) -> dict[str, f
 
 
 def summed(tensor: Tensor) -> Tensor:
-    import torch.distributed as dist
-
     tensor = tensor.clone()
     dist.all_reduce(tensor)
     return tensor

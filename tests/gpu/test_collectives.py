@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from hpc_parallel.config.task_schema import COLLECTIVES
-from tests import python_path
+from tests import printed
 from tests.gpu.test_strategies import DEVICE, pytestmark  # noqa: F401
 
 ALONE = set(COLLECTIVES) - {"send_recv"}  # which takes two
@@ -18,12 +15,7 @@ ALONE = set(COLLECTIVES) - {"send_recv"}  # which takes two
 def test_one_rank_over_nccl(tmp_path: Path) -> None:
     words = ("task=collectives", "strategy=data", "nodes=1", "gpus_per_node=1", "launcher=local",
              f"device={DEVICE}", "task.max_bytes=1048576", "task.factor=64", "task.seconds=60")  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "hpc_parallel.run", *words, "run_dir=alone"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": python_path()},
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed("-m", "hpc_parallel.run", *words, "run_dir=alone", cwd=tmp_path)
     measured = json.loads((tmp_path / "alone" / "collectives.json").read_text())
     rows = measured["rows"]
     assert measured["backend"] == ("nccl" if DEVICE == "cuda" else "gloo")

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ import pytest
 import torch
 
 from hpc_parallel.config.places import find_folder
-from tests import python_path
+from tests import printed
 
 DEVICE = os.environ.get("HPC_PARALLEL_TEST_DEVICE", "cuda")
 PLACE = "cuda:0" if DEVICE == "cuda" else "cpu"
@@ -49,12 +47,7 @@ def prove(strategy: str, *layout: str, here: Path) -> tuple[dict[str, float], di
     """Largest relative differences from one rank on the same GPU; and what `environment.json` says."""
     net = NETS.get(strategy, TEXT)
     words = (f"strategy={strategy}", *layout, *net, f"device={DEVICE}", "run_dir=proof")
-    done = subprocess.run(
-        [sys.executable, "-m", "hpc_parallel", "parity", *words],
-        cwd=here, env={**os.environ, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": "0"},
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed("-m", "hpc_parallel", "parity", *words, cwd=here, CUDA_VISIBLE_DEVICES="0")
     (row,) = json.loads((here / "proof/parity.json").read_text())["rows"]
     (folder,) = (here / "proof").glob("01-*")
     environment = json.loads((folder / "environment.json").read_text())

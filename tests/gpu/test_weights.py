@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 from hpc_parallel.models.drawn_weights import BLOCK
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.models.transformer import Transformer
-
-DEVICE = os.environ.get("HPC_PARALLEL_TEST_DEVICE", "cuda")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        DEVICE == "cuda" and not torch.cuda.is_available(), reason="there is no NVIDIA GPU on this machine"
-    ),
-]
+from tests.gpu.test_strategies import DEVICE, pytestmark  # noqa: F401
 
 
 def weights(device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:

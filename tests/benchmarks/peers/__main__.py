@@ -15,6 +15,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,15 +35,13 @@ ALONE: dict[str, Callable[[str], dict[str, Any]]] = {
 def main() -> int:
     options = parsed()
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        workers = Workers(Path(folder, "ranks"))
+    with tempfile.TemporaryDirectory() as folder, closing(Workers(Path(folder, "ranks"))) as workers:
         for name in options.entries:
             models = options.models.split(",") if name in entries.ENTRIES else [None]
             for model in models:
                 rows.append(guarded(name, model, workers=workers, options=options))
                 print(text_of(rows[-1]), flush=True)
                 write(options.json, rows)
-        workers.close()
     return int(not all(row["met"] for row in rows))
 
 

@@ -1,10 +1,11 @@
-"""The bare loop: DistributedDataParallel with views of its buckets, fused AdamW, one clip."""
+"""The bare loop: fused AdamW, one clip, and what each entry makes of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,8 +14,27 @@ from tests.benchmarks.peers.recipe import Recipe
 
 
 def build(recipe: Recipe) -> Callable[[int], Tensor]:
-    model = recipe.model()
-    return loop(recipe, DistributedDataParallel(model, gradient_as_bucket_view=True))
+    """DistributedDataParallel with views of its buckets."""
+    return loop(recipe, replica(recipe))
+
+
+def compiled(recipe: Recipe) -> Callable[[int], Tensor]:
+    """All of the model compiled, so that torch can split the graph at the buckets."""
+    return loop(recipe, torch.compile(replica(recipe)))
+
+
+def one_process(recipe: Recipe) -> Callable[[int], Tensor]:
+    """One process alone on its half of the batch: the other one waits."""
+    return apart(recipe) if dist.get_rank() == 0 else lambda index: torch.tensor(float("nan"))
+
+
+def apart(recipe: Recipe) -> Callable[[int], Tensor]:
+    """Processes that train for themselves, each on its half of the batch, without a word between them."""
+    return loop(recipe, recipe.model())
+
+
+def replica(recipe: Recipe) -> nn.Module:
+    return DistributedDataParallel(recipe.model(), gradient_as_bucket_view=True)
 
 
 def loop(recipe: Recipe, model: nn.Module) -> Callable[[int], Tensor]:

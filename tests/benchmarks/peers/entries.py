@@ -28,7 +28,8 @@ MODELS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Entry:
-    """`words`: of ours; `module`: the peer's file; the ratio should be `target`, its lower end `least`."""
+    """`words`: of ours; `module`: the peer's file, or file:function; the ratio should be `target`, its lower
+    end `least`."""
 
     peer: str
     module: str
@@ -44,15 +45,17 @@ WHOLE = (*COMPILED, "training.compile_whole=true")
 PIPELINE = ("strategy=pipeline", "strategy.microbatches=4", "model.tied_head=false")
 ENTRIES: Mapping[str, Entry] = {
     "bare": Entry("bare DDP loop", "bare_ddp", DATA),
-    "compiled": Entry("compiled bare DDP loop", "bare_compiled", COMPILED),
-    "compiled_whole": Entry("compiled bare DDP loop", "bare_compiled", WHOLE),
+    "compiled": Entry("compiled bare DDP loop", "bare_ddp:compiled", COMPILED),
+    "compiled_whole": Entry("compiled bare DDP loop", "bare_ddp:compiled", WHOLE),
     "fabric": Entry("Lightning Fabric", "with_fabric", DATA),
     "accelerate": Entry("accelerate", "with_accelerate", DATA),
     "pipelining": Entry("torch.distributed.pipelining", "bare_pipelining", PIPELINE),
     # Ours on two processes against twice the throughput of one, and against two that exchange nothing: what
     # two processes of this machine cost each other is in the first ratio only.
-    "one_process": Entry("twice one process", "one_process", DATA, target=0.97, least=0.0, coincides=False),
-    "apart": Entry("two processes apart", "apart", DATA, target=0.97, least=0.0, coincides=False),
+    "one_process": Entry(
+        "twice one process", "bare_ddp:one_process", DATA, target=0.97, least=0.0, coincides=False
+    ),
+    "apart": Entry("two processes apart", "bare_ddp:apart", DATA, target=0.97, least=0.0, coincides=False),
 }
 LAYERS = {"tiny": 4, "20m": 16}
 

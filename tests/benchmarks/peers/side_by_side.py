@@ -108,7 +108,8 @@ def contest(
     config, values = read_config(folder.config)
     recipe = recipe_of(config, steps=most_steps)
     with patch.dict(os.environ, rank_variables()), suppress(EnoughError):
-        peer = import_module(f"tests.benchmarks.peers.{module}").build(recipe)
+        file, _, function = module.partition(":")
+        peer = getattr(import_module(f"tests.benchmarks.peers.{file}"), function or "build")(recipe)
         turns = Turns(peer=peer, limit_s=limit_s, most_steps=most_steps, clock=CLOCKS[clock])
         train(TaskContext(config, values, folder, torch.device("cpu"), environment={}, progress=turns))
     slowest = [slowest_s(times) for times in (turns.ours_s, turns.theirs_s)]
