@@ -221,7 +221,21 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
     if restarts and job_of(environment) is None:
         line += "; it starts again"
     elif restarts:  # last, because Slurm may end this process at once
-        line += f"; {restart.requeue_or_resubmit(folder, launcher=launcher, environment=environment)}"
+        line += f"; {_start_again(folder, launcher=launcher, environment=environment)}"
+    return line
+
+
+def _start_again(folder: RunFolder, *, launcher: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+    """Ask Slurm for another start; returns a line. If none follows, `failure.json` says so."""
+    line = restart.requeue_or_resubmit(folder, launcher=launcher, environment=environment)
+    if not line.startswith(restart.NO_START):
+        return line
+    ended, stopped = Failure.read(folder), Stop.read(folder)
+    if ended is None and stopped is not None:
+        ended = _without_rank(kind=failure.KILLED, message=line, line=str(stopped.line))
+        write_json(folder.summary, _summary(folder, outcome="failed", environment=environment))
+    if ended is not None:
+        replace(ended, line=f"{ended.line}; {line}").write(folder)
     return line
 
 
@@ -348,7 +362,6 @@ def main(arguments: Sequence[str]) -> None:
         print(line, file=sys.stderr, flush=True)
     if "SLURM_JOB_ID" in environment and may_restart(folder):
         launcher = folder.read_config()["launcher"]
-        line = restart.requeue_or_resubmit(folder, launcher=launcher, environment=os.environ)
-        print(line, file=sys.stderr)
+        print(_start_again(folder, launcher=launcher, environment=os.environ), file=sys.stderr)
     if options.returncode == 0 and folder.failure.exists() and not folder.stopped.exists():
         sys.exit(1)  # the job has failed too

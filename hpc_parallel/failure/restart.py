@@ -22,6 +22,7 @@ from hpc_parallel.slurm.submit import SiteRefusedError, requeue, resubmit
 
 TIME_LIMIT, PREEMPTED, CANCELLED = "time_limit", "preempted", "cancelled"
 REQUEUED = "requeued"  # a script asked for it by its exit code
+NO_START = ("not requeued", "neither requeued")  # the beginnings of lines that say that none follows
 TWICE = 2  # failures of a host after which the next start excludes it
 MOST_EXCLUSIONS = 8  # starts that may end because preflight checks exclude hosts
 

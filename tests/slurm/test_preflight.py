@@ -109,6 +109,7 @@ def test_a_job_for_which_too_few_hosts_are_left_ends(site: Site, monkeypatch: py
     (log,) = (site.home / "run" / "slurm").glob("*_0_log.out")
     line = f"not requeued: without {BAD} partition main has {HOSTS - 1} hosts, and the job needs {HOSTS}. "
     assert line in log.read_text()
+    assert line in read(site.home / "run", "failure.json")["line"]
 
 
 def test_a_host_with_busy_cpus_is_found_by_name(site: Site) -> None:

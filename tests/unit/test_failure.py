@@ -18,7 +18,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_parallel.failure import failure, flight_recorder, normal_end, restart, root_cause
+from hpc_parallel.failure import conclude_run, failure, flight_recorder, normal_end, restart, root_cause
 from hpc_parallel.failure.conclude_run import conclude, find_root_cause
 from hpc_parallel.failure.desync import compare
 from hpc_parallel.failure.error_place import located, mark_step
@@ -272,6 +272,18 @@ def test_a_task_that_can_not_continue_keeps_its_rows_and_is_not_requeued(
     assert line == f"{reason}: 37 of 183 rows are kept{advice}"
     summary = read_json(folder.summary)
     assert summary["outcome"] == outcome
+
+
+def test_a_run_that_is_not_started_again_has_failed_and_says_why(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conclude_run.restart, "requeue_or_resubmit", lambda *_, **__: "not requeued: why")
+    monkeypatch.setattr(conclude_run.restart, "why_stopped", lambda *_, **__: conclude_run.restart.PREEMPTED)
+    write_json(folder.stopped, {"signal": "SIGTERM", "step": 30})
+    line = conclude(folder, returncode=1, environment={"SLURM_JOB_ID": "7"})
+    assert line == "preempted by Slurm: saved at step 30; not requeued: why"
+    assert read_json(folder.failure)["line"] == line
+    assert read_json(folder.summary)["outcome"] == "failed"
 
 
 def test_a_clean_up_after_a_lost_peer_is_not_a_cancellation() -> None:
