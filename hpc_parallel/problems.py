@@ -99,6 +99,6 @@ def alternatives(texts: Sequence[str]) -> str:
     return " or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
 
-def nearest(word: str, choices: Iterable[str], *, most: int = 1) -> list[str]:
+def nearest(word: str, choices: Iterable[str], *, most: int = 1, likeness: float = 0.5) -> list[str]:
     """The choices that `word` was probably meant to be, at most `most`, best first."""
-    return difflib.get_close_matches(word, sorted(choices), n=most, cutoff=0.5)
+    return difflib.get_close_matches(word, sorted(choices), n=most, cutoff=likeness)

@@ -109,8 +109,8 @@ def rules_of(schema: type) -> Mapping[str, Rule]:
     for owner in reversed(schema.__mro__):
         if is_dataclass(owner):
             rules |= {item.name: item.metadata[RULE] for item in fields(owner) if RULE in item.metadata}
-    defaults = {item.name: default_of(item) for item in fields(schema)}
-    return {name: replace(rule, legal=rule.legal or (defaults[name],)) for name, rule in rules.items()}
+    defaults = {item.name: (default_of(item),) for item in fields(schema) if item.name in rules}
+    return {name: replace(rule, legal=rule.legal or defaults[name]) for name, rule in rules.items()}
 
 
 Part = tuple[str, Mapping[str, Any], type | None]  # the prefix of its keys, its values, and their schema

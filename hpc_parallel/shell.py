@@ -83,6 +83,10 @@ def complain(problems: Iterable[object], *, indent: str = "") -> None:
         _discard(sys.stderr)
 
 
+def warn_on_stderr(message: str) -> None:
+    complain([message])
+
+
 def _open_closed_streams() -> None:
     """Open standard streams that the shell has closed (`>&-`) on /dev/null.
 

@@ -13,6 +13,7 @@ import tempfile
 import torch.distributed as dist
 
 from hpc_parallel.config.schema import register
+from hpc_parallel.launch.run_files import write
 from tests.composed import prepared
 from tests.workers import train_here
 
@@ -22,7 +23,7 @@ FIXED = ("launcher=local", "launcher.snapshot=false", "device=cpu", "strategy=si
 def main(*overrides: str) -> None:
     register()
     run = prepared(f"run_dir={tempfile.mkdtemp()}/run", *FIXED, *overrides)
-    run.write()
+    write(run)
     print("run folder", run.folder.path)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     train_here(str(run.folder.path), {})

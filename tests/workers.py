@@ -21,6 +21,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.launch.run_files import write
 from hpc_parallel.record.provenance import source_state
 from tests.composed import prepared
 from tests.watched_collectives import Seen, watched
@@ -114,7 +115,7 @@ class Workers:
         # The ranks import the classes of the tests: no process of its own for each configuration before.
         fixed = ("launcher=local", "launcher.snapshot=false", "launcher.check_imports=false", "device=cpu")
         run = prepared(f"run_dir={self._next_folder() / 'run'}", *fixed, *overrides)
-        run.write(git_state=_git_state)
+        write(run, git_state=_git_state)
         return run
 
     def run(self, count: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -18,7 +18,6 @@ from hydra import version
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import CellError, compose_cells
 from hpc_parallel.config.hydra_internals import print_by_flag
-from hpc_parallel.config.run_help import run_help
 from hpc_parallel.config.schema import register
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.launch.checked_run import all_problems, checked_run, with_resumed
@@ -26,7 +25,6 @@ from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.shell import complain, refuse
-from hpc_parallel.slurm.submit import SiteRefusedError
 
 if TYPE_CHECKING:
     from hpc_parallel.sweep.earlier import Earlier
@@ -88,6 +86,8 @@ def explain(line: CommandLine) -> int:
     config_dir, config_name = line.places["config_dir"], line.places["config_name"]
     try:
         if line.flags.help:
+            from hpc_parallel.config.run_help import run_help
+
             print(run_help(line.places))
             return DONE
         with _hydra_raises():
@@ -106,6 +106,8 @@ def launch(run: PreparedRun) -> int:
 
         complain([*describe(run), *run.notes])  # to stderr, because stdout has the batch script
         return DONE
+    from hpc_parallel.slurm.submit import SiteRefusedError
+
     print("\n".join([str(run), choice, *run.notes]))
     try:
         return launcher.launch(run)

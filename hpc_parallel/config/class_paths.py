@@ -101,18 +101,13 @@ def _top_level(module: str) -> ModuleSpec | None:
         sys.path.pop(0)
 
 
-@cache
+@cache  # every run of a sweep needs the same result
 def _names_in(source: Path) -> frozenset[str] | None:
     """The names that a module binds at its top level; None if it may bind others."""
     try:
-        return _names_of(source.read_bytes())
+        tree = ast.parse(source.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return None
-
-
-@cache  # every run of a sweep needs the same result
-def _names_of(text: bytes) -> frozenset[str] | None:
-    tree = ast.parse(text)
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):

@@ -1,24 +1,39 @@
-"""The arguments of `python -m hpc_parallel.run`, parsed once."""
+"""The arguments of `python -m hpc_parallel.run`, parsed once, with each text as it was typed.
+
+Hydra reads a number before it knows that a key takes text, such as the account `2023_001` or the module
+`3.10`, and YAML reads `0123` in a user's file as 83 and `on` as true.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from omegaconf import OmegaConf
 
 from hpc_parallel.config.hydra_internals import flags_parser
 from hpc_parallel.config.key_suggestions import SYNONYMS
 from hpc_parallel.config.places import Places, find_folder
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import with_quotes, with_script
-from hpc_parallel.config.typed_text import as_typed
+from hpc_parallel.config.typed_config import types_of
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.problems import ConfigError
 
 # Flags of Hydra that print something and start no run (--resolve: only with --cfg or --help).
 EXPLAINING = ("help", "hydra_help", "cfg", "info", "shell_completion", "resolve")
+
+_TABLES = ("launcher.extra", "cluster.extra", "cluster.srun", "cluster.environment", "script.arguments")
+"""Mappings whose values are words of a program or a shell, where `true` means a flag without a value."""
+_WORD = re.compile(r"(?P<plus>[+]*)(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)
+_TOKENS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[\[\]{},:]|[^\[\]{},:'"]+""")
+_PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -35,10 +50,8 @@ class CommandLine:
         The words after `--` become overrides. Raises ConfigError for an unknown flag, a `--config-dir` that
         does not exist and `--experimental-rerun`.
         """
-        words = with_script(words)
-        # Hydra requires a plus if the defaults don't name the group; users may write `jobs=` both ways.
-        plain = tuple(word.removeprefix("+") if word.startswith("+jobs=") else word for word in words)
-        plain = tuple(as_typed(with_quotes(_with_key_of_hardware(word))) for word in plain)
+        words = [with_quotes(word) for word in with_script(words)]
+        plain = tuple([as_typed(word) for word in [_as_hydra_names_it(word) for word in words]])
         if "--version" in plain:
             print(f"hpc_parallel {sys.modules['hpc_parallel'].__version__}")  # no import from a higher layer
             sys.exit(DONE)
@@ -89,9 +102,9 @@ class CommandLine:
         }
 
 
-def _with_key_of_hardware(word: str) -> str:
-    """Turn `hardware=NAME` into its key. Hydra would take `hardware` for the group `conf/hardware`."""
-    return f"plan.{word}" if word.startswith("hardware=") else word
+def _as_hydra_names_it(word: str) -> str:
+    """`hardware=NAME` by its key, as `hardware` is the name of a group too; `+jobs=` without its plus."""
+    return f"plan.{word}" if word.startswith("hardware=") else re.sub(r"^\+(?=jobs=)", "", word)
 
 
 def _unknown_flag(flag: str, words: Sequence[str]) -> str:
@@ -106,3 +119,93 @@ def _unknown_flag(flag: str, words: Sequence[str]) -> str:
     if not equals and after and "=" not in after[0] and not after[0].startswith("-"):
         value = after[0]
     return f"{flag}: a key has no dashes before it. Try {key}={value or 'VALUE'}."
+
+
+def as_typed(word: str) -> str:
+    """Returns the override `word`, with quotes around what Hydra would change."""
+    match = _WORD.fullmatch(word)
+    if match is None or "(" in match["value"]:
+        return word
+    quoted = "".join(_quoted(match["value"], match["key"]))
+    if quoted == match["value"] or not _takes_text(match["key"]):
+        return word
+    return f"{match['plus']}{match['key']}={quoted}"
+
+
+def _quoted(value: str, key: str) -> Iterator[str]:
+    """The tokens of a value, a list or a mapping, with quotes around each value that Hydra would change."""
+    tokens = _TOKENS.findall(value)
+    if "".join(tokens) != value:  # quotes that do not close: Hydra says where
+        yield value
+        return
+    starts, ends = (":", ",}") if value.startswith("{") else ("[,", ",]")
+    for before, token, after in zip(["", *tokens], tokens, [*tokens[1:], ""], strict=False):
+        text = token.strip()
+        if before in starts and after in ends and _would_change(text, key):
+            token = token.replace(text, f"'{text}'")
+        yield token
+
+
+def _would_change(text: str, key: str) -> bool:
+    """Whether Hydra reads the word as a value that is written differently."""
+    if text.lower() in ("true", "false"):
+        return not _is_table(key)
+    try:
+        number = float(text.replace("_", ""))
+    except ValueError:
+        return False
+    return text not in (str(number), f"{number:.0f}")
+
+
+def _takes_text(key: str) -> bool:
+    return _is_table(key) or any(map(_is_text, types_of(key)))
+
+
+def _is_table(key: str) -> bool:
+    return key.startswith(tuple(f"{table}." for table in _TABLES)) or key in _TABLES
+
+
+def _is_text(hint: Any) -> bool:
+    """Whether the type is a text or a list of texts. It may also allow null."""
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+    return all(kind is str or kind == list[str] for kind in kinds)
+
+
+def problems_of_files(choices: Mapping[str, str], *, folder: str) -> Iterator[str]:
+    """Problems of texts in the user's files that YAML reads as something else.
+
+    choices: the file of each group that is used; folder: the folder of `--config-dir`.
+    """
+    for group, name in choices.items():
+        path = Path(folder, group, f"{name}.yaml")
+        if path.is_file():
+            content = path.read_text()
+            package = _PACKAGE.search(content)
+            prefix = group.replace("/", ".") if package is None else package[1]
+            for key, node in _scalars(yaml.compose(content), "" if prefix == "_global_" else f"{prefix}."):
+                if _takes_text(key) and _is_misread(node, key):
+                    yield (
+                        f"{path}, line {node.start_mark.line + 1}: {key} is a text, and YAML reads "
+                        f'{node.value} otherwise. Write "{node.value}", with the quotes.'
+                    )
+
+
+def _scalars(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
+    """The unquoted values of a file, by dotted key. The values of a list have the key of the list."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from _scalars(value, f"{prefix}{key.value}.")
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            yield from _scalars(value, prefix)
+    elif isinstance(node, yaml.ScalarNode) and node.style is None:
+        yield prefix.rstrip("."), node
+
+
+def _is_misread(node: yaml.ScalarNode, key: str) -> bool:
+    value = OmegaConf.create(f"value: {node.value}").value
+    if value is None or isinstance(value, str):
+        return False
+    if isinstance(value, bool):
+        return node.value.lower() not in ("true", "false") or not _is_table(key)
+    return bool(str(value) != node.value)

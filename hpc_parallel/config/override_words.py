@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hpc_parallel.config.checks.key_checks import choices_of
 from hpc_parallel.config.places import find_folder
-from hpc_parallel.config.typed_config import schema_keys
+from hpc_parallel.config.typed_config import choices_of, schema_keys, types_of
 
 
 def override_words(prefix: str, *, extra_dir: str | None = None) -> list[str]:
@@ -44,7 +43,7 @@ def _values(key: str, folders: Sequence[Path]) -> list[str]:
         return files
     if choices := choices_of(key):
         return list(choices)
-    return ["true", "false"] if dict(schema_keys()).get(key) is bool else []
+    return ["true", "false"] if types_of(key) == [bool] else []
 
 
 def _keys(folders: Sequence[Path]) -> Iterator[str]:

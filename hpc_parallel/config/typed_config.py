@@ -13,6 +13,7 @@ from hpc_parallel.config.schema import GROUPS, OPTIMIZERS, OptimizerConfig, RunC
 from hpc_parallel.config.task_schema import TASKS, TaskConfig
 from hpc_parallel.layout.axes import MISSING
 from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.rules import rules_of
 
 _T = TypeVar("_T")
 
@@ -118,14 +119,25 @@ def schema_keys() -> Iterator[tuple[str, Any]]:
 
 def types_of(key: str) -> list[Any]:
     """The types of one key: in `model`, `data` and `task`, one type for each choice that has the key."""
+    return [_hints(schema)[key.rpartition(".")[2]] for schema in _schemas_with(key)]
+
+
+def choices_of(key: str) -> tuple[str, ...]:
+    """The legal words of a dotted key; empty if the key takes other values too."""
+    rules = (rules_of(schema).get(key.rpartition(".")[2]) for schema in _schemas_with(key))
+    return next((rule.choices for rule in rules if rule is not None), ())
+
+
+def _schemas_with(key: str) -> list[type]:
+    """The schemas that have the key: in `model`, `data` and `task`, those of the choices that have it."""
     group, dot, rest = key.partition(".")
-    schemas, names = ([*GROUPS[group].values()], rest.split(".")) if dot and group in _SEVERAL else (
-        [RunConfig], key.split("."),
-    )  # fmt: skip
-    for name in names:
-        hints = [_hints(schema) for schema in schemas if is_dataclass(schema)]
-        schemas = [of_schema[name] for of_schema in hints if name in of_schema]
-    return schemas
+    schemas: list[Any] = [*GROUPS[group].values()] if dot and group in _SEVERAL else [RunConfig]
+    owners: list[type] = []
+    for name in (rest if schemas != [RunConfig] else key).split("."):
+        tables = [schema for schema in schemas if isinstance(schema, type) and is_dataclass(schema)]
+        owners = [schema for schema in tables if name in _hints(schema)]
+        schemas = [_hints(schema)[name] for schema in owners]
+    return owners
 
 
 def _of_schema(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -22,6 +22,7 @@ from hpc_parallel.config.script import absolute
 from hpc_parallel.config.site_schema import LauncherConfig
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.launch.run_files import written
 from hpc_parallel.record import owner
 from hpc_parallel.record.safe_write import write_text
 
@@ -244,7 +245,7 @@ class ScriptLauncher:
         return render(run)
 
     def start(self, run: PreparedRun) -> None:
-        with run.written():
+        with written(run):
             self.write_script(run)
         owner.release(run.folder)  # nothing runs yet, and this process may continue
 

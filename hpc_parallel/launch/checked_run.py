@@ -9,11 +9,10 @@ from yaml import YAMLError
 
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import COMPOSE_ERRORS, compose_run
-from hpc_parallel.config.file_problems import unreadable_file
 from hpc_parallel.config.resolve import UnresolvedError
 from hpc_parallel.launch.prepare import PreparedRun, prepare
-from hpc_parallel.launch.resume import resumed, warn_on_stderr
 from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.shell import warn_on_stderr
 
 
 def with_resumed(line: CommandLine, *, warn: Callable[[str], None] = warn_on_stderr) -> CommandLine:
@@ -23,6 +22,10 @@ def with_resumed(line: CommandLine, *, warn: Callable[[str], None] = warn_on_std
 
     Raises ConfigError with all problems.
     """
+    if not any(word.startswith("resume=") for word in line.words):
+        return line
+    from hpc_parallel.launch.resume import resumed
+
     try:
         return line.with_words(resumed(line.words, warn=warn))
     except COMPOSE_ERRORS as error:
@@ -59,6 +62,7 @@ def all_problems(error: Exception, line: CommandLine, *, also: Sequence[str] = (
     Raises `error` again if it is not a refusal.
     """
     from hpc_parallel.config.diagnose import diagnose
+    from hpc_parallel.config.file_problems import unreadable_file
 
     if isinstance(error, ConfigError) and not isinstance(error, UnresolvedError):
         return error.problems  # already from all checks

@@ -13,21 +13,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hpc_parallel.config import find_module
 from hpc_parallel.config.class_paths import class_tables
 from hpc_parallel.config.job_python import environment_key, is_chosen, job_python
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK
-from hpc_parallel.record.snapshot import Snapshot
-from hpc_parallel.user_code import failure_of
+
+if TYPE_CHECKING:
+    from hpc_parallel.record.snapshot import Snapshot
 
 BUILT_IN = ("hpc_parallel.", "torch.optim.")  # these paths are checked without an import
 TIMEOUT_S = 60.0  # for imports from a slow file system
@@ -95,6 +95,8 @@ def _check_module(config: RunConfig) -> ImportCheck:
 
 @cache  # all runs of a sweep have the same module
 def _searched(python: str, folder: str, module: str) -> ImportCheck:
+    from hpc_parallel.config import find_module
+
     command = (python, "-P", find_module.__file__, module)
     answer = _answered(command, folder, act="searched", names=module)
     if isinstance(answer, str):
@@ -122,19 +124,18 @@ def _is_built_in(table: Mapping[str, Any]) -> bool:
     return str(table["_target_"]).startswith(BUILT_IN)
 
 
-def _tables(config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+def _tables(config: RunConfig) -> list[tuple[str, dict[str, Any]]]:
     """Each class or function that the configuration names, with its arguments."""
-    yield from class_tables("model", config.model)
-    yield from class_tables("data", config.data)
+    tables = [*class_tables("model", config.model), *class_tables("data", config.data)]
     for index, callback in enumerate(config.training.callbacks):
-        yield from class_tables(f"training.callbacks[{index}]", callback)
+        tables += class_tables(f"training.callbacks[{index}]", callback)
     optimizer = config.optimizer
     classes: dict[str, str | None] = {"optimizer": optimizer._target_}
     classes |= {f"optimizer.groups.{name}": rule.get("_target_") for name, rule in optimizer.groups.items()}
     classes["optimizer.schedule"] = optimizer.schedule if "." in optimizer.schedule else None
-    for key, path in classes.items():
-        if path is not None:  # the trainer adds the arguments
-            yield key, {"_target_": path, "_partial_": True}
+    # The trainer adds the arguments.
+    functions = [(key, path) for key, path in classes.items() if path is not None]
+    return [*tables, *((key, {"_target_": path, "_partial_": True}) for key, path in functions)]
 
 
 def check_models(runs: Sequence[tuple[RunConfig, Mapping[str, Any]]]) -> list[list[str]]:
@@ -212,6 +213,8 @@ def _answered(
 
 def main() -> None:
     """Write the messages to stdout; what imported modules print goes to stderr."""
+    from hpc_parallel.user_code import failure_of
+
     question = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)

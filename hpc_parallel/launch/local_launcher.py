@@ -16,6 +16,7 @@ from types import FrameType, MappingProxyType
 
 from hpc_parallel.failure.failure import signal_name
 from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.launch.run_files import undo_write, write
 from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import open_append
@@ -35,16 +36,16 @@ class LocalLauncher:
         return f"{count} on this machine, by {' '.join(_command(run.folder, AGENT))}"
 
     def start(self, run: PreparedRun) -> threading.Thread:
-        run.write()
+        write(run)
         try:
             return watched_agent(run)
         except BaseException:
-            run.undo_write()
+            undo_write(run)
             raise
 
     def launch(self, run: PreparedRun) -> int:
         """Raises KeyboardInterrupt after a cancelled run has ended, because a sweep must not continue."""
-        run.write()
+        write(run)
         code = follow_agent(run.folder, steps=run.steps, variables=run.variables, is_script=run.is_script)
         summary = Summary.read(run.folder)
         if summary is not None and summary.outcome == "cancelled":

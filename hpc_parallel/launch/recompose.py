@@ -26,9 +26,7 @@ from hpc_parallel.problems import ConfigError, Problem, quoted
 from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.values import flatten
 
-_MAX_ROUNDS = (
-    4  # an override may change a derived value (`name` from `strategy.name`); the next round resets it
-)
+_MAX_ROUNDS = 4  # an override may change a derived value (`name`), which the next round resets
 _BARE = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z_][\w.-]*", re.ASCII | re.IGNORECASE)
 _ORIGIN = "_origin"  # an attribute, not a field, so it is neither compared nor written to config.yaml
 

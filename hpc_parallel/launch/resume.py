@@ -1,7 +1,9 @@
-"""`resume=RUN`: the command line that started the run, then the new overrides, in the same run folder.
+"""What a run continues from.
+
+`resume=RUN`: the command line that started the run, then the new overrides, in the same run folder.
 
 Values that decide which samples are seen and what they mean can't change. The machine, the number of devices
-and the layout can.
+and the layout can. `weights=RUN` or a file: only the shapes of the weights must fit.
 """
 
 from __future__ import annotations
@@ -16,21 +18,29 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from hpc_parallel.config.checks.suggestions import paths_near
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import compose_run
 from hpc_parallel.config.learning_rate import SCHEDULES, learning_rate, warmup_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK
+from hpc_parallel.layout.model_data_schema import (
+    ConvNetConfig,
+    SegmenterConfig,
+    TransformerConfig,
+    UNetConfig,
+)
 from hpc_parallel.problems import ConfigError, Problem, Problems, nearest, quoted
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.find import near_runs, path_of
 from hpc_parallel.record.recorded_start import grants_trust, key_of, read_start
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
-from hpc_parallel.record.safe_read import DamagedError
+from hpc_parallel.record.safe_read import DamagedError, parse_json
+from hpc_parallel.record.safetensors_header import read_header
 from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
-from hpc_parallel.record.values import flatten, integer, number
-from hpc_parallel.shell import complain
+from hpc_parallel.record.values import flatten, integer, number, table, text
+from hpc_parallel.shell import warn_on_stderr
 
 AUTO, AUTO_STRATEGY = "auto", "strategy=auto"
 DEVICES = ("nodes", "gpus_per_node")
@@ -46,14 +56,16 @@ FIXED = {  # keys that can't change, with the reason
     "weights": "it continues from its own weights",
 }
 
-
 BATCH, STEPS = "training.global_batch_size", "training.steps"
 SCHEDULE, WARMUP = "optimizer.schedule", "optimizer.warmup_steps"
 JUMP = 0.01  # of the learning rate; smaller changes are not named
-
-
-def warn_on_stderr(message: str) -> None:
-    complain([message])
+IMAGE_SHAPE = ("channels", "classes", "in_channels", "kernel_size")
+SHAPE = {  # the keys of a model that decide the shapes of its weights
+    TransformerConfig._target_: ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size", "tied_head"),
+    ConvNetConfig._target_: IMAGE_SHAPE,
+    SegmenterConfig._target_: IMAGE_SHAPE,
+    UNetConfig._target_: IMAGE_SHAPE,
+}
 
 
 def resumed(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stderr) -> list[str]:
@@ -240,3 +252,50 @@ def _replaced(key: str, typed: set[str]) -> bool:
     group = key.partition(".")[0]
     inside = "." in key and group in typed and group != "launcher"
     return key in typed or inside or key in ("run_dir", "resume", "dry_run")
+
+
+def weights_problems(config: RunConfig, weights: str) -> Problems:
+    """Check `weights=FILE.safetensors|RUN` without torch."""
+    path = Path(os.path.expanduser(weights))
+    try:
+        if not path.exists():
+            path = path_of(weights)
+        if not path.exists():
+            yield Problem("weights", weights, "does not exist here", paths_near(path))
+            return
+        if path.is_dir():
+            model = model_of_run(path, trusted=config.launcher.shared_folder)
+        else:
+            model = table(parse_json(read_header(path)[1].get("model", "{}")))
+    except DamagedError as error:
+        yield f"weights = {path} can't be used: {error.reason}"
+        return
+    except (OSError, ValueError, UntrustedError) as error:  # also if several runs match the name
+        yield f"weights = {path} can't be used: {getattr(error, 'strerror', None) or error}"
+        return
+    yield from _weight_shapes(config.model, model)
+
+
+def model_of_run(path: Path, *, trusted: bool) -> Mapping[str, Any]:
+    """The model of a run that has a checkpoint. Raises ValueError, UntrustedError."""
+    if not is_run_folder(path):
+        raise ValueError("the folder is not a run folder. Name a run folder or a .safetensors file")
+    checkpoints = complete(RunFolder(path).checkpoints)
+    if not checkpoints:
+        raise ValueError("the run has no checkpoint")
+    if not trusted:
+        require_private(checkpoints[0].path)  # its index is a pickle
+    return table(table(checkpoints[0].manifest.get("config")).get("model"))
+
+
+def _weight_shapes(model: Any, trained: Mapping[str, Any]) -> Problems:
+    """For our models: the keys that give the weights other shapes than those of the trained model."""
+    target = text(trained.get("_target_"))
+    if not isinstance(model, dict) or not target:
+        return
+    if model.get("_target_") != target:
+        return  # another class may have the same weights: the job compares names
+    for key in SHAPE.get(target, ()):
+        if key in trained and model[key] != trained[key]:
+            rule = "differs from the model that the weights were trained with"
+            yield Problem(f"model.{key}", model[key], rule, (trained[key],))

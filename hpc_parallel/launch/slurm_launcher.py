@@ -6,6 +6,7 @@ from hpc_parallel import job as job_entry
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.launch.batch_script import needs_own_script, render
 from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.launch.run_files import written
 from hpc_parallel.record import owner
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.safe_write import write_text
@@ -30,11 +31,11 @@ class SlurmLauncher:
         return render(run, payload=not needs_own_script(run))
 
     def start(self, run: PreparedRun) -> None:
-        with run.written():
+        with written(run):
             submit(run)
 
     def launch(self, run: PreparedRun) -> int:
-        with run.written():
+        with written(run):
             job = submit(run)
         path = run.folder.path
         print(f"job         {job.id}")

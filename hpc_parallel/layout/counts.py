@@ -160,9 +160,10 @@ def fitting_samples(config: RunConfig, layout: Layout) -> int | None:
 
     Returns None for a model of another class, or if `cluster.device_memory_gb` is not set.
     """
-    memory_gb, sample = config.cluster.device_memory_gb, sample_bytes(config, layout)
-    held = least_bytes(config, layout)
-    if memory_gb is None or sample is None or held is None:
+    if (memory_gb := config.cluster.device_memory_gb) is None:
+        return None
+    sample, held = sample_bytes(config, layout), least_bytes(config, layout)
+    if sample is None or held is None:
         return None
     free = USABLE * memory_gb * GIB - held - _working_copies(config, layout)
     free -= 3 * LOSS_CHUNK_BYTES["cuda"]  # the logits of a chunk, and two copies

@@ -66,7 +66,7 @@ class Layout:
         """
         return _resolve(tuple(int(getattr(strategy, axis)) for axis in AXES), devices)
 
-    @property
+    @cached_property
     def degrees(self) -> dict[str, int]:
         """The degree of each axis by its name, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}

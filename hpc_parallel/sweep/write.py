@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TypeVar
 
+from hpc_parallel.launch import run_files
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record.provenance import source_state
 from hpc_parallel.record.snapshot import Snapshot
@@ -27,7 +28,7 @@ def write_runs(runs: Sequence[PreparedRun]) -> None:
     def write(run: PreparedRun) -> None:
         files = run.snapshot.files if run.snapshot else None
         copied = next((snapshot for snapshot in snapshots if snapshot.files is files), None)
-        run.write(copied=copied, git_state=state)
+        run_files.write(run, copied=copied, git_state=state)
         written.append(run)
         if copied is None and run.snapshot is not None:
             snapshots.append(run.snapshot)
@@ -46,7 +47,7 @@ def write_runs(runs: Sequence[PreparedRun]) -> None:
 def take_back(runs: Iterable[PreparedRun]) -> None:
     """Undo `write_runs` for runs that have not started."""
     for run in runs:
-        run.undo_write()
+        run_files.undo_write(run)
 
 
 def for_each(work: Callable[[T], object], items: Iterable[T]) -> None:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from hpc_parallel.launch.run_files import write
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.start.join import join
@@ -82,7 +83,7 @@ def count(size: int, overrides: list[str]) -> list[int]:
     with tempfile.TemporaryDirectory() as path:
         batch = f"training.global_batch_size={size}"
         run = prepared(f"run_dir={path}/run", *SMALL, f"gpus_per_node={size}", batch, *overrides)
-        run.write()
+        write(run)
         return counts_of(rank, RunFolder(Path(path) / "run"), size=size)
 
 

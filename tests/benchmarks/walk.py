@@ -94,12 +94,13 @@ def walk_of_run(*words: str) -> Walk:
 def walk_of_step(strategy: str) -> Walk:
     """The walk of rank 1 of two from one call of `Step.run` to the next one."""
     from hpc_parallel.config.schema import register
+    from hpc_parallel.launch.run_files import write
     from tests.composed import prepared
 
     register()
     with tempfile.TemporaryDirectory() as scratch:
         run = prepared(f"run_dir={scratch}/run", f"strategy={strategy}", *QUIET)
-        run.write()
+        write(run)
         context = multiprocessing.get_context("spawn")
         walks = context.Queue()
         ranks = [

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from hpc_parallel.config.tasks import FIGURES, objective_problems
 from hpc_parallel.failure.summary import MEASURED, summarise
 from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.launch.run_files import write
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.recorded import find_runs
 from hpc_parallel.record.safe_write import write_json
@@ -43,7 +44,7 @@ class StandIn:
     def launch(self, run: PreparedRun) -> int:
         assert run.config.launcher.wait
         ASKED.append(run)
-        run.write()
+        write(run)
         if run.config.seed == 99:
             raise KeyboardInterrupt
         if run.config.seed == 77:

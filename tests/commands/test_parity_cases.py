@@ -13,8 +13,8 @@ import pytest
 
 from hpc_parallel.commands import parity as command
 from hpc_parallel.commands.parity import main, prove
-from hpc_parallel.config.checks.key_checks import choices_of
 from hpc_parallel.config.places import find_folder
+from hpc_parallel.config.typed_config import choices_of
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.proof import cases as rows_to_plan
 from hpc_parallel.proof import parity_table

@@ -19,6 +19,7 @@ import yaml
 
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.launch.checked_run import checked_run
+from hpc_parallel.launch.run_files import write
 from hpc_parallel.measure.collectives import Bench, group_of
 from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.run_folder import RunFolder
@@ -115,7 +116,7 @@ def test_a_run_is_compared_with_the_profile_of_another(workers: Workers, tmp_pat
         f"--config-dir={tmp_path / 'site'}", *words, "machine=good", "launcher=local", "device=cpu",
         "launcher.snapshot=false", f"run_dir={tmp_path / 'run'}",
     ]))  # fmt: skip
-    run.write()
+    write(run)
     workers.run(run.processes, do_here, str(run.folder.path))
     fit = yaml.safe_load((good / "machine.yaml").read_text())["collectives"]["world"]["all_reduce"]
     rows = json.loads(run.folder.collectives.read_text())["rows"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hpc_parallel.launch.run_files import write
 from tests.composed import prepared
 from tests.distributed.test_local_launcher import HOST, AgentServer, agent_server, content, session
 from tests.marks import in_full
@@ -55,7 +56,7 @@ def failing(training_agents: AgentServer, tmp_path: Path) -> Failing:
 
     def train(*overrides: str) -> dict[str, Any]:
         run = prepared(f"run_dir={tmp_path / 'run'}", *SMALL, *overrides)
-        run.write()
+        write(run)
         agent = training_agents.start(run.folder)
         assert training_agents.exit_code() == 1
         assert session(agent) == set()

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from hpc_parallel.launch.run_files import write
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.training.observers import Progress
 from hpc_parallel.worker.main import TASKS, WATCHED, main
@@ -48,7 +49,7 @@ def agents() -> Iterator[AgentServer]:
 def hang(agents: AgentServer, path: Path, *words: str, stop: bool = False) -> RunFolder:
     """Train until the hang has been found and the run has ended."""
     run = prepared(f"run_dir={path / 'run'}", *SMALL, *words)
-    run.write()
+    write(run)
     agent = agents.start(run.folder)
     if stop:
         until(lambda: run.folder.metrics.exists() and len(run.folder.metrics.read_text().splitlines()) > 3)

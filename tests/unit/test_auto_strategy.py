@@ -14,6 +14,7 @@ from hpc_parallel.config.compose import compose_cells
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.failure.summary import summarise
 from hpc_parallel.launch.checked_run import checked_run, with_resumed
+from hpc_parallel.launch.run_files import write
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.forecast import certain_bytes
 from hpc_parallel.planning.hardware import read_hardware
@@ -44,7 +45,7 @@ def test_what_auto_chooses_is_recorded_with_its_degrees() -> None:
     assert "strategy=auto" not in run.overrides
     assert run.config.name == "auto"
     assert run.plan_notes[0].startswith("auto        strategy=")
-    run.write()
+    write(run)
     recorded = yaml.safe_load(run.folder.config.read_text())
     degrees = [recorded["strategy"][axis] for axis in ("pipeline", "replicate", "shard", "tensor")]
     assert -1 not in degrees
@@ -54,7 +55,7 @@ def test_what_auto_chooses_is_recorded_with_its_degrees() -> None:
 
 def test_a_resumed_run_keeps_its_layout_unless_it_has_other_devices() -> None:
     run = checked(*HERE)
-    run.write()
+    write(run)
     typed = [*HERE, "launcher.snapshot=false", "resume=auto"]
     line = with_resumed(CommandLine.parse(typed))
     assert "strategy=auto" not in line.overrides
@@ -183,7 +184,7 @@ def test_the_plan_is_in_the_summary_and_beside_what_was_measured(
     planned = dict(run.predicted)
     assert planned.pop("peak_memory_bytes") > 4 * 4 * 1235814400 / 8
     assert planned == pytest.approx(expected, rel=1e-12)
-    run.write()
+    write(run)
     recorded = read_run(run.folder.path)
     lines = [{"step": at, "samples": 16 * at, "step_time_s": 0.5, "samples_per_s": 32.0} for at in (1, 2)]
     summary = summarise(

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.launch import prepare
+from hpc_parallel.launch import run_files
 from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.launch.run_files import write
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
@@ -44,7 +45,7 @@ def test_source_that_cannot_be_copied(
     run = prepared("launcher=local", "name=mine", f"run_dir={tmp_path / 'run'}")
     monkeypatch.setattr(Snapshot, "take", raising(error))
     with pytest.raises(ConfigError, match=str(error.filename or error.strerror)):
-        run.write()
+        write(run)
     assert not (tmp_path / "run").exists()
 
 
@@ -52,7 +53,7 @@ def test_ctrl_c_while_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     run = prepared("launcher=local", "name=mine", f"run_dir={tmp_path / 'run'}")
     monkeypatch.setattr(Snapshot, "take", raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        run.write()
+        write(run)
     assert not (tmp_path / "run").exists()
 
 
@@ -60,7 +61,7 @@ def test_a_run_that_is_there_is_left_alone(tmp_path: Path) -> None:
     run = prepared(*QUIET, f"run_dir={tmp_path / 'run'}")
     write_text_in(tmp_path / "run", "mine")
     with pytest.raises(ConfigError, match="not empty"):
-        run.write()
+        write(run)
     assert contents(tmp_path) == {"run/notes": b"mine"}
 
 
@@ -72,7 +73,7 @@ def write_text_in(folder: Path, text: str) -> None:
 def ended(tmp_path: Path, *resume: str) -> tuple[RunFolder, PreparedRun]:
     """A run that is over, and the same prepared to be resumed."""
     first = prepared(*QUIET, f"run_dir={tmp_path / 'run'}")
-    first.write()
+    write(first)
     first.folder.owner.unlink()
     write_text(first.folder.summary, "{}")
     second = prepared(*QUIET, f"run_dir={tmp_path / 'other'}")
@@ -94,11 +95,11 @@ def test_a_resume_that_fails_leaves_the_run_as_it_was(
     before = contents(folder.path)
     full = raising(OSError(28, "No space left on device"))
     if place == "write":
-        monkeypatch.setattr(prepare, "write_text", full)
+        monkeypatch.setattr(run_files, "write_text", full)
     else:
         monkeypatch.setattr("hpc_parallel.record.run_folder.write_text", full)
     with pytest.raises(ConfigError, match="No space left on device"):
-        again.write()
+        write(again)
     assert contents(folder.path) == before
 
 
@@ -108,7 +109,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         fill(disk)
         os.truncate(disk / "filler", os.path.getsize(disk / "filler") - 8192)
         with pytest.raises(ConfigError, match="No space left on device"):
-            run.write()
+            write(run)
         assert [path.name for path in disk.iterdir()] == ["filler"]
 
 
@@ -117,7 +118,7 @@ def test_a_configuration_that_the_job_could_not_read_is_refused(here: Path) -> N
     for odd, reason in (["x" * 2**18], "it has more than 256 KiB"), (math.inf, "is not finite"):
         run.values["seed"] = odd
         with pytest.raises(ConfigError, match=reason):
-            run.write()
+            write(run)
         assert not (here / "run").exists()
 
 
@@ -125,5 +126,5 @@ def test_equal_parts_are_written_without_aliases(here: Path) -> None:
     run = prepared("launcher.snapshot=false", "run_dir=run")
     shared = ["a", "b"]
     run.values["task"] = {"name": "train", "first": shared, "second": shared}
-    run.write()
+    write(run)
     assert run.folder.read_config()["task"] == run.values["task"]

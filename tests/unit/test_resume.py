@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from hpc_parallel.launch.resume import newest, resumed
+from hpc_parallel.launch.run_files import write
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
@@ -25,7 +26,7 @@ from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.run import main
 from tests.composed import prepared
 from tests.recorded_runs import finished
-from tests.unit.test_checkpoint_index import write
+from tests.unit.test_checkpoint_index import write as write_checkpoint
 
 STARTED = ["strategy=pipeline", "strategy.microbatches=8", "nodes=2", "launcher.partition=gpu", "name=mine"]
 
@@ -35,12 +36,12 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run that left a checkpoint of step 40 of 500 and is over."""
     monkeypatch.chdir(tmp_path)
     run = prepared(*STARTED, "launcher=local", "launcher.snapshot=false", f"run_dir={tmp_path / 'run'}")
-    run.write()
+    write(run)
     values = {"overrides": [*STARTED, "launcher=local", "launcher.snapshot=false", "run_dir=run"],
               "config_dir": None}  # fmt: skip
     write_json(run.folder.environment, values)
     run.folder.owner.unlink()
-    write(run.folder.checkpoints, 40)
+    write_checkpoint(run.folder.checkpoints, 40)
     return run.folder
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from omegaconf import MISSING, OmegaConf
 
-from hpc_parallel.config.checks.key_checks import choices_of, find_problems
+from hpc_parallel.config.checks.key_checks import find_problems
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import AdamWConfig, OptimizerConfig, RunConfig
 from hpc_parallel.config.task_schema import TASKS
+from hpc_parallel.config.typed_config import choices_of
 from hpc_parallel.layout.model_data_schema import CHANNELS, DATA, MODELS
 from hpc_parallel.rules import (
     Rule,

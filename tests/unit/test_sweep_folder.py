@@ -12,6 +12,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 
+from hpc_parallel.launch.run_files import write
 from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import (
@@ -101,7 +102,7 @@ def test_a_missing_sweep_is_no_foreign_one(tmp_path: Path) -> None:
 def planned(tmp_path: Path) -> PlannedRun:
     run = prepared(f"run_dir={tmp_path / 'run'}", "launcher=local", "launcher.snapshot=false", "seed=2",
                    "training.steps=60")  # fmt: skip
-    run.write()
+    write(run)
     return PlannedRun(run, ("seed=2",), ("seed=2",))
 
 

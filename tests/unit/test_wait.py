@@ -9,6 +9,7 @@ import pytest
 
 from hpc_parallel.launch import follow
 from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.launch.run_files import write
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.owner import hand_to_job
 from hpc_parallel.record.safe_read import read_json
@@ -21,7 +22,7 @@ from tests.composed import prepared
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PreparedRun:
     """Of a job 34 that Slurm says has failed, without a word from any rank."""
     made = prepared(f"run_dir={tmp_path / 'run'}", "launcher.snapshot=false")
-    made.write()
+    write(made)
     made.folder.slurm.mkdir()
     monkeypatch.setattr(follow, "job_state", lambda job: JobState("FAILED", "NonZeroExitCode"))
     monkeypatch.setattr(follow, "SUMMARY_S", 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hpc_parallel.config.checks import (
     cluster_checks,
@@ -27,10 +28,11 @@ from hpc_parallel.problems import Problem, Problems
 
 @dataclass(frozen=True)
 class Check:
-    """A check, and the runs that it applies to (None: all runs)."""
+    """A check, and the runs that it applies to, by a rule or by a class of model or data (None: all runs)."""
 
     find: Callable[[RunConfig], Problems]
     meets: Callable[[RunConfig], bool] | None = None
+    of: type[Any] | None = None
 
 
 # Problems of keys that the command line does not name are shown in the order of these checks.
@@ -44,13 +46,10 @@ OF_TRAINING = (
     Check(model_size_checks.decoder_problems, is_reference_decoder),
     Check(training_checks.callback_problems, lambda run: bool(run.training.callbacks)),
     Check(data_checks.find_problems),
-    Check(data_checks.parquet_problems, lambda run: class_path(run.data) == ParquetDataConfig._target_),
-    Check(
-        model_size_checks.huggingface_problems,
-        lambda run: class_path(run.model) == HuggingFaceConfig._target_,
-    ),
+    Check(data_checks.parquet_problems, of=ParquetDataConfig),
+    Check(model_size_checks.huggingface_problems, of=HuggingFaceConfig),
     Check(data_checks.fit_problems),
-    Check(data_checks.digit_problems, lambda run: class_path(run.data) == DigitsDataConfig._target_),
+    Check(data_checks.digit_problems, of=DigitsDataConfig),
     Check(model_size_checks.convnet_problems, lambda run: is_convnet(run.model)),
     Check(task_checks.find_problems, lambda run: type(run.task) is not TaskConfig),
     Check(training_checks.switch_problems),
@@ -74,9 +73,10 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> list[Prob
     if huge:  # the other checks loop up to these numbers and might never end
         return in_order(huge, overrides)
     foreign = list(key_checks.foreign_tables(config))
+    classes = class_path(config.model), class_path(config.data)
     problems: list[Problem | str] = [*foreign, *key_checks.find_problems(config)]
     for check in (*(() if foreign or config.task.name == TASK else OF_TRAINING), *OF_ALL_TASKS):
-        if check.meets is None or check.meets(config):
+        if (check.of is None or check.of._target_ in classes) and (not check.meets or check.meets(config)):
             problems += check.find(config)
     return in_order([*problems, *script_checks.find_problems(config, overrides)], overrides)
 

@@ -162,7 +162,7 @@ def _tiles(config: RunConfig, layout: Layout) -> Problems:
         rule = f"is not a grid [rows,columns] of {degree} tiles"
         legal = [[rows, degree // rows] for rows in divisors(degree)]
         yield Problem("strategy.tile_grid", grid, rule, tuple(legal[:3]))
-    elif is_convnet(config.model) and "height" in config.data and sizes_are_legal(config):
+    elif "height" in config.data and is_convnet(config.model) and sizes_are_legal(config):
         yield from _maps(config.model, config.data, grid=tile_grid(degree, grid))
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from functools import cache
 from typing import Any
 
 from hpc_parallel.config.key_suggestions import choice_near
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.axes import AXES
-from hpc_parallel.layout.counts import class_path
 from hpc_parallel.layout.model_data_schema import DATA, MODELS, schema_of
 from hpc_parallel.problems import Problem
 from hpc_parallel.record.safe_read import MAX_INTEGER
-from hpc_parallel.rules import Part, default_of, leaves, refused, ruled, rules_of
+from hpc_parallel.rules import Part, leaves, refused, ruled
 
 COUNTED = ("model", "strategy", "training", "optimizer", "launcher", "task")  # tables of counts
+NAMES = {schema: name for name, schema in (MODELS | DATA).items()}
 EXAMPLES = {"transformer": "tiny", "moe": "moe_tiny"}  # files of schemas that have another name
 MOST_COUNT, MOST_INTEGER = 2**31, MAX_INTEGER
 
@@ -33,17 +32,14 @@ def find_problems(config: RunConfig) -> Iterator[Problem]:
 
 def foreign_tables(config: RunConfig) -> Iterator[str]:
     """A class of ours needs a table with its own keys: `model._target_=...` alone changes none of them."""
-    for group, choices in (("model", MODELS), ("data", DATA)):
-        table = getattr(config, group)
-        target = class_path(table)
-        for choice, schema in choices.items():
-            if target == schema._target_:
-                needed = {item.name for item in fields(schema)}
-                missing, unknown = _names(needed - table.keys()), _names(table.keys() - needed)
-                reasons = [f"it needs {missing}"] * bool(missing) + [f"it has no {unknown}"] * bool(unknown)
-                if reasons:
-                    place = f"{group}._target_ = {schema._target_} does not fit the other keys of {group}"
-                    yield f"{place}: {'; '.join(reasons)}. Try {group}={EXAMPLES.get(choice, choice)}."
+    for prefix, table, schema in _parts(config):
+        if schema is not None and (choice := NAMES.get(schema)) is not None:
+            group, needed = prefix.rstrip("."), {item.name for item in fields(schema)}
+            missing, unknown = _names(needed - table.keys()), _names(table.keys() - needed)
+            reasons = [f"it needs {missing}"] * bool(missing) + [f"it has no {unknown}"] * bool(unknown)
+            if reasons:
+                place = f"{group}._target_ = {table['_target_']} does not fit the other keys of {group}"
+                yield f"{place}: {'; '.join(reasons)}. Try {group}={EXAMPLES.get(choice, choice)}."
 
 
 def _names(keys: set[Any]) -> str:
@@ -76,17 +72,3 @@ def _parts(config: RunConfig) -> list[Part]:
         else (f"{group}.", vars(part), type(part))
         for group, part in vars(config).items() if isinstance(part, dict) or is_dataclass(part)
     ]  # fmt: skip
-
-
-@cache
-def choices_of(key: str) -> tuple[str, ...]:
-    """The legal words of a dotted key; empty if the key takes other values too."""
-    schema: Any = RunConfig
-    *groups, name = key.split(".")
-    for group in groups:
-        parts = {item.name: default_of(item) for item in fields(schema)}
-        schema = type(parts.get(group))
-        if not is_dataclass(schema):
-            return ()
-    rule = rules_of(schema).get(name)
-    return rule.choices if rule is not None else ()

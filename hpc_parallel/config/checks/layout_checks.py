@@ -157,7 +157,7 @@ def _memory(config: RunConfig, layout: Layout) -> Problems:
     `config/site_limits.py` compares the memory that a job requests (`launcher.memory_gb`) with the partition.
     """
     memory_gb = config.cluster.device_memory_gb
-    least = least_bytes(config, layout)
+    least = None if memory_gb is None else least_bytes(config, layout)
     if memory_gb is None or least is None or least <= memory_gb * GIB:
         return
     held = "weights, gradients and optimizer state" if trains(config) else "weights"

@@ -48,8 +48,8 @@ def find_problems(config: RunConfig, layout: Layout) -> Problems:
 def _runnable(config: RunConfig, layout: Layout) -> Problems:
     """Yields the settings that torch can't combine with the schedule."""
     strategy = config.strategy
-    if problem := version_problem(strategy.schedule, legal=_whole_backward(config, layout)):
-        yield problem
+    if problem := version_problem(strategy.schedule):
+        yield replace(problem, legal=_whole_backward(config, layout))
     if not schedule_of(strategy).splits_backward:
         return
     what = f"strategy.schedule = {strategy.schedule} splits the backward pass"

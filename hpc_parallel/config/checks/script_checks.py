@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpc_parallel.config.checks.suggestions import paths_near
-from hpc_parallel.config.find_module import module_problem
 from hpc_parallel.config.job_python import environment_key, is_chosen
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import KINDS, NODE, RANKS, TASK, TORCHRUN, absolute, may_mention
@@ -63,10 +62,10 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
 def script_warnings(config: RunConfig) -> Iterator[str]:
     """Warn about a script that may be intended, but is more often a mistake."""
     file = config.script.file
-    processes = config.nodes * processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
-    if config.task.name != TASK or file is None or processes == 1:
+    if config.task.name != TASK or file is None:
         return
-    if not may_mention(absolute(file), _DISTRIBUTED):
+    processes = config.nodes * processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
+    if processes > 1 and not may_mention(absolute(file), _DISTRIBUTED):
         yield (
             f"{file} never reads RANK or WORLD_SIZE and calls no init_process_group: each of the "
             f"{processes} processes will do the whole work."
@@ -120,6 +119,8 @@ def _file(config: RunConfig, file: str) -> Problems:
 
 def _module(config: RunConfig, module: str) -> Problems:
     """If the job runs another Python, that Python looks for the module later (launch/import_check.py)."""
+    from hpc_parallel.config.find_module import module_problem
+
     if not _has_other_python(config) and (rule := module_problem(module)):
         is_file = Path(module).is_file() or module.endswith(".py")
         yield Problem("script.module", module, rule + "; a file needs no -m" * is_file)

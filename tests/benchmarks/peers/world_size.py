@@ -95,6 +95,7 @@ def trainer_s(ranks: int, folder: Path) -> dict[str, float]:
     """The set-up of a training until its first step, and the median of its steps."""
     import torch
 
+    from hpc_parallel.launch.run_files import write
     from hpc_parallel.record.run_folder import RunFolder
     from hpc_parallel.training.observers import Progress
     from hpc_parallel.worker.session import TaskContext, read_config
@@ -112,7 +113,7 @@ def trainer_s(ranks: int, folder: Path) -> dict[str, float]:
 
     nodes = f"nodes={ranks // 8}"
     run = prepared(f"run_dir={folder / 'run'}", nodes, f"training.global_batch_size={ranks}", *WORDS)
-    run.write()
+    write(run)
     config, values = read_config(RunFolder(run.folder.path).config)
     marks = Marks()
     began = time.perf_counter()

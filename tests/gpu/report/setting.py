@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import AdamWConfig, RunConfig, StrategyConfig
+from hpc_parallel.launch.run_files import write
 from hpc_parallel.layout.batch_plan import batch_of
 from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.layout.model_weights import sample_shape_of
@@ -267,7 +268,7 @@ def trained(*words: str, marks: Progress | None = None) -> RunFolder:
     folder = Path(tempfile.mkdtemp(prefix="gpu-report-"))
     fixed = ("launcher=local", "launcher.snapshot=false", f"device={device().type}")
     run = prepared(f"run_dir={folder / 'run'}", *fixed, *words)
-    run.write()
+    write(run)
     config, values = read_config(run.folder.config)
     train(TaskContext(config, values, run.folder, device(), environment={}, progress=marks or Progress()))
     return run.folder
