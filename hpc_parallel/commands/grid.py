@@ -1,8 +1,8 @@
-"""The grid of a run: its hosts, their devices, and the part of the model that each device holds."""
+"""The grid of a run: its hosts and devices, what each device holds, and what it sends to which others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.layout.axes import AXES, with_all_axes
 from hpc_parallel.layout.layout import (
+    DATAPARALLEL,
     EXECUTIONS,
     PARAMETER_SERVER,
     Layout,
@@ -26,9 +27,16 @@ from hpc_parallel.terminal import cell
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from hpc_parallel.layout.exchanges import Exchange
+    from hpc_parallel.layout.setup import Setup
+
 HOSTS, DEVICES = 8, 64  # drawn at most for a run and for a host; the others look the same
 MOST_STAGES = 1024  # of a rank
 MOST_DEVICES = 2**16  # of a run that is described
+MOST_ROWS = 12  # of the table of holdings
+MOST_GROUPS = 4  # groups of ranks in one line
+MOST_LISTED = 64  # groups of ranks in --json
+COVERED = "train"  # the task whose exchanges are known
 WORDS = {"replicate": "replica"}  # axis -> the name of a position on it, if this differs from the axis
 
 
@@ -157,3 +165,102 @@ def draw(hosts: Sequence[GridHost]) -> RenderableType:
         drawn.add_row(*cells)
     more = len(hosts) - HOSTS
     return Group(drawn, f"and {more} more hosts") if more > 0 else drawn
+
+
+def setup_of(run: RecordedRun) -> tuple[Setup | None, str | None]:
+    """The setup of a training run, or why its exchanges are not known; for other tasks, both are None."""
+    if run.task != COVERED or layout(run) is None or not hosts(run):
+        return None, None
+    devices = (run.nodes or 0) * (run.gpus_per_node or 0)
+    config = {**(run.config or {}), "strategy": run.head.get("strategy")}  # which `layout` checked
+    places = run.ran_on.places
+    kind = places[0].device_kind if places else None
+    setup = recorded_setup(config, devices=devices, device=kind)
+    if setup is None:
+        return None, "the configuration is damaged"
+    return (None, setup.uncovered) if setup.uncovered else (setup, None)
+
+
+def recorded_setup(config: Mapping[str, Any], *, devices: int, device: str | None = None) -> Setup | None:
+    """The setup of a recorded configuration, whose values may be of any type; None without a strategy.
+
+    device: the kind of device that the ranks recorded, if the run has started.
+
+    `devices` must be the product that `Layout.resolve` accepts for this configuration.
+    """
+    from hpc_parallel.config.typed_config import strategy_of  # imports Hydra
+    from hpc_parallel.layout.setup import Setup, model_facts
+
+    strategy = strategy_of(config.get("strategy"))
+    if strategy is None:
+        return None
+    return Setup(
+        strategy,
+        layout_of(strategy, devices=devices),
+        model=model_facts(config.get("model")),
+        gpus={"cpu": False, "cuda": True}.get(device or str(config.get("device"))),
+    )
+
+
+def as_values(run: RecordedRun) -> dict[str, Any]:
+    """`holdings` and `exchanges` for --json; null where they are not known. Long lists of groups are cut."""
+    setup, _ = setup_of(run)
+    if setup is None:
+        return {"holdings": None, "exchanges": None}
+    from hpc_parallel.layout.exchanges import exchanges
+    from hpc_parallel.layout.holdings import holdings
+
+    return {
+        "holdings": [
+            {
+                "devices": row.devices, "role": row.role, "keeps": row.keeps, "model": row.model_text,
+                "samples": row.samples_text,
+            }
+            for row in holdings(setup, most=MOST_ROWS)
+        ],
+        "exchanges": [
+            {
+                "phase": exchange.phase.value, "what": exchange.what, "how": exchange.how,
+                "often": exchange.often.value, "over": exchange.over, "only_if": exchange.only_if,
+                "groups": exchange.groups[:MOST_LISTED], "group_count": len(exchange.groups),
+            }
+            for exchange in exchanges(setup)
+        ],
+    }  # fmt: skip
+
+
+def holding_rows(setup: Setup) -> list[tuple[str, ...]]:
+    """Devices, what they hold, and their samples; at most MOST_ROWS."""
+    from hpc_parallel.layout.holdings import holdings
+
+    noun = "device" if setup.strategy.execution == DATAPARALLEL else "rank"
+    rows: list[tuple[str, ...]] = []
+    for row in holdings(setup, most=MOST_ROWS):
+        first, last = row.devices
+        name = f"{noun} {first}" if first == last else f"{noun}s {first}-{last}"
+        rows.append((name, row.role, row.model_text, row.samples_text))
+    return rows
+
+
+def exchange_rows(setup: Setup) -> list[tuple[str, ...]]:
+    """What is sent, how, how often and among whom. Exchanges that differ only in their phase share a row."""
+    from hpc_parallel.layout.exchanges import exchanges
+
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for exchange in exchanges(setup):
+        what = exchange.what + (f" ({exchange.only_if})" if exchange.only_if else "")
+        key = (what, exchange.how, exchange.often.value, groups_text(exchange))
+        rows.setdefault(key, []).append(exchange.phase.value)
+    return [(", ".join(phases), *key) for key, phases in rows.items()]
+
+
+def groups_text(exchange: Exchange) -> str:
+    """The ranks of each group, or each sender and its receiver: `ranks 0-3; 4-7`, `0 -> 1; 1 -> 2`."""
+    from hpc_parallel.layout.exchanges import DIRECTED
+    from hpc_parallel.layout.holdings import ranges
+
+    groups: Sequence[Sequence[int]] = exchange.groups
+    directed = exchange.how in DIRECTED
+    texts = [" -> ".join(map(str, g)) if directed else ranges(g) for g in groups[:MOST_GROUPS]]
+    more = len(groups) - MOST_GROUPS
+    return "ranks " * (not directed) + "; ".join(texts) + (f"; and {more} more" if more > 0 else "")

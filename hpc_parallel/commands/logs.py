@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_parallel.commands.run_rows import failure_line
+from hpc_parallel.commands.status import failure_line
 from hpc_parallel.exit_codes import DONE, WRONG
 from hpc_parallel.failure.run_state import State, states
 from hpc_parallel.problems import ConfigError, Problem

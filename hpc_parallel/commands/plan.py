@@ -24,12 +24,14 @@ from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.planning.hardware import named_hardware
 from hpc_parallel.planning.step_time import StepTime
 from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.record.find import path_of
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.shell import command_parser, complain, refuse
 from hpc_parallel.terminal import print_json, say
 
 HARDWARE = "hardware="
 TOKENS = 1e12
+FOLDER, ENDING = "hardware", ".yaml"  # of a hardware file
 # The option of each kind of plan -> the other options that this kind reads, besides `--config-dir`.
 KINDS = {
     "calibrate": ("output",),
@@ -118,16 +120,16 @@ def _plan_run(
 
 
 def _plan_best(options: argparse.Namespace, *, problems: list[Problem | str]) -> int:
-    from hpc_parallel.commands.plan_best import ROWS, best, report
+    from hpc_parallel.commands.plan_scaling import ROWS, best_layouts
 
     rows = ROWS if options.rows is None else options.rows
     if rows < 1:
         problems.append(f"--rows {rows}: the table has at least one row. Try --rows {ROWS}.")
     folder = options.config_dir
-    ranking = _read(lambda: best(options.overrides, user_folder=folder, rows=max(1, rows)), problems)
-    if problems or ranking is None:
+    lines = _read(lambda: [*best_layouts(options.overrides, user_folder=folder, rows=max(1, rows))], problems)
+    if problems or lines is None:
         raise ConfigError(problems)
-    say(*report(ranking, options.overrides))
+    say(*lines)
     return DONE
 
 
@@ -138,19 +140,57 @@ def _calibrate(
     names: Sequence[str],
     problems: list[Problem | str],
 ) -> int:
-    from hpc_parallel.commands.plan_calibrate import calibrated
-
     if problems:
         raise ConfigError(problems)
     name = names[-1] if names else None
-    profile = calibrated(overrides, name=name, output=options.output, user_folder=options.config_dir)
+    content, lines = calibrated(overrides, name=name, output=options.output, user_folder=options.config_dir)
     try:
-        write_text(options.output, profile.content, mode=0o666)
+        write_text(options.output, content, mode=0o666)
     except OSError as error:
         complain([f"{options.output} can't be written: {error.strerror or error}."])
         return FAILED
-    say(*profile.lines)
+    say(*lines)
     return DONE
+
+
+def calibrated(
+    run_names: Sequence[str], *, name: str | None, output: Path | None, user_folder: Path | None
+) -> tuple[str, list[str]]:
+    """The content of a hardware file that is fitted to finished runs, and lines for the user.
+
+    name: the hardware that the fit starts from. Raises ConfigError with all problems.
+    """
+    from hpc_parallel.planning.calibration import calibrate, report, text
+    from hpc_parallel.planning.measured_runs import read_runs
+
+    problems: list[Problem | str] = list(_output_problems(output))
+    hardware = _read(lambda: named_hardware(name, user_folder=user_folder, needed_by="--calibrate"), problems)
+    runs = None
+    if not run_names:
+        problems.append("--calibrate has no run. Try it with run folders: --calibrate runs/data/* ...")
+    elif (start := hardware) is not None:
+        runs = _read(lambda: read_runs([path_of(run) for run in run_names], start), problems)
+    if problems or hardware is None or runs is None or output is None:
+        raise ConfigError(problems)
+    calibration = calibrate(runs, hardware)
+    return text(calibration, base=str(name)), [*report(calibration), _usage(output)]
+
+
+def _usage(file: Path) -> str:
+    """How to use a hardware file."""
+    name = f"hardware={file.stem}"
+    if file.absolute().parent.name == FOLDER:
+        return f"{file}: use it with `plan --config-dir {file.parent.parent} {name}`, or in a run."
+    return f"{file}: copy it to FOLDER/{FOLDER}/, then `plan --config-dir FOLDER {name}`."
+
+
+def _output_problems(output: Path | None) -> Iterator[str]:
+    if output is None:
+        yield f"--output is missing. Try --output site/{FOLDER}/mycluster{ENDING}."
+    elif output.suffix != ENDING:
+        yield f"--output {output}: a hardware file ends in {ENDING}. Try {output.with_suffix(ENDING)}."
+    elif not output.parent.is_dir():
+        yield f"--output {output}: there is no folder {output.parent}. Try mkdir -p {output.parent}."
 
 
 def _read(read: Callable[[], _T], problems: list[Problem | str]) -> _T | None:

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_parallel.commands.plan_figures import figures, memory_figure, notes
-from hpc_parallel.commands.plan_run import headline, record
+from hpc_parallel.commands.plan_run import figures, headline, memory_figure, notes, record
 from hpc_parallel.commands.plan_scaling import Size, efficiency, planned_size, verdict, with_nodes
-from hpc_parallel.commands.report_folder import PAGE, PLOTS, output_problems, write_folder
+from hpc_parallel.commands.report import PAGE, PLOTS, output_problems, write_folder
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.planning import memory
@@ -25,7 +24,7 @@ from hpc_parallel.planning.step_time import StepTerms, StepTime
 from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.credentials import without_secret_values
-from hpc_parallel.record.timeline_file import RankTimeline, StageWork
+from hpc_parallel.record.task_files import RankTimeline, StageWork
 from hpc_parallel.report.page import WITHOUT_PLOTS, can_draw
 from hpc_parallel.report.plan_html import PlanPage, RoleBytes, ScalingPoint, pictures, render
 from hpc_parallel.shell import complain

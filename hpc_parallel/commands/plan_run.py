@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.commands.plan_figures import figures, memory_figure, notes
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import compose_run
@@ -18,11 +18,17 @@ from hpc_parallel.planning import memory
 from hpc_parallel.planning.auto_strategy import choose, is_auto, on_nodes_of
 from hpc_parallel.planning.collective_times import with_measured_links
 from hpc_parallel.planning.hardware import Hardware
-from hpc_parallel.planning.memory import text_table
-from hpc_parallel.planning.run_work import unplanned, work_of_run
+from hpc_parallel.planning.memory import MemoryPlan, text_table
+from hpc_parallel.planning.ranking import mfu, model_flops
+from hpc_parallel.planning.run_work import assumptions, unplanned, work_of_run
 from hpc_parallel.planning.step_time import StepTime, step_time
+from hpc_parallel.planning.storage_times import StorageTimes, Wait
 from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.metrics_file import duration, size
+
+HOUR_S = 3600
+POWERS = ((1e3, "kWh"), (1e6, "MWh"), (1e9, "GWh"))  # in Wh
 
 
 def command_line(overrides: Sequence[str], *, user_folder: Path | None) -> CommandLine:
@@ -116,3 +122,101 @@ def record(
         "device_memory_bytes": hardware.device.memory_bytes,
         "assumptions": [*notes(config, hardware)],
     }
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure.
+
+    key: its name in JSON, and in `summary.json` if the summary has this figure. value: None if it is not
+    known. text, formula: the figure and its computation as readers see them.
+    """
+
+    key: str
+    label: str
+    value: float | None
+    text: str
+    formula: str
+
+
+def figures(
+    config: RunConfig, plan: tuple[Work, StepTime], *, hardware: Hardware, tokens: float
+) -> Iterator[Figure]:
+    """The figures of one step, then those of a training with `tokens` tokens."""
+    work, step = plan
+    per_step = work.samples * work.decoder.sequence
+    yield from _of_step(work, step, hardware)
+    steps, times = tokens / per_step, StorageTimes(config, work, step.total_s, hardware)
+    waits = {"checkpoints": times.checkpoints(steps), "input": times.input(steps)}
+    yield from (_of_wait(name, wait) for name, wait in waits.items())
+    training_s = times.training_s(steps)
+    hours = training_s * work.devices / HOUR_S
+    added = "".join(f" + {wait.seconds:.4g} s of {name}" for name, wait in waits.items() if wait.seconds)
+    spent = f"{tokens:.4g} / {per_step} x {step.total_s:.4g} s{added}"
+    text = f"({spent}) x {work.devices} devices"
+    yield Figure(
+        "device_hours", f"to {tokens:.3g} tokens", hours,
+        f"{duration(training_s)}, {hours:,.0f} device-hours", text,
+    )  # fmt: skip
+    yield from _costs(hours, config=config, hardware=hardware)
+
+
+def _of_step(work: Work, step: StepTime, hardware: Hardware) -> Iterator[Figure]:
+    total_s, busy, peak = step.total_s, step.timeline, hardware.device.peak_flops[work.precision]
+    tokens, flops = work.samples * work.decoder.sequence, model_flops(work)
+    ends = f"gradients {step.gradients_s:.4g} s + update {step.update_s:.4g} s"
+    text = f"microbatches {busy.total_s:.4g} s + {ends}"
+    yield Figure("step_time_s", "step time", total_s, f"{total_s:.4g} s", text)
+    text = f"{tokens} tokens / {total_s:.4g} s"
+    yield Figure("tokens_per_s", "tokens/s", tokens / total_s, f"{tokens / total_s:,.0f}", text)
+    share = mfu(work, step, hardware)
+    text = f"{flops:.4g} FLOP / ({total_s:.4g} s x {work.devices * peak:.4g} FLOP/s)"
+    yield Figure("mfu", "model FLOP utilisation", share, f"{100 * share:.1f} %", text)
+    ranks, share = len(busy.busy_s), busy.bubble_share
+    text = f"1 - {sum(busy.busy_s):.4g} s of {ranks} ranks / ({ranks} x {busy.total_s:.4g} s)"
+    yield Figure("bubble_share", "bubble", share, f"{100 * share:.1f} %", text)
+    share = step.exposed_s / total_s
+    text = f"{step.exposed_s:.4g} s of tensor sums, gathers and gradients / {total_s:.4g} s"
+    yield Figure("exposed_communication_share", "exposed communication", share, f"{100 * share:.1f} %", text)
+
+
+def _of_wait(name: str, wait: Wait) -> Figure:
+    """The figure for a wait of the whole training."""
+    return Figure(f"{name}_s", name, wait.seconds, wait.text, wait.formula)
+
+
+def _costs(hours: float, *, config: RunConfig, hardware: Hardware) -> Iterator[Figure]:
+    """Cost and energy of a training, where the site's price and the board power of the device are known."""
+    price, power_w = config.cluster.device_hour_price, hardware.device.power_w
+    if price is not None:
+        text = f"{hours:,.0f} device-hours x {price:g}"
+        yield Figure("cost", "cost", hours * price, f"{hours * price:,.2f} at {price:g} a device-hour", text)
+    if power_w is not None:
+        energy_wh = hours * power_w
+        text = f"{hours:,.0f} device-hours x {power_w:g} W"
+        energy_text = f"{energy(energy_wh)} at {power_w:g} W a device"
+        yield Figure("energy_kwh", "energy of the devices", energy_wh / 1e3, energy_text, text)
+
+
+def energy(energy_wh: float) -> str:
+    """`512 kWh`, `28.9 MWh`."""
+    unit, name = max((pair for pair in POWERS if pair[0] <= energy_wh), default=POWERS[0])
+    return f"{energy_wh / unit:.3g} {name}"
+
+
+def memory_figure(planned: MemoryPlan, hardware: Hardware) -> Figure:
+    """Whether the device that needs most has room."""
+    label = "memory, at least" if planned.unknown else "memory, estimate"
+    needed, room = planned.fullest.total, hardware.device.memory_bytes
+    verdict = "fits" if needed <= room and not planned.unknown else "may not fit"
+    clauses = [*planned.unknown, *planned.unproven]
+    remarks = f" ({'; '.join(clauses)})" if clauses else ""
+    text = f"{size(needed)} of {size(room)}: {verdict}{remarks}"
+    return Figure("memory_bytes", label, needed, text, f"device {planned.fullest.device} needs most")
+
+
+def notes(config: RunConfig, hardware: Hardware) -> Iterator[str]:
+    """The assumptions of the figures."""
+    yield from assumptions(config, hardware)
+    if hardware.device.power_w is not None:
+        yield "Energy: all devices at their board power all the time. Hosts, network and cooling come on top."

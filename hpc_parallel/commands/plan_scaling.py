@@ -1,22 +1,29 @@
-"""The plan of one configuration on several numbers of nodes, as `plan nodes=1,2,4` prints it."""
+"""Plans of several layouts or sizes: `--best` ranks layouts, `nodes=1,2,4` shows how a run scales."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from hpc_parallel.commands.plan_run import planned_run
+from hpc_parallel.commands.plan_run import command_line, planned_run
+from hpc_parallel.config.compose import compose_run
+from hpc_parallel.launch.checked_run import reporting_all_problems
 from hpc_parallel.layout.layout import Layout, layout_of
-from hpc_parallel.planning import memory
+from hpc_parallel.planning import memory, ranking
+from hpc_parallel.planning.auto_strategy import AUTO, ask
 from hpc_parallel.planning.hardware import Hardware
-from hpc_parallel.planning.ranking import mfu
 from hpc_parallel.planning.run_work import assumptions
+from hpc_parallel.planning.search import search
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.metrics_file import size
+from hpc_parallel.record.recorded_start import key_of
 
 NODES = "nodes="
+ROWS = 5  # of the best layouts
+LEFT_OUT = "Not looked at: tile, expert, strategy.schedule=naive, selective recomputation."
 PAYS = 0.5  # least gain from each added device, as a share of a device's tokens/s in the first row
 
 
@@ -79,7 +86,7 @@ def planned_size(overrides: Sequence[str], *, hardware: Hardware, user_folder: P
         layout=layout_of(config.strategy, devices=config.devices),
         step_s=step.total_s,
         tokens_per_s=work.samples * work.decoder.sequence / step.total_s,
-        mfu=mfu(work, step, hardware),
+        mfu=ranking.mfu(work, step, hardware),
         memory_bytes=None if held is None or held.unknown else held.fullest.total,
     )
 
@@ -120,3 +127,35 @@ def verdict(sizes: Sequence[Size]) -> str:
             too_many = "more than 1 node does" if before.nodes == 1 else f"more than {before.nodes} nodes do"
             return f"{step} {share}: {too_many} not pay for one training with this batch."
     return f"Each added device brings at least {100 * PAYS:.0f} % {of_first}: all sizes pay."
+
+
+def best_layouts(overrides: Sequence[str], *, user_folder: Path | None, rows: int) -> Iterator[str]:
+    """The table of the fastest layouts for a run with these overrides, and the command line of the first.
+
+    Raises ConfigError with all problems, or with the nearest layout if none fits.
+    """
+    strategies = [word for word in overrides if word.startswith("strategy=") and word != f"strategy={AUTO}"]
+    if strategies:
+        raise ConfigError([f"--best chooses the strategy. Try it without {' '.join(strategies)}."])
+    line = command_line([*overrides, f"strategy={AUTO}"], user_folder=user_folder)
+    with reporting_all_problems(line):
+        cell = compose_run(line.overrides, **line.places)
+        asked = ask(cell.config, cell.overrides, user_folder=user_folder)
+        config, hardware = asked.config, asked.hardware
+        best = search(config, hardware, choices=asked.choices, most=rows)
+        if not (candidates := best.best):
+            raise ConfigError(ranking.without_room(best, config, hardware, choices=asked.choices))
+    batch = config.training.global_batch_size
+    yield (
+        f"{config.nodes} nodes x {config.gpus_per_node} x {hardware.device.name}, "
+        f"{config.training.precision}, {batch} samples a step"
+    )
+    yield from ranking.table(candidates, hardware)
+    if len(candidates) > 1:
+        yield f"Why the first: {ranking.advantage(candidates[:2])}"
+    yield "memory: an estimate for the device that needs most. Each row is the best of its kind."
+    yield LEFT_OUT
+    yield from assumptions(candidates[0].config, hardware)
+    chosen = candidates[0].overrides
+    kept = [word for word in overrides if key_of(word) not in set(map(key_of, chosen))]
+    yield shlex.join(["python", "-m", "hpc_parallel.run", *kept, *chosen])

@@ -8,20 +8,23 @@ written).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_parallel.commands.report_folder import PAGE, PLOTS, output_problems, write_folder
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
 from hpc_parallel.problems import Problem, alternatives, nearest
 from hpc_parallel.record.recorded import find_runs
+from hpc_parallel.record.safe_write import write_bytes, write_text
 from hpc_parallel.shell import command_parser, complain
 from hpc_parallel.terminal import print_json
 
 if TYPE_CHECKING:
     from hpc_parallel.report.page import Report
 
+PAGE, PLOTS = "index.html", "plots"
 MARKDOWN, TABLE, LATENCY = "report.md", "report.csv", "latency.csv"
 
 
@@ -92,3 +95,55 @@ def files_of(report: Report) -> dict[str, str | bytes]:
     if report.latency_csv:
         files[LATENCY] = report.latency_csv
     return files | {f"{PLOTS}/{plot.picture.name}.png": plot.png for plot in report.plots}
+
+
+def output_problems(output: Path, *, beside: str, near: str) -> Iterator[Problem | str]:
+    """Yields the reasons why a page can't be written to `output`, an absolute path.
+
+    beside: a file that an earlier folder of this kind has next to PAGE. near: a legal value.
+    """
+    if os.path.lexists(output) and not is_replaceable(output, beside=beside):
+        rule = f"is there and is no {near}, which alone would be replaced"
+        yield Problem("--output", output, rule, (output.with_name(f"{output.name}-1"),))
+    elif not os.path.isdir(parent := _parent(output)) or not os.access(parent, os.W_OK | os.X_OK):
+        yield Problem("--output", output, f"can't be made: {parent} is no folder that you may write", (near,))
+
+
+def is_replaceable(path: Path, *, beside: str) -> bool:
+    """Whether `path` is an earlier folder of this kind, or an empty folder."""
+    return (
+        os.access(path, os.R_OK | os.X_OK)
+        and path.is_dir()
+        and (not any(path.iterdir()) or ((path / PAGE).is_file() and (path / beside).is_file()))
+    )
+
+
+def _parent(path: Path) -> Path:
+    """The nearest path above `path` that exists: the folder to make it in, or a file that is in the way."""
+    return next(above for above in path.parents if os.path.lexists(above) or above == above.parent)
+
+
+def write_folder(files: Mapping[str, str | bytes], output: Path) -> None:
+    """Write all files to a new folder, then move it to `output`, in place of an earlier folder of its kind.
+
+    files: path in the folder -> content. A path is a name, or a name in PLOTS.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))
+    try:
+        (beside / PLOTS).mkdir()
+        for name, content in files.items():
+            if isinstance(content, str):
+                write_text(beside / name, content, mode=0o666)
+            else:
+                write_bytes(beside / name, content, mode=0o666)
+        if output.exists():
+            before = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}-before."))
+            output.rename(before / output.name)
+            beside.rename(output)
+            shutil.rmtree(before)
+        else:
+            beside.rename(output)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise

@@ -12,22 +12,26 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from hpc_parallel.commands import grid, roles
-from hpc_parallel.commands.run_rows import RunRow, rows_of
+from hpc_parallel.commands import grid
+from hpc_parallel.commands.status import RunRow, rows_of
 from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.problems import printable, spell
 from hpc_parallel.record.checkpoint_index import complete, skipped
-from hpc_parallel.record.device_states import device_lines
 from hpc_parallel.record.find import find_run
 from hpc_parallel.record.metrics_file import duration, figure, milliseconds, per_second, size
-from hpc_parallel.record.network import topology_lines, transport_lines
 from hpc_parallel.record.recorded import RecordedRun
-from hpc_parallel.record.recorded_preflight import difference_lines, finding_lines
-from hpc_parallel.record.recorded_slow_ranks import accused_lines
 from hpc_parallel.record.results import results
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.values import number
+from hpc_parallel.report.run_lines import (
+    accused_lines,
+    device_lines,
+    difference_lines,
+    finding_lines,
+    topology_lines,
+    transport_lines,
+)
 from hpc_parallel.shell import command_parser, run_command
 from hpc_parallel.terminal import cell, console, print_json
 
@@ -133,7 +137,7 @@ def _object(run: RecordedRun, row: RunRow, changed: Mapping[str, Change]) -> dic
         "changed": {key: asdict(change) for key, change in changed.items()},
         "layout": degrees and degrees.degrees,
         "hosts": [asdict(host) for host in grid.hosts(run)],
-        **roles.as_values(run),
+        **grid.as_values(run),
         "figures": figures(run),
         "predicted": predicted(run),
         "checkpoints": _checkpoints(run),
@@ -189,14 +193,14 @@ def _parts(run: RecordedRun, row: RunRow, changed: Mapping[str, Change]) -> Iter
 
 def _roles(run: RecordedRun) -> Iterable[RenderableType]:
     """What each rank holds, and what it sends to which ranks."""
-    setup, reason = roles.setup_of(run)
+    setup, reason = grid.setup_of(run)
     if reason is not None:
         yield f"\nwho sends what to whom: not known, because {reason}"
     if setup is None:
         return
     yield "\nwho holds what: parts of weights, gradients and optimizer state, and of the samples of a step"
-    yield _table(roles.holding_rows(setup))
-    if exchanges := roles.exchange_rows(setup):
+    yield _table(grid.holding_rows(setup))
+    if exchanges := grid.exchange_rows(setup):
         yield "\nwho sends what to whom in a step"
         yield _table(exchanges)
 

@@ -21,7 +21,8 @@ from hpc_parallel.measure.storage_rates import copy_rates, read_rates
 from hpc_parallel.planning.collective_times import bus_factor
 from hpc_parallel.profiling.links import Rates, fastest_s, link_rates, rounds, slow_hosts, slow_pairs
 from hpc_parallel.record import attempts
-from hpc_parallel.record.machine_check_table import (
+from hpc_parallel.record.phase import note_phase
+from hpc_parallel.record.recorded_preflight import (
     COPIES,
     DirectReads,
     HostLink,
@@ -29,7 +30,6 @@ from hpc_parallel.record.machine_check_table import (
     RankRates,
     machine_lines,
 )
-from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.summary_file import Summary

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from hpc_parallel.planning.hardware import Storage
 from hpc_parallel.profiling.links import fastest_s
-from hpc_parallel.record.machine_check_table import DirectReads
-from hpc_parallel.record.recorded_preflight import listed_hosts
+from hpc_parallel.record.recorded_preflight import DirectReads, listed_hosts
 from hpc_parallel.start.start_checks import PreflightError
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.exchange import FollowerError

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from hpc_parallel.failure.left_out import left_out, optional
 from hpc_parallel.profiling.timeline import STEP, Interval, Timeline, events_of, marked_waits
 from hpc_parallel.profiling.traffic import NAMES, Traffic
-from hpc_parallel.record.timeline_file import RankTimeline, StageWork, StepTimeline
+from hpc_parallel.record.task_files import RankTimeline, StageWork, StepTimeline
 from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import finite
 from hpc_parallel.start.start_times import synchronize

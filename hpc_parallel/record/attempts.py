@@ -71,7 +71,7 @@ def begin(
     """
     lost = keep_metrics(folder, until=step)
     now = datetime.now(UTC).isoformat()
-    _append(folder, asdict(Start(now, job_of(environment), step, max(0, lost), tuple(warnings))))
+    append_line(folder.attempts, asdict(Start(now, job_of(environment), step, max(0, lost), tuple(warnings))))
 
 
 def keep_metrics(folder: RunFolder, *, until: int) -> int:
@@ -87,12 +87,12 @@ def keep_metrics(folder: RunFolder, *, until: int) -> int:
 def end(folder: RunFolder, *, how: str, host: str | None = None, exclude: Sequence[str] = ()) -> None:
     """Record how the newest start ended early (`End`)."""
     line = asdict(End(datetime.now(UTC).isoformat(), how, host, tuple(exclude)))
-    _append(folder, {key: value for key, value in line.items() if key != "exclude" or value})
+    append_line(folder.attempts, {key: value for key, value in line.items() if key != "exclude" or value})
 
 
 def resumed_by_hand(folder: RunFolder) -> None:
     """Record that a user started the run again: automatic restarts are counted from here."""
-    _append(folder, {"resumed": datetime.now(UTC).isoformat()})
+    append_line(folder.attempts, {"resumed": datetime.now(UTC).isoformat()})
 
 
 def recent_ends(folder: RunFolder) -> list[End]:
@@ -138,10 +138,6 @@ def history(folder: RunFolder, *, environment: Mapping[str, str] = MappingProxyT
         started=records[0].began if records else None,
         job_ids=tuple(dict.fromkeys(job for job in jobs if job)),
     )
-
-
-def _append(folder: RunFolder, line: Mapping[str, Any]) -> None:
-    append_line(folder.attempts, line)
 
 
 def _end(line: Mapping[str, Any]) -> End | None:

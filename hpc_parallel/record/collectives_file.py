@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from hpc_parallel.problems import printable
-from hpc_parallel.record.metrics_file import size
+from hpc_parallel.record.metrics_file import aligned, size
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.typed import build, first, read_record
@@ -172,9 +172,3 @@ def _aliases(row: CollectiveRow) -> str:
 
 def _predicted(row: CollectiveRow) -> str:
     return "" if row.predicted_s is None else f"{row.predicted_s * 1e6:.1f}"
-
-
-def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table whose columns are aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(map(str.rjust, line, widths)) for line in cells]

@@ -9,10 +9,51 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from hpc_parallel.record.network import MOST_SHAPES, Topology, Transport
+from hpc_parallel.problems import printable
 from hpc_parallel.record.typed import first
 
 UNKNOWN = "unknown"
+PAIRS = ("inside a node", "across nodes")
+MOST_SHAPES, MOST_LETTERS = 8, 40  # of topologies; of a part's name
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What carries the data: `transport` in `environment.json`. None: unknown, or NCCL is not used."""
+
+    library: str = "NCCL"
+    version: str | None = None
+    network: str | None = None
+    channels: int | None = None
+    nvls_channels: int | None = None
+    nvls_available: bool | None = None
+    rings: bool | None = None
+    trees: bool | None = None
+    pairs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # pair -> carrier -> channels
+    gpudirect: Mapping[str, str] = field(default_factory=dict)  # pair (in PAIRS) -> state
+    problem: str | None = None
+
+
+def _cell(value: Any) -> str:
+    return printable(value[:MOST_LETTERS]) if isinstance(value, str) else ""
+
+
+@dataclass(frozen=True)
+class RecordedPart:
+    """A GPU or a network card."""
+
+    name: Annotated[str, _cell] = ""
+    numa: int | None = None
+    model: Annotated[str, _cell] = ""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Hosts with the same parts, and the connection between each two parts."""
+
+    hosts: tuple[str, ...] = ()
+    parts: tuple[RecordedPart, ...] = ()
+    links: tuple[tuple[Annotated[str, _cell], ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hpc_parallel.record.names import RUNS, is_job_id, label
 from hpc_parallel.record.recorded import RecordedRun, find_runs, is_run, read_run
 from hpc_parallel.record.run_folder import unreadable
 from hpc_parallel.record.safe_read import DamagedError, list_folder
-from hpc_parallel.record.sweep_folder import Sweep, is_sweep_folder, read_sweep
+from hpc_parallel.record.sweep_folder import is_sweep_folder, read_sweep, sweep_of
 
 _NAMED = 5  # similar names that an error lists
 
@@ -119,14 +119,6 @@ def _runs_in(path: Path) -> list[RecordedRun]:
     """
     sweep = sweep_of(path)
     return find_runs(path) if sweep is None else [read_run(run.run_dir) for run in sweep.runs]
-
-
-def sweep_of(path: Path) -> Sweep | None:
-    """The sweep of the folder `path`; None if it is not a sweep folder or can't be read."""
-    try:
-        return read_sweep(path)
-    except (FileNotFoundError, DamagedError):
-        return None
 
 
 def _damage(path: Path) -> str | None:

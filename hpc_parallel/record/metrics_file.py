@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,15 +65,6 @@ class MetricsLine:
         return f"{self.step:>{len(total)}}/{total}"
 
     @property
-    def own_metrics(self) -> dict[str, float]:
-        """The model's own metrics of a validation, without the prefix."""
-        return {
-            key.removeprefix(VALIDATION): value
-            for key, value in self.values.items()
-            if key.startswith(VALIDATION) and key != "validation_loss" and number(value) is not None
-        }
-
-    @property
     def is_lasting(self) -> bool:
         """Whether a line stays on a terminal: a result, and not only the progress of a training."""
         lasting = {"validation_loss", "batch_size", "skipped_step"}
@@ -83,6 +74,15 @@ class MetricsLine:
     def time_left(self) -> str | None:
         """The time that a measuring task will take at most, as text."""
         return None if self.time_left_s is None else f"at most {duration(self.time_left_s)} left"
+
+
+def own_metrics_of(values: Mapping[str, Any]) -> dict[str, float]:
+    """The model's own metrics in a line of metrics or in the summary, without the prefix."""
+    return {
+        key.removeprefix(VALIDATION): value
+        for key, value in values.items()
+        if key.startswith(VALIDATION) and key != "validation_loss" and number(value) is not None
+    }
 
 
 class MetricsReader:
@@ -170,7 +170,7 @@ def described(line: MetricsLine, *, steps: int) -> list[str]:
         parts.append(f"loss scale {figure(line.loss_scale_before)} -> {figure(line.loss_scale)}")
     if line.validation_loss is not None:
         parts.append(f"validation loss {figure(line.validation_loss)}")
-    parts += [f"{printable(name)} {figure(value)}" for name, value in line.own_metrics.items()]
+    parts += [f"{printable(name)} {figure(value)}" for name, value in own_metrics_of(line.values).items()]
     if line.latency_s is not None and line.batch_size is not None:
         parts += [f"batch size {line.batch_size}", f"latency {milliseconds(line.latency_s)}"]
     if line.samples_per_s is not None:
@@ -188,6 +188,12 @@ def fitting(parts: Sequence[str], *, columns: int) -> str:
             break
         line += SEPARATOR + part
     return line.rstrip()
+
+
+def aligned(cells: Sequence[Sequence[str]], *, justify: Callable[[str, int], str] = str.rjust) -> list[str]:
+    """The lines of a table whose columns are aligned to the right, or to the left by `str.ljust`."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(justify, line, widths)) for line in cells]
 
 
 def duration(seconds: float) -> str:

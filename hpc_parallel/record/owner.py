@@ -24,7 +24,7 @@ from hpc_parallel.record.summary_file import has_final_summary
 from hpc_parallel.record.trust import UntrustedError, require_private
 from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import job_id as job_id_of
-from hpc_parallel.slurm.environment import CLUSTERS
+from hpc_parallel.slurm.client import CLUSTERS
 from hpc_parallel.slurm.jobs import NOT_YET, UNKNOWN, Job, job_state
 
 MAX_PID = 2**31 - 1  # the largest that kill(2) accepts

@@ -32,10 +32,9 @@ from hpc_parallel.record.safe_read import (
     read_yaml,
 )
 from hpc_parallel.record.summary_file import Summary
-from hpc_parallel.record.sweep_folder import MANIFEST, read_sweep
+from hpc_parallel.record.sweep_folder import MANIFEST, sweep_of
 from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import integer, table, text
-from hpc_parallel.record.values import number as number
 from hpc_parallel.slurm.jobs import Job
 
 T = TypeVar("T")
@@ -231,11 +230,8 @@ def _walk(path: Path, levels: int) -> list[Path]:
     names = {entry.name for entry in entries}
     if len(MARKS & names) > 1:
         return [path]  # do not search inside a run: its source may contain other runs
-    if MANIFEST in names:
-        try:
-            return [run.run_dir for run in read_sweep(path).runs if is_run(run.run_dir)]
-        except (FileNotFoundError, DamagedError):
-            pass
+    if MANIFEST in names and (sweep := sweep_of(path)) is not None:
+        return [run.run_dir for run in sweep.runs if is_run(run.run_dir)]
     if not levels:
         return []
     folders = sorted(entry.name for entry in entries if entry.name[0] != "." and is_real_folder(entry))

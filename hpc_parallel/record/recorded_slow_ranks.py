@@ -1,16 +1,19 @@
-"""The timed steps of a training: `rank_times.json`, which anybody may have written, and its slow ranks."""
+"""The timed steps of a training: `rank_times.json`, which anybody may have written, and its slow ranks.
+
+If the run is a script, each rank has its own file instead, which may hold anything too.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
-from hpc_parallel.problems import printable
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.typed import first, read_if_possible
 
-MOST_RANKS = 8
-MOST_ACCUSATIONS = 64
+MOST_SLOW, MOST_ACCUSATIONS = 8, 64
+MOST_FILES = 4096  # of a script: one for each rank
 MOST_LETTERS = 500  # of a host or a line
 MOST_SAMPLES = 100
 
@@ -71,7 +74,7 @@ class TimedSteps:
     """The content of `rank_times.json`. `samples` and `accused` are None if no rank was timed."""
 
     samples: Annotated[tuple[TimedStep, ...], _newest] | None = None
-    slow: Annotated[tuple[Slow, ...], first(MOST_RANKS)] = ()
+    slow: Annotated[tuple[Slow, ...], first(MOST_SLOW)] = ()
     accused: Annotated[tuple[Accusation, ...], first(MOST_ACCUSATIONS)] | None = None
 
     @classmethod
@@ -80,20 +83,18 @@ class TimedSteps:
         return read_if_possible(cls, folder.rank_times) or cls()
 
 
-def slow_lines(folder: RunFolder) -> list[str]:
-    """One line for each rank that was slow when it was last timed, the slowest first."""
-    return [printable(rank.line) for rank in TimedSteps.read(folder).slow if rank.line]
-
-
-def accused_lines(folder: RunFolder) -> list[str]:
-    """One line for each rank that was ever slow, with the steps."""
-    return [
-        printable(f"{rank.line}, from step {rank.first_step} to {rank.last_step}")
-        for rank in (TimedSteps.read(folder).accused or ())[:MOST_RANKS]
-    ]
-
-
 def accusations(folder: RunFolder) -> list[dict[str, Any]] | None:
     """The ranks that were ever slow, in the form of `summary.json`; None if no rank was timed."""
     accused = TimedSteps.read(folder).accused
     return None if accused is None else list(map(asdict, accused))
+
+
+def device_file(folder: RunFolder, *, rank: int) -> Path:
+    """The file in which the parent process of a script's rank keeps the figures of the rank's device."""
+    return folder.logs / f"rank-{rank}.device.json"
+
+
+def states_of_script(folder: RunFolder) -> list[DeviceState]:
+    """The newest state of each device of a script."""
+    files = sorted(folder.logs.glob("rank-*.device.json"))[:MOST_FILES]
+    return [state for file in files if (state := read_if_possible(DeviceState, file)) is not None]

@@ -16,20 +16,21 @@ from typing import Any
 from hpc_parallel.problems import ConfigError, Problem, printable
 from hpc_parallel.record.credentials import is_credential_file
 from hpc_parallel.record.git_source import (
+    EDITS,
     PACKAGE,
+    FolderSource,
     checkout_of,
     folders_of_imports,
     git_source,
     is_source,
+    loose_source,
     outside_python,
 )
-from hpc_parallel.record.loose_source import EDITS, FolderSource, loose_source
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder
-from hpc_parallel.record.safe_read import DamagedError
-from hpc_parallel.record.sweep_folder import read_sweep
+from hpc_parallel.record.safe_read import MIB
+from hpc_parallel.record.sweep_folder import sweep_of
 from hpc_parallel.shadowing import is_private
 
-MIB = 2**20
 _MAX_NAMES = 5  # files in one message
 
 
@@ -153,7 +154,7 @@ def plan_snapshot(
 
     These checkouts are the working directory's (which may hold the user's own model), this package's, and
     those on `sys.path`. From a folder that is in no checkout, the files are copied if they are few
-    (loose_source.py). An installed package is not copied, because it does not change while a job waits. A
+    (`loose_source`). An installed package is not copied, because it does not change while a job waits. A
     process that imports from the source kept with a run (`rerun`) copies only that source.
 
     A script finds what it opens beside its own file: the copy has links to the files that are not copied.
@@ -218,7 +219,8 @@ def _sources(
     """Folder -> the root of its copy, and root -> its source. A folder that others can change has none."""
 
     def leave_out(folder: Path) -> bool:
-        return folder == destination or is_run_folder(folder) or _is_sweep(folder)
+        # Another program's `sweep.json` does not make a sweep folder.
+        return folder == destination or is_run_folder(folder) or sweep_of(folder) is not None
 
     roots = {folder: checkout_of(folder) for folder in folders}
     sources: dict[Path, FolderSource] = {}
@@ -262,15 +264,6 @@ def kept_code(path: Path) -> Path | None:
     return next(
         (parent for parent in path.parents if parent.name == "code" and is_run_folder(parent.parent)), None
     )
-
-
-def _is_sweep(folder: Path) -> bool:
-    """Whether `folder` is a sweep folder of this package, and not one with another program's `sweep.json`."""
-    try:
-        read_sweep(folder)
-    except (OSError, DamagedError):
-        return False
-    return True
 
 
 def _kept_source(root: Path, *, code: Path) -> FolderSource:

@@ -107,5 +107,13 @@ def read_sweep(path: Path) -> Sweep:
     return sweep
 
 
+def sweep_of(path: Path) -> Sweep | None:
+    """The sweep of the folder `path`; None if it is not a sweep folder or can't be read."""
+    try:
+        return read_sweep(path)
+    except (FileNotFoundError, DamagedError):
+        return None
+
+
 def _plain(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return {key: str(value) if isinstance(value, Path) else value for key, value in pairs}

@@ -1,7 +1,7 @@
-"""Files that tasks write besides metrics: `generated.jsonl` and `calibration.json`.
+"""Files that tasks write besides metrics: `generated.jsonl`, `calibration.json` and `timeline.json`.
 
 Anybody may have written them. `record/collectives_file.py` has `collectives.json`, and
-`record/machine_check_table.py` has `machine_check.json`.
+`record/recorded_preflight.py` has `machine_check.json`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import MIB, parse_line, read_head
-from hpc_parallel.record.safe_write import write_text
-from hpc_parallel.record.typed import build, first, read_record, write_record
+from hpc_parallel.record.safe_write import write_json, write_text
+from hpc_parallel.record.typed import WHOLE, build, first, read_if_possible, read_record, write_record
 
 SHOWN_BYTES = 16 * MIB  # of generated.jsonl
 MOST_LINES = 100  # of calibration.json
+MAX_RANKS, MAX_CHUNKS = 256, 10_000  # of timeline.json
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,41 @@ class Continued:
 
 def write_generated(folder: RunFolder, lines: Sequence[Continued]) -> None:
     write_text(folder.generated, "".join(json.dumps(asdict(line)) + "\n" for line in lines))
+
+
+class StageWork(NamedTuple):
+    """Work of a stage. Times are seconds since the start of the step. In the file, it is a list."""
+
+    start_s: float
+    end_s: float
+    stage: int
+    kind: str  # `strategies.pipeline.busy` lists the kinds
+    microbatch: int | None
+
+
+@dataclass(frozen=True)
+class RankTimeline:
+    """One rank. waiting: when it waited for other ranks, as (start, end)."""
+
+    rank: int
+    length_s: float  # of the step
+    chunks: Annotated[tuple[StageWork, ...], WHOLE]
+    waiting: tuple[tuple[float, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """The content of `timeline.json`: what the stages of the first pipeline did in one timed step."""
+
+    ranks: Annotated[tuple[RankTimeline, ...], first(MAX_RANKS), WHOLE]
+    columns: tuple[str, ...] = StageWork._fields
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> tuple[RankTimeline, ...]:
+        """The ranks; empty if the file can't be read, or is too large to be drawn."""
+        timeline = read_if_possible(cls, folder.timeline)
+        ranks = timeline.ranks if timeline is not None else ()
+        return ranks if sum(len(rank.chunks) for rank in ranks) <= MAX_CHUNKS else ()
+
+    def write(self, folder: RunFolder) -> None:
+        write_json(folder.timeline, {"columns": self.columns, "ranks": list(map(vars, self.ranks))})

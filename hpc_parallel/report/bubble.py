@@ -11,7 +11,7 @@ from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.schedules import SCHEDULES
 from hpc_parallel.report import picture
 from hpc_parallel.report.figures import number
-from hpc_parallel.report.gather import Row, identity
+from hpc_parallel.report.gather import Row, identity, without
 from hpc_parallel.report.labels import RUN_KEYS, SPEEDLESS, legend
 from hpc_parallel.report.tables import unit_of
 
@@ -99,9 +99,9 @@ def _microbatches(row: Row) -> int | None:
 
 
 def _identity_without_microbatches(row: Row) -> str:
-    config = {key: value for key, value in row.config.items() if key not in (*RUN_KEYS, "seed")}
+    config = without(row.config, (*RUN_KEYS, "seed"))
     for name, excluded in (("training", (*SPEEDLESS, *MICROBATCHES)), ("strategy", MICROBATCHES)):
-        config[name] = {key: value for key, value in row.section(name).items() if key not in excluded}
+        config[name] = without(row.section(name), excluded)
     return f"{row.shape} {row.machine} {identity(config)}"
 
 

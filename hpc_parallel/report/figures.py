@@ -1,8 +1,13 @@
-"""Which values of a run folder can be shown and used in calculations; anybody may have written them."""
+"""Which values of a run folder can be shown and used in calculations; anybody may have written them.
+
+`Spread` is how much the throughput of one run varied: the range of its middle half.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hpc_parallel.record.summary_file import RankState, Summary
@@ -37,3 +42,49 @@ def fullest(summary: Summary) -> float | None:
 def _is_valid(state: RankState) -> bool:
     amounts = (state.parameters, state.gradients, state.optimizer)
     return all(number(amount) is not None and amount >= 0 for amount in amounts)
+
+
+NOISE = 0.05  # relative: a smaller difference between two measured figures is noise
+ROUNDING = 2**-8  # relative: bfloat16 can't tell apart losses that differ by less
+FEWEST_LINES = 3  # with fewer timed lines of metrics, a range says nothing
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The throughput of the timed steps of one run.
+
+    A line of `metrics.jsonl` has the mean of its timed steps. At least half of these means are in `limits`
+    (samples/s), and so is their median. `limits` is None if there are too few lines.
+    """
+
+    timed_steps: int = 0
+    limits: tuple[float, float] | None = None
+
+    def as_record(self) -> dict[str, Any]:
+        """The values for `report.csv`."""
+        low, high = self.limits or (None, None)
+        return {"samples_per_s_low": low, "samples_per_s_high": high, "timed_steps": self.timed_steps}
+
+    def overlaps(self, other: Spread) -> bool:
+        """Whether two throughputs can't be told apart; False if a range is unknown."""
+        if self.limits is None or other.limits is None:
+            return False
+        return self.limits[0] <= other.limits[1] and other.limits[0] <= self.limits[1]
+
+
+def throughput_spread(lines: Sequence[Mapping[str, Any]]) -> Spread:
+    """The spread over all lines except the first, which contains the warm-up.
+
+    `samples_per_s` leaves out the first line too.
+    """
+    timed_steps, rates = 0, []
+    for line in lines[1:]:
+        rate, steps = number(line.get("samples_per_s")), line.get("timed_steps", 1)
+        if rate is not None and rate > 0 and is_count(steps) and "batch_size" not in line:
+            timed_steps += steps
+            rates.append(rate)
+    if len(rates) < FEWEST_LINES:
+        return Spread(timed_steps)
+    rates.sort()
+    last = len(rates) - 1
+    return Spread(timed_steps, (rates[math.floor(last / 4)], rates[math.ceil(3 * last / 4)]))

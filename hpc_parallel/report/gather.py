@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import cache, cached_property
@@ -25,12 +25,11 @@ from hpc_parallel.record import attempts
 from hpc_parallel.record.credentials import without_secret_values
 from hpc_parallel.record.names import RUN_COMMAND
 from hpc_parallel.record.recorded import RecordedRun, find_runs
-from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, read_sweep
-from hpc_parallel.record.timeline_file import RankTimeline, StepTimeline
+from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, sweep_of
+from hpc_parallel.record.task_files import RankTimeline, StepTimeline
 from hpc_parallel.record.values import flatten
-from hpc_parallel.report.figures import fullest, is_count, number
+from hpc_parallel.report.figures import Spread, fullest, is_count, number, throughput_spread
 from hpc_parallel.report.labels import OPTIMIZER_SPEEDLESS, SPEEDLESS, Label, labels_of
-from hpc_parallel.report.spread import Spread, throughput_spread
 
 COMPLETED = "completed"
 FIGURES = (  # of summary.json, with the keys and units of its contract
@@ -217,7 +216,7 @@ def _defaults() -> dict[str, Any]:
     return flatten(asdict(RunConfig()))
 
 
-def without(section: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+def without(section: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
     """The section without these keys."""
     return {key: value for key, value in section.items() if key not in keys}
 
@@ -352,13 +351,8 @@ def _time(text: str) -> datetime:
 
 def _sweeps(folders: Sequence[Path]) -> dict[Path, Sweep]:
     """Sweep folder -> its sweep, for all sweep folders in these folders."""
-    sweeps = {}
-    for path in sorted({path for folder in folders for at in SWEEPS for path in folder.glob(at + MANIFEST)}):
-        try:
-            sweeps[path.parent] = read_sweep(path.parent)
-        except (OSError, ValueError):
-            continue
-    return sweeps
+    manifests = sorted({path for folder in folders for at in SWEEPS for path in folder.glob(at + MANIFEST)})
+    return {path.parent: sweep for path in manifests if (sweep := sweep_of(path.parent)) is not None}
 
 
 def _left_out(sweep: Sweep, paths: Set[Path]) -> Iterable[tuple[str, str]]:

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 from hpc_parallel.record.metrics_file import MetricsLine
 from hpc_parallel.report import picture
-from hpc_parallel.report.escaping import to_csv
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row
 from hpc_parallel.report.labels import legend
 from hpc_parallel.report.tables import Unit, unit_of
 
 MAX_SIZES = 200  # batch sizes of one run: a real measurement has fewer
-KEYS = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s", "tokens_per_s")
 
 
 @dataclass(frozen=True)
@@ -59,20 +57,6 @@ def _timing(line: MetricsLine) -> BatchTiming | None:
     if not isinstance(size, int) or size < 1 or not latency_s or latency_s < 0 or not rate or rate < 0:
         return None
     return BatchTiming(size, latency_s, p99_s if p99_s and p99_s >= latency_s else None, rate, tokens)
-
-
-def table(curves: Sequence[LatencyCurve]) -> str:
-    """CSV with one line per batch size, in the units and names of `metrics.jsonl`; empty without curves."""
-    if not curves:
-        return ""
-    return to_csv(
-        ["run", "folder", "state", *KEYS],
-        (
-            [curve.row.label, curve.row.folder, curve.row.state, *(getattr(point, key) for key in KEYS)]
-            for curve in curves
-            for point in curve.points
-        ),
-    )
 
 
 def pictures(rows: Sequence[Row]) -> Iterator[picture.Picture]:

@@ -6,15 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hpc_parallel.record.device_states import device_lines
-from hpc_parallel.record.machine_check_table import MeasuredMachine, links, machine_lines
-from hpc_parallel.record.network import topology_lines, transport_lines
-from hpc_parallel.record.recorded_slow_ranks import accused_lines
+from hpc_parallel.record.recorded_preflight import MeasuredMachine, links, machine_lines
 from hpc_parallel.record.typed import read_if_possible
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row
 from hpc_parallel.report.labels import short
 from hpc_parallel.report.picture import HeatMap, Picture
+from hpc_parallel.report.run_lines import accused_lines, device_lines, topology_lines, transport_lines
 
 MOST_LINES = 40  # of a run
 MOST_TOPOLOGIES, MOST_PLOTS, MOST_HOSTS = 6, 6, 128

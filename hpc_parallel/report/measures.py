@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_parallel.record.summary_file import RankState
-from hpc_parallel.report.figures import rank_states
+from hpc_parallel.report.figures import NOISE, rank_states
 from hpc_parallel.report.gather import Row
-from hpc_parallel.report.spread import NOISE
 from hpc_parallel.report.tables import COLUMNS, Series, digits, spread_text, unit_of
 
 BACKED, CONTRADICTED, EVEN, OPEN = "backed", "contradicted", "no difference seen", "not measured here"

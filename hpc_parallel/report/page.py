@@ -1,31 +1,33 @@
-"""Render one report in three forms: a self-contained HTML page, the same content as Markdown, and CSV."""
+"""Render one report in three forms: a self-contained HTML page, the same content as Markdown, and CSV.
+
+The text of runs must not act as markup, link or HTML in Markdown, or as a formula in CSV.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections import Counter
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from hpc_parallel.problems import alternatives, printable
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.report import collective_curves, latency
 from hpc_parallel.report.claims import Approach, Claim, judged
-from hpc_parallel.report.escaping import markdown, markdown_block, markdown_code, to_csv
+from hpc_parallel.report.figures import NOISE, ROUNDING
 from hpc_parallel.report.gather import Gathered, Row
 from hpc_parallel.report.machines import machines, networks
 from hpc_parallel.report.measures import Evidence, Runs
-from hpc_parallel.report.model_metrics import own_metrics
 from hpc_parallel.report.plots import pictures
-from hpc_parallel.report.predictions import Prediction, predictions
-from hpc_parallel.report.seeds import pools
-from hpc_parallel.report.spread import NOISE, ROUNDING
 from hpc_parallel.report.tables import (
     UNMEASURED,
     Comparison,
@@ -37,7 +39,7 @@ from hpc_parallel.report.tables import (
     scaling,
     unit_of,
 )
-from hpc_parallel.report.verdict import scope, verdicts
+from hpc_parallel.report.verdict import Prediction, own_metrics, pools, predictions, scope, verdicts
 
 if TYPE_CHECKING:
     from hpc_parallel.report.drawing import Plot
@@ -45,6 +47,9 @@ if TYPE_CHECKING:
 WITHOUT_PLOTS = 'No plots: they need matplotlib (pip install "hpc_parallel[report]", or matplotlib itself).'
 # Control characters, characters that change the text direction, and lone surrogates, which no file can hold.
 _NO_TEXT = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # https://owasp.org/www-community/attacks/CSV_Injection
+_SPECIAL = re.compile(r"[\\`*\[\]|]")
+_HTML = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 DEFINITIONS = (
     "Throughput: samples per second, median after the warm-up, beside the range of the middle half. "
     "Latency: time of one sample (task=infer). Step time: time of one optimizer step, median after the "
@@ -138,7 +143,7 @@ def render(gathered: Gathered) -> Report:
     }
     page = fill("report.html.j2", values)
     plain = fill("report.md.j2", values, finalize=markdown)
-    return Report(page, plain, table(gathered, series), latency.table(timed), plots)
+    return Report(page, plain, table(gathered, series), _latency_csv(timed), plots)
 
 
 def can_draw() -> bool:
@@ -177,6 +182,21 @@ def table(gathered: Gathered, series: Sequence[Series]) -> str:
     """CSV with one line per run; cells without a measurement are empty."""
     runs = records(gathered.rows, series)
     return to_csv(list(runs[0]), (list(run.values()) for run in runs))
+
+
+def _latency_csv(curves: Sequence[latency.LatencyCurve]) -> str:
+    """CSV with one line per batch size, in the units and names of `metrics.jsonl`; empty without curves."""
+    if not curves:
+        return ""
+    keys = [field.name for field in fields(latency.BatchTiming)]
+    return to_csv(
+        ["run", "folder", "state", *keys],
+        (
+            [curve.row.label, curve.row.folder, curve.row.state, *(getattr(point, key) for key in keys)]
+            for curve in curves
+            for point in curve.points
+        ),
+    )
 
 
 def alternatives_of(folders: Sequence[Path]) -> str:
@@ -232,3 +252,38 @@ def _best_note(comparison: Comparison) -> str:
             "device-hours are compared after equal samples."
         )
     return text
+
+
+def markdown(value: Any) -> Markup:
+    """The escaped value on one line; text that a template marks as safe is not changed."""
+    if isinstance(value, Markup):
+        return value
+    escaped = _SPECIAL.sub(r"\\\g<0>", " ".join(str(value).split()).translate(_HTML))
+    # GitHub turns bare addresses into links.
+    return Markup(escaped.replace("://", "&#58;//").replace("www.", "www&#46;"))
+
+
+def markdown_code(value: Any) -> Markup:
+    """A code span. Backticks would end the span, so they become apostrophes."""
+    return Markup(f"`{' '.join(str(value).replace('`', chr(39)).split())}`")
+
+
+def markdown_block(value: Any) -> Markup:
+    """The lines of a fenced block. Backticks would end the block, so they become apostrophes."""
+    return Markup(str(value).replace("`", chr(39)))
+
+
+def to_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """One line per row; None becomes an empty cell."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows([_cell(value) for value in row] for row in rows)
+    return text.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    """Put an apostrophe before text that a spreadsheet would treat as a formula; keep numbers."""
+    if not isinstance(value, str):
+        return value
+    return f"'{printable(value)}" if value.startswith(FORMULA) else printable(value)

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hpc_parallel.record.timeline_file import RankTimeline
+from hpc_parallel.record.task_files import RankTimeline
 from hpc_parallel.report import picture
 from hpc_parallel.report.page import fill
-from hpc_parallel.report.scaling_curves import graphs, panel
-from hpc_parallel.report.timeline_drawing import bars_of
+from hpc_parallel.report.plots import bars_of, scaling_graphs, scaling_panel
 
 if TYPE_CHECKING:
     from hpc_parallel.report.drawing import Plot
@@ -156,5 +155,5 @@ def _scaling(page: PlanPage) -> Iterator[picture.Picture]:
         yield picture.Picture(
             "scaling", "scaling", "More and fewer nodes: the same batch",
             "Tokens/s and efficiency by the number of devices. Dotted: in proportion to devices.",
-            graphs([("", panel([(0, "", points)], rate="tokens/s"))]),
+            scaling_graphs([("", scaling_panel([(0, "", points)], rate="tokens/s"))]),
         )  # fmt: skip

@@ -1,25 +1,17 @@
-"""All plots of a report, and those that are bars: times, memory, and measured figures beside planned ones."""
+"""All plots of a report. This file has those of scaling, losses, pipelines' steps, times and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 
-from hpc_parallel.report import (
-    bubble,
-    collective_curves,
-    latency,
-    loss_curves,
-    machines,
-    picture,
-    scaling_curves,
-    timeline_drawing,
-)
-from hpc_parallel.report.figures import rank_states
-from hpc_parallel.report.gather import Row
-from hpc_parallel.report.labels import legend
-from hpc_parallel.report.predictions import Prediction
-from hpc_parallel.report.tables import Series, digits, unit_of
+from hpc_parallel.record.task_files import RankTimeline, StageWork
+from hpc_parallel.report import bubble, collective_curves, latency, machines, picture
+from hpc_parallel.report.figures import number, rank_states
+from hpc_parallel.report.gather import Row, timeline
+from hpc_parallel.report.labels import legend, short, titles_of_work
+from hpc_parallel.report.tables import STRONG, WEAK, Series, Unit, digits, unit_of
+from hpc_parallel.report.verdict import Prediction
 
 PEAK = "peak_memory_bytes"
 TIMES = {
@@ -34,6 +26,24 @@ STATES = (
     (picture.ORANGE, "//", "gradients"),
     (picture.GREEN, "..", "optimizer state"),
 )
+IDEAL = {"linestyle": (0, (1, 1.5)), "linewidth": 1}
+DevicePoint = tuple[int, float, float]  # number of devices, rate in any unit, efficiency
+MAX_POINTS = 300
+TRAINING, VALIDATION = "loss", "validation_loss"
+OVER = {"samples": "samples consumed", "step": "step"}  # keys of a line of metrics
+THINNEST, WIDER = 1.3, 0.7  # of a line, points; each earlier curve is wider than the next one
+DOTTED = {"linestyle": ":", "fillstyle": "none", "linewidth": THINNEST}
+VALIDATED = picture.Curve((), {**DOTTED, "color": picture.INK, "marker": "o"}, "validation")
+MAX_TIMELINES = 12
+KINDS = {  # of a stage's work
+    "forward": (picture.BLUE, "", "forward"),
+    "loss": (picture.PURPLE, "xx", "loss"),
+    "backward": (picture.ORANGE, "//", "backward"),
+    "weights": (picture.GREEN, "..", "gradients of weights"),
+    "average": (picture.SKY, "\\\\", "average of gradients"),
+    "update": (picture.VERMILION, "++", "update"),
+}
+OTHER = ("#999999", "--", "other work")  # a kind that this version does not know
 
 
 def pictures(
@@ -41,14 +51,14 @@ def pictures(
 ) -> list[picture.Picture]:
     """All plots for which these runs have figures."""
     return [
-        *scaling_curves.pictures(series),
+        *_scaling(series),
         *latency.pictures(rows),
         *_step_parts(rows),
         *_peaks(rows),
         *_states(rows),
         *bubble.pictures(rows),
-        *loss_curves.pictures(rows),
-        *timeline_drawing.pictures(rows),
+        *losses(rows),
+        *_timelines(rows),
         *_ratios(predictions),
         *collective_curves.pictures(rows),
         *machines.pictures(rows),
@@ -143,3 +153,153 @@ def _ratios(predictions: Sequence[Prediction]) -> Iterator[picture.Picture]:
             + picture.first_of(picture.MAX_BARS, len(with_ratio)),
             picture.Bars([("", bars)], scale, marked=(1, "-")),
         )  # fmt: skip
+
+
+def _scaling(series: Sequence[Series]) -> Iterator[picture.Picture]:
+    """A plot of strong scaling and one of weak scaling."""
+    for kind in (STRONG, WEAK):
+        if of_kind := [one_series for one_series in series if one_series.kind == kind]:
+            groups = picture.panels_of(
+                of_kind[: picture.MAX_CURVES], lambda series: series.points[0].runs[0].workload
+            )
+            constant = "global batch" if kind == STRONG else "batch of each device"
+            yield picture.Picture(
+                f"{kind}_scaling", "scaling", f"{kind.capitalize()} scaling: the same {constant}",
+                f"More devices with the same {constant}. Dotted: throughput in proportion to devices. A line "
+                "joins runs that differ only in their devices."
+                + picture.first_of(sum(map(len, groups)), len(of_kind)),
+                _scaling_graphs(groups),
+            )  # fmt: skip
+
+
+def _scaling_graphs(groups: Sequence[Sequence[Series]]) -> picture.Graphs:
+    """A panel for each group of series with the same workload."""
+    titles = titles_of_work([group[0].points[0].runs[0].run for group in groups], with_batch=False)
+    numbered = enumerate(legend(one_series.words for group in groups for one_series in group))
+    panels = []
+    for group, title in zip(groups, titles, strict=True):
+        curves = [
+            (*next(numbered), [(at.devices, at.samples_per_s, at.efficiency) for at in one_series.points])
+            for one_series in group
+        ]
+        panels.append((title, scaling_panel(curves, rate="throughput, samples/s")))
+    return scaling_graphs(panels)
+
+
+def scaling_graphs(panels: Sequence[tuple[str, Sequence[picture.Graph]]]) -> picture.Graphs:
+    """These panels of scaling, with the ideal in the legend."""
+    return picture.Graphs(panels, 3.4, [picture.Curve((), {**IDEAL, "color": picture.INK}, "ideal")])
+
+
+def scaling_panel(
+    curves: Sequence[tuple[int, str, Sequence[DevicePoint]]], *, rate: str
+) -> list[picture.Graph]:
+    """Rates and efficiencies over devices. curves: number in the figure, text of the legend and points."""
+    rates, efficiencies = [], []
+    for index, text, points in curves:
+        first, first_rate, _ = points[0]
+        look = picture.style(index)
+        ideal = [(devices, first_rate * devices / first) for devices, _, _ in points]
+        rates.append(picture.Curve([(devices, speed) for devices, speed, _ in points], look, text))
+        rates.append(picture.Curve(ideal, {**IDEAL, "color": look["color"]}))
+        efficiencies.append(picture.Curve([(devices, 100 * share) for devices, _, share in points], look))
+    fewest = min(points[0][0] for _, _, points in curves)
+    across = picture.PlotAxis("devices", picture.COUNTS)
+    up = picture.PlotAxis(f"efficiency, % of {fewest} device{'s' * (fewest > 1)}", picture.FROM_ZERO)
+    return [
+        picture.Graph(across, picture.PlotAxis(rate, picture.LOGARITHMIC), rates),
+        picture.Graph(across, up, efficiencies, level=100),
+    ]
+
+
+def losses(rows: Sequence[Row]) -> Iterator[picture.Picture]:
+    """One plot of the losses of training and validation of all runs that logged at least two.
+
+    A user's own script may report only its steps. The x-axis of a panel with such a run shows steps.
+    """
+    drawn = [row for row in rows if len(_points(row, TRAINING, over=_axis_of([row]))) > 1]
+    if not drawn:
+        return
+    of_kinds = picture.kinds(drawn, most=picture.MAX_CURVES)
+    graphs = [_loss_graph(kind) for kind in of_kinds]
+    count = sum(len(kind.rows) for kind in of_kinds)
+    validated = sum(len(graph.curves) for graph in graphs) > count
+    panels = [(kind.title, [graph]) for kind, graph in zip(of_kinds, graphs, strict=True)]
+    title = f"Loss of {drawn[0].label}" if len(drawn) == 1 else f"Loss by {OVER[_axis_of(drawn)]}"
+    yield picture.Picture(
+        "loss", "loss", title,
+        ("Lines: training. Dotted, hollow markers: validation. " if validated else "Training only. ")
+        + "Runs of the same configuration should coincide, whatever their layout: of curves that lie on "
+        "each other, the wider ones show at the edges." * (len(drawn) > 1)
+        + picture.first_of(count, len(drawn)),
+        picture.Graphs(panels, 3.6, [VALIDATED] * validated, own_legends=len(panels) > 1),  # colours repeat
+    )  # fmt: skip
+
+
+def _axis_of(rows: Sequence[Row]) -> str:
+    """The key of OVER over which the curves of one panel are drawn. All runs of the panel must have it."""
+    return "samples" if all(_points(row, TRAINING, over="samples") for row in rows) else "step"
+
+
+def _points(row: Row, key: str, *, over: str) -> list[tuple[float, float]]:
+    """Samples consumed or step, and loss, reduced to about MAX_POINTS points."""
+    lines = [
+        (place, loss)
+        for line in row.run.metrics
+        if (place := number(line.get(over))) is not None and (loss := number(line.get(key))) is not None
+    ]
+    stride = max(1, len(lines) // MAX_POINTS)
+    return lines[::stride] + lines[-1:] * bool(len(lines) % stride != 1 and stride > 1)
+
+
+def _loss_graph(kind: picture.WorkKind) -> picture.Graph:
+    over = _axis_of(kind.rows)
+    curves = []
+    for index, (row, text) in enumerate(zip(kind.rows, kind.legend, strict=True)):
+        training, validation = (_points(row, key, over=over) for key in (TRAINING, VALIDATION))
+        spacing = max(1, len(training) // 8)
+        width = THINNEST + WIDER * min(len(kind.rows) - 1 - index, 5)
+        look = picture.style(index, markersize=5, linewidth=width, markevery=(index % spacing, spacing))
+        curves.append(picture.Curve(training, look, text))
+        if validation:
+            curves.append(picture.Curve(validation, picture.style(index, markersize=7, **DOTTED)))
+    return picture.Graph(picture.PlotAxis(OVER[over]), picture.PlotAxis("loss"), curves)
+
+
+def _timelines(rows: Sequence[Row]) -> Iterator[picture.Picture]:
+    """A plot for each of the first runs that have a timeline."""
+    timelines = [(row, ranks) for row in rows if (ranks := timeline(row))]
+    for index, (row, ranks) in enumerate(timelines[:MAX_TIMELINES], start=1):
+        yield picture.Picture(
+            f"timeline_{index}", "timeline", f"One step of {row.label}",
+            "What the stages of each device did in one profiled step. Numbers are microbatches "
+            "(stage:microbatch if a device has several stages), where there is room. Blank is idle."
+            + picture.first_of(MAX_TIMELINES, len(timelines)),
+            bars_of(ranks),
+        )  # fmt: skip
+
+
+def bars_of(ranks: Sequence[RankTimeline]) -> picture.Bars:
+    """A bar for each rank."""
+    length_s = max(rank.length_s for rank in ranks)
+    unit = unit_of("seconds", [length_s])
+    stages = [sorted({chunk.stage for chunk in rank.chunks}) for rank in ranks]
+    with_stage = any(len(rank_stages) > 1 for rank_stages in stages)
+    bars = [
+        picture.Bar(
+            short(f"rank {rank.rank}, stage {' '.join(map(str, rank_stages))}"),
+            [_block(chunk, unit, with_stage=with_stage) for chunk in rank.chunks],
+        )
+        for rank, rank_stages in zip(ranks, stages, strict=True)
+    ]
+    scale = picture.PlotAxis(
+        f"time since the step's start, {unit.name}", picture.FROM_ZERO, [length_s / unit.size]
+    )
+    return picture.Bars([("", bars)], scale, [*KINDS.values(), OTHER])
+
+
+def _block(chunk: StageWork, unit: Unit, *, with_stage: bool) -> picture.Block:
+    microbatch = "" if chunk.microbatch is None else str(chunk.microbatch)
+    text = f"{chunk.stage}:{microbatch}" if microbatch and with_stage else microbatch
+    fill = KINDS.get(chunk.kind, OTHER)
+    return picture.Block(chunk.start_s / unit.size, chunk.end_s / unit.size, fill, text)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_bytes
-from hpc_parallel.report import collective_curves, loss_curves, machines
+from hpc_parallel.report import collective_curves, machines, plots
 from hpc_parallel.report.gather import gather
 
 
@@ -29,8 +29,8 @@ def draw(folder: RunFolder) -> None:
     from hpc_parallel.report import drawing
 
     rows = gather([folder.path]).rows
-    for module in (loss_curves, collective_curves, machines):
-        for picture in module.pictures(rows):
+    for pictures in (plots.losses, collective_curves.pictures, machines.pictures):
+        for picture in pictures(rows):
             folder.plots.mkdir(mode=0o700, exist_ok=True)
             write_bytes(folder.plots / f"{picture.name}.png", drawing.draw(picture).png)
 

@@ -11,9 +11,9 @@ from statistics import median
 from typing import Any
 
 from hpc_parallel.layout.axes import AXES
+from hpc_parallel.report.figures import NOISE, ROUNDING
 from hpc_parallel.report.gather import FIGURES, PARTS, Row, identity, without
 from hpc_parallel.report.labels import OPTIMIZER_SPEEDLESS, RUN_KEYS, SPEEDLESS
-from hpc_parallel.report.spread import NOISE, ROUNDING
 
 UNMEASURED = "not measured"
 STRONG, WEAK = "strong", "weak"

@@ -1,15 +1,30 @@
-"""The verdict of a report in three lines: the fastest, the leanest and the quietest run."""
+"""What a report says besides its comparison.
+
+The verdict has three lines: the fastest, the leanest and the quietest run. Then there are equal runs of
+different seeds, the models' own metrics (`LayeredModel.metrics`), and planned figures beside measured ones.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean, stdev
 
-from hpc_parallel.report.gather import Row
+from hpc_parallel.record.metrics_file import own_metrics_of
+from hpc_parallel.report.figures import number
+from hpc_parallel.report.gather import Row, identity, without
+from hpc_parallel.report.labels import RUN_KEYS
 from hpc_parallel.report.tables import TableColumn, Unit, best_of, column_of, digits, spread_text, unit_of
 
 SHOWN_RUNS = 3  # the most tied runs that a line names
+POOLED = ("final_loss", "samples_per_s", "step_time_s")  # figures of equal runs
+_IGNORED = {*RUN_KEYS, "seed"} - {"nodes", "gpus_per_node"}
+MOST_METRICS = 20
+PREDICTABLE = (
+    "step_time_s", "samples_per_s", "latency_s", "peak_memory_bytes", "bubble_share",
+    "exposed_communication_share", "traffic_bytes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -145,3 +160,114 @@ def _timing(row: Row) -> str:
     if not spread:
         return f"It has {steps}, which is too few for a spread."
     return f"It is the median of the logged means of {steps}; the middle half of them is {spread} samples/s."
+
+
+@dataclass(frozen=True)
+class PooledFigure:
+    """A figure of several runs."""
+
+    key: str
+    values: Sequence[float]
+
+    @property
+    def mean(self) -> float:
+        return mean(self.values)
+
+    @property
+    def deviation(self) -> float:
+        """The sample standard deviation of the runs (divisor n - 1)."""
+        return stdev(self.values)
+
+    def __str__(self) -> str:
+        return f"{digits(self.mean, 4)} ± {digits(self.deviation, 2)}"
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Completed runs that are equal except for the seed."""
+
+    label: str
+    seeds: Sequence[int]
+    figures: Sequence[PooledFigure]  # the figures of POOLED that all runs have
+
+
+def pools(rows: Sequence[Row]) -> list[Pool]:
+    """Pool the completed runs with at least two different seeds."""
+    groups: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.completed:
+            groups[identity(without(row.config, _IGNORED))].append(row)
+    return [_pool(group) for group in groups.values() if len({_seed(row) for row in group}) > 1]
+
+
+def _pool(rows: Sequence[Row]) -> Pool:
+    figures = []
+    for key in POOLED:
+        values = [value for row in rows if (value := row.figures[key]) is not None]
+        if len(values) == len(rows):
+            figures.append(PooledFigure(key, values))
+    first = rows[0]
+    options = [option for option in first.differs if not option.startswith("seed=")]
+    label = ", ".join([first.strategy, first.layout_text, *options])
+    return Pool(label, sorted(_seed(row) for row in rows), figures)
+
+
+def _seed(row: Row) -> int:
+    seed = row.config.get("seed")
+    return seed if isinstance(seed, int) else 0
+
+
+@dataclass(frozen=True)
+class OwnMetrics:
+    """A table: its columns, and a line for each run that has at least one of these metrics."""
+
+    names: Sequence[str]
+    lines: Sequence[tuple[Row, Sequence[float | None]]]
+
+
+def own_metrics(rows: Sequence[Row]) -> OwnMetrics | None:
+    """The table of the first MOST_METRICS metrics; None if no run has one."""
+    of_runs = (own_metrics_of(row.run.summary or {}) for row in rows)
+    values = [{name: value for name, value in each.items() if number(value) is not None} for each in of_runs]
+    names = list(dict.fromkeys(name for metrics in values for name in metrics))[:MOST_METRICS]
+    lines = [(row, [metrics.get(name) for name in names]) for row, metrics in zip(rows, values, strict=True)]
+    with_metrics = [(row, cells) for row, cells in lines if any(cell is not None for cell in cells)]
+    return OwnMetrics(names, with_metrics) if with_metrics else None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A planned figure of a run, and the measured figure."""
+
+    row: Row
+    key: str
+    predicted: float
+    measured: float | None
+
+    @property
+    def unit(self) -> Unit:
+        """The unit in which both figures are shown."""
+        return unit_of(column_of(self.key).kind, (self.predicted, self.measured))
+
+    @property
+    def title(self) -> str:
+        """`step time`."""
+        return column_of(self.key).title
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured divided by predicted."""
+        return self.measured / self.predicted if self.measured and self.predicted else None
+
+
+def predictions(rows: Sequence[Row]) -> list[Prediction]:
+    """The predictions of every run that has a plan."""
+    result = []
+    for row in rows:
+        predicted = row.run.totals.predicted
+        for key in PREDICTABLE:
+            # On a CPU the measured peak includes the interpreter. A prediction does not include it.
+            process = key == "peak_memory_bytes" and row.on_cpu
+            if not process and (value := number(predicted.get(key))) is not None and value >= 0:
+                result.append(Prediction(row, key, value, row.figures[key]))
+    return result

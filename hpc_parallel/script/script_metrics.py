@@ -29,7 +29,7 @@ from hpc_parallel.machine.topology import nvml_module
 from hpc_parallel.machine.world import World
 from hpc_parallel.problems import printable
 from hpc_parallel.record.attempts import keep_metrics
-from hpc_parallel.record.device_states import device_file
+from hpc_parallel.record.recorded_slow_ranks import device_file
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, is_file, open_regular, parse_line, size_of
 from hpc_parallel.record.safe_write import append_line, write_json

@@ -12,8 +12,16 @@ from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from hpc_parallel.slurm.client import CONTROL_S, MISSING, UNANSWERED, Inquiry, is_installed, run
-from hpc_parallel.slurm.environment import announcements, submission_environment
+from hpc_parallel.slurm.client import (
+    CONTROL_S,
+    MISSING,
+    UNANSWERED,
+    Inquiry,
+    announcements,
+    is_installed,
+    run,
+    submission_environment,
+)
 from hpc_parallel.slurm.jobs import Job, by_cluster, jobs_by_script
 from hpc_parallel.slurm.limits import partitions
 

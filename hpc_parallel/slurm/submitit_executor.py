@@ -13,7 +13,7 @@ from pathlib import Path
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
-from hpc_parallel.slurm.environment import submission_environment
+from hpc_parallel.slurm.client import submission_environment
 from hpc_parallel.slurm.jobs import Job
 from hpc_parallel.slurm.submit import SiteRefusedError, job_in, refusal, warn_of_overrides
 

@@ -29,10 +29,8 @@ from hpc_parallel.record.sweep_folder import write_sweep
 from hpc_parallel.slurm.jobs import Job, job_states, never_starting
 from hpc_parallel.slurm.records import max_array_size
 from hpc_parallel.slurm.submit import SiteRefusedError, refusal_message, submit_script, withdraw
-from hpc_parallel.sweep.sweep_plan import PlannedRun, SweepPlan
-from hpc_parallel.sweep.sweep_table import after_the_end
-from hpc_parallel.sweep.view import SweepView
-from hpc_parallel.sweep.write import for_each, take_back
+from hpc_parallel.sweep.sweep_plan import PlannedRun, SweepPlan, for_each, take_back
+from hpc_parallel.sweep.view import SweepView, after_the_end
 
 REASON_S = 1.0  # time for the scheduler to examine a submitted job
 MAX_TASKS = 1000  # Slurm's default (MaxArraySize=1001), if it does not answer

@@ -37,7 +37,7 @@ from hpc_parallel.record.sweep_folder import (
 )
 from hpc_parallel.shell import complain
 from hpc_parallel.slurm.submit import SiteRefusedError
-from hpc_parallel.sweep import sweep_table
+from hpc_parallel.sweep import view
 from hpc_parallel.sweep.start import open_folder
 from hpc_parallel.sweep.sweep_plan import OF_THE_SWEEP
 from hpc_parallel.sweep.trial import RunFailedError, Trial, read_result
@@ -169,12 +169,12 @@ def _report(trial: Trial, stopped: Exception | None, *, names: Sequence[str]) ->
         rows.append((os.path.relpath(run.run_dir), label, *figures, result.failure or "completed"))
         failed = failed or result.failure is not None
     print(flush=True)
-    sweep_table.console().print(sweep_table.table(("run", "overrides", *names, "state"), rows))
-    for line in sweep_table.skipped(sweep.skipped, [run.overrides for run in sweep.runs]):
+    view.console().print(view.table(("run", "overrides", *names, "state"), rows))
+    for line in view.skipped(sweep.skipped, [run.overrides for run in sweep.runs]):
         print(line)
     if (results := folder / RESULTS).is_file():
         print(results.read_text(encoding="utf-8").rstrip())
-    print("\n".join(sweep_table.after_the_end(folder, completed=True)), flush=True)
+    print("\n".join(view.after_the_end(folder, completed=True)), flush=True)
     if stopped is not None:
         complain([f"the sweeper stopped: {_line(stopped)}"])
     if isinstance(stopped, SiteRefusedError):

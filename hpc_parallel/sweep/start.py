@@ -6,6 +6,9 @@ Only one command can start a sweep at a time: two at once would both start the s
 from __future__ import annotations
 
 import math
+import signal
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -13,6 +16,7 @@ from pathlib import Path
 from hpc_parallel.exit_codes import DONE, REFUSED
 from hpc_parallel.launch.batch_script import ScriptLauncher
 from hpc_parallel.launch.launcher import Launcher, launcher_of
+from hpc_parallel.launch.local_launcher import PERIOD_S, Agent, counting_signals
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record import owner
 from hpc_parallel.record.names import from_here
@@ -22,17 +26,23 @@ from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.shell import complain
 from hpc_parallel.slurm.jobs import queued_states
 from hpc_parallel.slurm.submit import estimate
-from hpc_parallel.sweep import sweep_table
-from hpc_parallel.sweep.sweep_plan import SweepPlan, folder_problems
-from hpc_parallel.sweep.write import take_back, write_runs
+from hpc_parallel.sweep import view
+from hpc_parallel.sweep.sweep_plan import (
+    PlannedRun,
+    SweepPlan,
+    folder_problems,
+    for_each,
+    take_back,
+    write_runs,
+)
 
 
 def start(plan: SweepPlan) -> int:
     """Run or submit the plan and return the exit code. Raises ConfigError if nothing was started."""
-    for line in sweep_table.notes(plan):
+    for line in view.notes(plan):
         print(line)
     if not plan.runs:
-        sweep_table.console().print(sweep_table.submitted(plan, {}, {}))
+        view.console().print(view.submitted(plan, {}, {}))
         print(f"nothing is missing in {plan.folder}")
         return DONE
     kind = plan.runs[0].run.config.launcher.kind
@@ -57,8 +67,6 @@ def start(plan: SweepPlan) -> int:
                     plan.folder.rmdir()
             raise
         if kind == "local":
-            from hpc_parallel.sweep.run_here import run_all
-
             return run_all(plan)
         return write_scripts(plan) if kind == "script" else submit(plan)
 
@@ -98,9 +106,9 @@ def submit(plan: SweepPlan) -> int:
     release(plan.folder)  # the jobs now own their runs
     ids = {path: job.id for path, job in jobs.items()}
     states = {job.id: state for job, state in queued_states(jobs.values()).items()}
-    sweep_table.console().print(sweep_table.submitted(plan, ids, states, without_job="refused"))
+    view.console().print(view.submitted(plan, ids, states, without_job="refused"))
     complain(refusals)
-    print("\n".join(sweep_table.after_submission(plan.folder, submitted=bool(jobs))), flush=True)
+    print("\n".join(view.after_submission(plan.folder, submitted=bool(jobs))), flush=True)
     if refusals:
         return REFUSED
     return arrays.follow_jobs(plan, jobs) if plan.settings.wait else DONE
@@ -175,3 +183,68 @@ def release(folder: Path) -> None:
     """Give up ownership if this process still has it. If not, another start may own the folder."""
     if folder.is_dir():
         owner.release(RunFolder(folder))
+
+
+def run_all(plan: SweepPlan) -> int:
+    """Run all planned runs, whose folders exist. A failed run does not stop the others.
+
+    After the first Ctrl-C or SIGTERM, active runs save and end, and no other run starts. The second signal
+    kills them at once. Then KeyboardInterrupt is raised. A run that is cancelled before its turn is skipped.
+
+    Returns 0 if all runs completed, else 1.
+    """
+    for_each(lambda planned: owner.queue(planned.run.folder), plan.runs)
+    with counting_signals() as signals, view.SweepView(len(plan.runs)) as display:
+        runner = _Runner(plan, display=display, signals=signals)
+        runner.run()
+        waiting = runner.waiting
+        display.say(f"{display.counts()}" + f", {len(waiting)} not started" * bool(waiting))
+        for line in view.after_the_end(plan.folder, completed=runner.completed and not waiting):
+            display.say(line)
+    if signals:
+        take_back(planned.run for planned in waiting)
+        raise KeyboardInterrupt
+    return 0 if runner.completed else 1
+
+
+class _Runner:
+    def __init__(self, plan: SweepPlan, *, display: view.SweepView, signals: list[int]) -> None:
+        self.waiting = deque(plan.runs)
+        self.active: dict[PlannedRun, Agent] = {}
+        self.completed = True  # all runs so far
+        self._limit = plan.settings.parallelism or 1
+        self._display = display
+        self._signals = signals  # received so far
+
+    def run(self) -> None:
+        handled = 0
+        try:
+            while self.active or (self.waiting and not self._signals):
+                self._start_waiting()
+                if len(self._signals) > handled:
+                    handled = len(self._signals)
+                    self._display.say("stopping; Ctrl-C again kills at once")
+                    for agent in self.active.values():
+                        agent.stop(self._signals)
+                self._end_finished()
+                for planned in self.active:
+                    self._display.poll(planned)
+                time.sleep(PERIOD_S)
+        finally:
+            for agent in self.active.values():
+                agent.end(signals=self._signals or [signal.SIGTERM])
+
+    def _start_waiting(self) -> None:
+        while self.waiting and len(self.active) < self._limit and not self._signals:
+            planned = self.waiting.popleft()
+            if owner.take_turn(planned.run.folder):
+                self._display.start(planned)
+                self.active[planned] = Agent(planned.run.folder, variables=planned.run.variables)
+            else:
+                self._display.skip(planned)
+                self.completed = False
+
+    def _end_finished(self) -> None:
+        for planned in [planned for planned, agent in self.active.items() if agent.has_ended()]:
+            self.active.pop(planned).end(signals=self._signals)
+            self.completed = self._display.end(planned) and self.completed

@@ -1,12 +1,17 @@
-"""Plan a sweep: every combination is composed and checked before any run folder is written."""
+"""Plan a sweep: every combination is composed and checked before any run folder is written.
+
+`write_runs` writes the folders, several at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -14,13 +19,17 @@ from hpc_parallel.config.compose import Cell, SweepCells
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.resolve import UnresolvedError
 from hpc_parallel.config.schema import SweepConfig
+from hpc_parallel.launch import run_files
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.layout.batch_plan import usual_batch_size
 from hpc_parallel.problems import ConfigError, Problem, quoted, spell
+from hpc_parallel.record.provenance import source_state
 from hpc_parallel.record.snapshot import Snapshot, cached_plan_snapshot
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, is_sweep_folder
 from hpc_parallel.sweep.earlier import Earlier
 
+MAX_THREADS = 8  # that write run folders: most of the time is waiting for the disk
+T = TypeVar("T")
 OF_THE_SWEEP = ("sweep.", "dry_run=")  # overrides that apply to the sweep and not to a run
 
 
@@ -242,3 +251,44 @@ def folder_problems(folder: Path) -> list[Problem | str]:
     if is_sweep_folder(folder):
         return [f"hydra.sweep.dir = {folder} already holds a sweep. Try sweep.resume={folder}."]
     return []
+
+
+def write_runs(runs: Sequence[PreparedRun]) -> None:
+    """Create every run folder. Source that several runs keep is copied once and then hard-linked.
+
+    Raises ConfigError if a folder can't be created. Then the other folders are removed.
+    """
+    state = cache(source_state)
+    snapshots: list[Snapshot] = []  # already copied
+    written: list[PreparedRun] = []
+
+    def write(run: PreparedRun) -> None:
+        files = run.snapshot.files if run.snapshot else None
+        copied = next((snapshot for snapshot in snapshots if snapshot.files is files), None)
+        run_files.write(run, copied=copied, git_state=state)
+        written.append(run)
+        if copied is None and run.snapshot is not None:
+            snapshots.append(run.snapshot)
+
+    try:
+        first = {id(run.snapshot.files) if run.snapshot else None: run for run in reversed(runs)}
+        for run in first.values():
+            write(run)
+        others = (run for run in runs if not any(run is other for other in first.values()))
+        for_each(write, others)
+    except BaseException:  # Ctrl-C too
+        take_back(written)
+        raise
+
+
+def take_back(runs: Iterable[PreparedRun]) -> None:
+    """Undo `write_runs` for runs that have not started."""
+    for run in runs:
+        run_files.undo_write(run)
+
+
+def for_each(work: Callable[[T], object], items: Iterable[T]) -> None:
+    """Call `work` for every item in threads; after all have ended, raise the first error."""
+    with ThreadPoolExecutor(MAX_THREADS) as pool:
+        for future in [pool.submit(work, item) for item in items]:
+            future.result()

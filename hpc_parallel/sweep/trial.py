@@ -14,9 +14,10 @@ from hpc_parallel.config.tasks import objective_problems, objectives
 from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.record.recorded import number, read_run
+from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, change_sweep
+from hpc_parallel.record.values import number
 from hpc_parallel.slurm.submit import SiteRefusedError
 from hpc_parallel.sweep.sweep_plan import PlannedRun, run_overrides
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from hpc_parallel.commands.plan_calibrate import calibrated
+from hpc_parallel.commands.plan import calibrated
 from hpc_parallel.planning.calibration import planned_s
 from hpc_parallel.planning.hardware import Hardware, read_hardware
 from hpc_parallel.planning.measured_runs import read_runs
@@ -178,9 +178,9 @@ def calibrate(site: Site, output: Path) -> Hardware:
     (output / "hardware" / "measured.yaml").write_text((folder / "hardware.yaml").read_text())
     runs = [str(site.run(f"calibration {case.name}", *case.words)) for case in CALIBRATION]
     file = output / "hardware" / "cluster.yaml"
-    profile = calibrated(runs, name="measured", output=file, user_folder=output)
-    file.write_text(profile.content)
-    print(*profile.lines, sep="\n", flush=True)
+    content, lines = calibrated(runs, name="measured", output=file, user_folder=output)
+    file.write_text(content)
+    print(*lines, sep="\n", flush=True)
     return read_hardware("cluster", folders=[output / "hardware"])
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import Parameter
 
-from hpc_parallel.commands.roles import recorded_setup
+from hpc_parallel.commands.grid import recorded_setup
 from hpc_parallel.layout.exchanges import ALL_GATHER, COPY, Exchange, Often, exchanges
 from hpc_parallel.strategies.gradients import local_gradients
 from tests.marks import in_full

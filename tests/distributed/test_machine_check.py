@@ -30,8 +30,8 @@ from hpc_parallel.measure.preflight_task import (
     slow_storage,
 )
 from hpc_parallel.measure.storage_rates import ReadingError, powers
-from hpc_parallel.record.machine_check_table import DirectReads, MeasuredMachine, machine_lines
 from hpc_parallel.record.metrics_file import MetricsReader
+from hpc_parallel.record.recorded_preflight import DirectReads, MeasuredMachine, machine_lines
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.typed import build
 from hpc_parallel.report import run_plot

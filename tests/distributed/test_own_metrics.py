@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.report.gather import gather
-from hpc_parallel.report.model_metrics import own_metrics
 from hpc_parallel.report.page import render
 from hpc_parallel.report.tables import digits
+from hpc_parallel.report.verdict import own_metrics
 from hpc_parallel.strategies.loss import WithMetrics
 from hpc_parallel.worker.session import read_config
 from tests.distributed.test_models_of_others import words_of

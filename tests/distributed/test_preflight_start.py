@@ -16,8 +16,8 @@ from hpc_parallel.config.site_schema import PreflightConfig
 from hpc_parallel.machine import host_facts
 from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents
-from hpc_parallel.record.recorded_preflight import difference_lines
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.report.run_lines import difference_lines
 from hpc_parallel.start import start_checks, start_times
 from tests.workers import Workers
 

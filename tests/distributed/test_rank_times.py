@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from hpc_parallel.__main__ import main
-from hpc_parallel.commands import run_rows
+from hpc_parallel.commands import status
 from hpc_parallel.failure.run_state import RUNNING, State
 from hpc_parallel.profiling import links, rank_times
 from hpc_parallel.profiling.slow_ranks import Accusations
@@ -118,7 +118,7 @@ def test_a_slow_rank_is_named_wherever_one_looks(
     assert line.startswith(f"{who} takes ")
     assert f"WARNING: {line}" in logs[0].splitlines()
     assert logs[1:] == ["", ""]
-    assert run_rows.row_of(read_run(run.folder.path), State(RUNNING)).reason == who  # of `status`
+    assert status.row_of(read_run(run.folder.path), State(RUNNING)).reason == who  # of `status`
     assert main(["show", str(run.folder.path)]) == 0
     assert f"{line}, from step 60 to 60" in capsys.readouterr().out
     assert main(["report", str(run.folder.path)]) == 0

@@ -16,8 +16,8 @@ import yaml
 
 from hpc_parallel.commands.report import main
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.report.escaping import markdown, to_csv
 from hpc_parallel.report.gather import PARTS, gather
+from hpc_parallel.report.page import markdown, to_csv
 from tests.report.measured_runs import ended, started
 
 PIPELINE = ("strategy=pipeline", "nodes=2", "strategy.microbatches=4")

@@ -22,8 +22,8 @@ from hpc_parallel.report.gather import gather
 from hpc_parallel.report.labels import legend
 from hpc_parallel.report.picture import Picture
 from hpc_parallel.report.plots import pictures
-from hpc_parallel.report.predictions import predictions
 from hpc_parallel.report.tables import scaling
+from hpc_parallel.report.verdict import predictions
 from hpc_parallel.worker import run_plots
 from tests.report.measured_runs import ended, note, state
 from tests.report.test_collectives import measured, rows

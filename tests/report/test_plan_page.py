@@ -16,7 +16,7 @@ from hpc_parallel.commands.plan_scaling import efficiency, planned_size, with_no
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.hardware import named_hardware
-from hpc_parallel.record.timeline_file import RankTimeline, StageWork
+from hpc_parallel.record.task_files import RankTimeline, StageWork
 from hpc_parallel.report.plan_html import MAX_CHUNKS, MAX_RANKS, PARTS, drawable
 from tests.composed import composed
 from tests.report.browser import open_page, unavailable_reason

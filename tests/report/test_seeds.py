@@ -9,7 +9,7 @@ import pytest
 
 from hpc_parallel.report.gather import gather
 from hpc_parallel.report.page import render
-from hpc_parallel.report.seeds import pools
+from hpc_parallel.report.verdict import pools
 from tests.recorded_runs import finished
 
 

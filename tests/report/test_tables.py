@@ -19,12 +19,11 @@ from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, create, write_sweep
-from hpc_parallel.record.timeline_file import RankTimeline, StageWork
+from hpc_parallel.record.task_files import RankTimeline, StageWork
 from hpc_parallel.report.claims import judged
 from hpc_parallel.report.gather import Gathered, Row, gather, timeline
 from hpc_parallel.report.measures import BACKED, CONTRADICTED, EVEN, NO_FIGURE, NO_VERDICT, OPEN, Runs
 from hpc_parallel.report.page import table
-from hpc_parallel.report.predictions import predictions
 from hpc_parallel.report.tables import (
     COLUMNS,
     STRONG,
@@ -36,6 +35,7 @@ from hpc_parallel.report.tables import (
     scaling,
     unit_of,
 )
+from hpc_parallel.report.verdict import predictions
 from tests.report.measured_runs import BEGAN, ended, note, started, state, written
 
 

@@ -13,9 +13,9 @@ import pytest
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.report import page
+from hpc_parallel.report.figures import Spread, throughput_spread
 from hpc_parallel.report.gather import Gathered, Row, gather
 from hpc_parallel.report.page import render, table
-from hpc_parallel.report.spread import Spread, throughput_spread
 from hpc_parallel.report.tables import compare, scaling
 from hpc_parallel.report.verdict import scope, verdicts
 from tests.report.measured_runs import ended, note, started, state

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.report import loss_curves
+from hpc_parallel.report import plots
 from hpc_parallel.report.gather import gather
 from hpc_parallel.report.picture import Graphs
 from tests.scripts.test_local_scripts import ROOT, TWO_NODES, command, run, started
@@ -81,7 +81,7 @@ def test_a_report_draws_the_figures_of_scripts(home: Path) -> None:
         table = list(csv.DictReader(file))
     assert [(row["state"], row["final_loss"]) for row in table] == [("completed", "2.0")] * 2
     assert (home / "report/plots/loss.png").read_bytes().startswith(b"\x89PNG")
-    (picture,) = loss_curves.pictures(gather([home / "sweep"]).rows)
+    (picture,) = plots.losses(gather([home / "sweep"]).rows)
     assert isinstance(picture.content, Graphs)
     ((_, (graph,)),) = picture.content.panels
     assert graph.x.name == "step"

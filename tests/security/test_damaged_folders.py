@@ -16,7 +16,7 @@ import pytest
 import xxhash
 
 from hpc_parallel.__main__ import main
-from hpc_parallel.commands import grid, run_rows
+from hpc_parallel.commands import grid, status
 from hpc_parallel.problems import printable
 from hpc_parallel.record import checkpoint_index, safetensors_header
 from hpc_parallel.record.metrics_file import MetricsReader, last_line, read_metrics
@@ -154,9 +154,9 @@ def test_the_last_defence(tmp_path: Path, capsys: Capture, monkeypatch: pytest.M
     """Whatever a folder surprises us with, the other runs are listed."""
     for number in (1, 2):
         finished(tmp_path / f"runs/a/{number}")
-    build = run_rows.row_of
+    build = status.row_of
     surprise = lambda run, state: 1 / 0 if run.run_id == "1" else build(run, state)  # noqa: E731
-    monkeypatch.setattr(run_rows, "row_of", surprise)
+    monkeypatch.setattr(status, "row_of", surprise)
     code, out, _ = ran(capsys, "status", "--json")
     found = {row["run"]: (row["state"], row["reason"]) for row in json.loads(out)}
     assert code == 0

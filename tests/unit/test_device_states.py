@@ -12,8 +12,9 @@ import pytest
 
 from hpc_parallel.commands import show
 from hpc_parallel.machine.world import World
-from hpc_parallel.record.device_states import device_file, device_lines
+from hpc_parallel.record.recorded_slow_ranks import device_file
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.report.run_lines import device_lines
 from hpc_parallel.script import script_metrics
 from hpc_parallel.script.script_metrics import gpu_of
 from tests.nvml import Nvml

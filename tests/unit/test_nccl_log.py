@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from hpc_parallel.machine.nccl_log import ACROSS, INSIDE, NcclTransport, carrier, keep_log, merged, parse
-from hpc_parallel.record import network
-from hpc_parallel.record.network import transport_lines
+from hpc_parallel.record.environment_file import Transport
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.typed import build
+from hpc_parallel.report.run_lines import transport_lines
 from hpc_parallel.start.join import by_differing_host
 from hpc_parallel.start.transport import FabricError, TransportCheck, problem_of, report
 
@@ -43,7 +43,7 @@ RCCL_HEADS = {
 
 
 def lines_of(record: dict[str, Any]) -> list[tuple[str, str]]:
-    transport = build(network.Transport, record)
+    transport = build(Transport, record)
     assert transport is not None
     return transport_lines(transport)
 

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from hpc_parallel.__main__ import main as command
-from hpc_parallel.commands.plan_figures import energy
+from hpc_parallel.commands.plan_run import energy
 
 RUN = (
     "plan",

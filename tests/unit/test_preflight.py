@@ -28,8 +28,9 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents
 from hpc_parallel.record import attempts
 from hpc_parallel.record.endings import Failure
-from hpc_parallel.record.recorded_preflight import difference_lines, difference_table
+from hpc_parallel.record.recorded_preflight import difference_table
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.report.run_lines import difference_lines
 from hpc_parallel.start import start_checks
 from hpc_parallel.start.start_checks import PreflightError, act_on, warn
 from hpc_parallel.start.transport import FabricError

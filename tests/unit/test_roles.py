@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from docs.drawn_layout import draw
 from docs.svg import COLOURS, Svg
 from hpc_parallel.__main__ import main
-from hpc_parallel.commands.roles import MOST_ROWS, recorded_setup
+from hpc_parallel.commands.grid import MOST_ROWS, recorded_setup
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.layout.axes import AXES
 from hpc_parallel.layout.exchanges import DIRECTED, exchanges, groups_over

@@ -12,8 +12,9 @@ import pytest
 
 from hpc_parallel.machine.device_state import device_state
 from hpc_parallel.profiling.slow_ranks import Accusations, RankTime, slow_ranks
-from hpc_parallel.record.recorded_slow_ranks import MOST_ACCUSATIONS, accusations, accused_lines, slow_lines
+from hpc_parallel.record.recorded_slow_ranks import MOST_ACCUSATIONS, accusations
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.report.run_lines import accused_lines, slow_lines
 from tests.nvml import Nvml, not_supported
 
 

@@ -14,8 +14,7 @@ import pytest
 from rich.console import Console
 
 from hpc_parallel.__main__ import main
-from hpc_parallel.commands.run_rows import rows_of
-from hpc_parallel.commands.status import _page, _table
+from hpc_parallel.commands.status import _page, _table, rows_of
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.metrics_file import duration
 from hpc_parallel.record.recorded import read_run

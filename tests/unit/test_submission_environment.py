@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.slurm import submit
-from hpc_parallel.slurm.environment import announcements, command_environment, submission_environment
+from hpc_parallel.slurm.client import announcements, command_environment, submission_environment
 from hpc_parallel.slurm.submitit_executor import Executor
 
 SCRIPT = """#!/bin/bash

@@ -25,8 +25,7 @@ from hpc_parallel.record.sweep_folder import (
     write_sweep,
 )
 from hpc_parallel.sweep.sweep_plan import PlannedRun
-from hpc_parallel.sweep.sweep_table import after_submission, after_the_end
-from hpc_parallel.sweep.view import SweepView, outcome_line
+from hpc_parallel.sweep.view import SweepView, after_submission, after_the_end, outcome_line
 from tests.composed import prepared
 
 pytestmark = pytest.mark.usefixtures("here")

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from hpc_parallel.machine.topology import alike, topology
-from hpc_parallel.record.environment_file import Environment
-from hpc_parallel.record.network import Topology, Transport, topology_lines, transport_lines
+from hpc_parallel.record.environment_file import Environment, Topology, Transport
 from hpc_parallel.record.typed import build
+from hpc_parallel.report.run_lines import topology_lines, transport_lines
 from tests.nvml import Nvml, not_supported
 
 # Two host bridges. GPU0, GPU1 and mlx5_0 below one switch; eth0 at a root port of its own; GPU2 far away.
