@@ -25,8 +25,8 @@ sys.path.insert(0, str(DOCS.parent))  # the package of this checkout
 
 from docs.drawn_layout import draw  # noqa: E402
 from hpc_parallel.api import compose  # noqa: E402
+from hpc_parallel.layout.holdings import Setup, model_facts  # noqa: E402
 from hpc_parallel.layout.layout import DATAPARALLEL, layout_of, servers  # noqa: E402
-from hpc_parallel.layout.setup import Setup, model_facts  # noqa: E402
 from hpc_parallel.report.tables import digits  # noqa: E402
 
 PAGE, IMAGES, REPORT = DOCS / "approaches.md", DOCS / "images", DOCS / "example_report/report.csv"

@@ -40,13 +40,13 @@ from hpc_parallel.layout.holdings import (
     WEIGHTS,
     Holding,
     Part,
+    Setup,
     holdings,
 )
 from hpc_parallel.layout.holdings import (
     COPY as COPY_OF_WEIGHTS,
 )
 from hpc_parallel.layout.layout import DATAPARALLEL
-from hpc_parallel.layout.setup import Setup
 
 MOST_DEVICES = 8
 LABELS = 252  # the width of the column on the left

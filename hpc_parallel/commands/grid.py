@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from hpc_parallel.layout.exchanges import Exchange
-    from hpc_parallel.layout.setup import Setup
+    from hpc_parallel.layout.holdings import Setup
 
 HOSTS, DEVICES = 8, 64  # drawn at most for a run and for a host; the others look the same
 MOST_STAGES = 1024  # of a rank
@@ -189,7 +189,7 @@ def recorded_setup(config: Mapping[str, Any], *, devices: int, device: str | Non
     `devices` must be the product that `Layout.resolve` accepts for this configuration.
     """
     from hpc_parallel.config.typed_config import strategy_of  # imports Hydra
-    from hpc_parallel.layout.setup import Setup, model_facts
+    from hpc_parallel.layout.holdings import Setup, model_facts
 
     strategy = strategy_of(config.get("strategy"))
     if strategy is None:

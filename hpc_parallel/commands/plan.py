@@ -160,8 +160,7 @@ def calibrated(
 
     name: the hardware that the fit starts from. Raises ConfigError with all problems.
     """
-    from hpc_parallel.planning.calibration import calibrate, report, text
-    from hpc_parallel.planning.measured_runs import read_runs
+    from hpc_parallel.planning.calibration import calibrate, read_runs, report, text
 
     problems: list[Problem | str] = list(_output_problems(output))
     hardware = _read(lambda: named_hardware(name, user_folder=user_folder, needed_by="--calibrate"), problems)

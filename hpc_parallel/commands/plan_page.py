@@ -15,7 +15,7 @@ from hpc_parallel.commands.report import PAGE, PLOTS, output_problems, write_fol
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.planning import memory
-from hpc_parallel.planning.auto_strategy import on_nodes_of
+from hpc_parallel.planning.collective_times import on_nodes_of
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.memory import MemoryPlan
 from hpc_parallel.planning.pipeline_orders import ActionKind

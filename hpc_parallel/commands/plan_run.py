@@ -15,15 +15,14 @@ from hpc_parallel.config.schema import RunConfig, register
 from hpc_parallel.launch.checked_run import reporting_all_problems
 from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.planning import memory
-from hpc_parallel.planning.auto_strategy import choose, is_auto, on_nodes_of
-from hpc_parallel.planning.collective_times import with_measured_links
+from hpc_parallel.planning.auto_strategy import choose, is_auto
+from hpc_parallel.planning.collective_times import on_nodes_of, with_measured_links
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.memory import MemoryPlan, text_table
 from hpc_parallel.planning.ranking import mfu, model_flops
-from hpc_parallel.planning.run_work import assumptions, unplanned, work_of_run
 from hpc_parallel.planning.step_time import StepTime, step_time
 from hpc_parallel.planning.storage_times import StorageTimes, Wait
-from hpc_parallel.planning.work import Work
+from hpc_parallel.planning.work import Work, assumptions, unplanned, work_of_run
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.metrics_file import duration, size
 

@@ -15,8 +15,8 @@ from hpc_parallel.layout.layout import Layout, layout_of
 from hpc_parallel.planning import memory, ranking
 from hpc_parallel.planning.auto_strategy import AUTO, ask
 from hpc_parallel.planning.hardware import Hardware
-from hpc_parallel.planning.run_work import assumptions
 from hpc_parallel.planning.search import search
+from hpc_parallel.planning.work import assumptions
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.recorded_start import key_of

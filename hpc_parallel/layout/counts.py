@@ -5,6 +5,8 @@ From these numbers, the bytes of a reference decoder on one device: its state an
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.layout.layout import SPMD, Layout
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from hpc_parallel.config.schema import RunConfig
 
 _DECODER = {
+    "dim": "dim",
     "blocks": "layers",
     "heads": "heads",
     "kv_heads": "kv_heads",
@@ -54,6 +57,102 @@ LOSS_CHUNK_BYTES = {"cpu": 2**29, "cuda": 2**31}
 STATES = {"adamw": 2}  # tensors of the optimizer as large as the weights; other optimizers count as 0
 USABLE = 0.85  # of a device's memory; the rest is for the driver, NCCL and gaps of the allocator
 SPLITTING = ("pipeline", "shard", "expert", "tensor")  # axes that give each device a part of the weights
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DecoderSizes:
+    """The sizes of a decoder, from which its weights, FLOPs and activations are counted.
+
+    ffn_matrices: 2, or 3 with a gate. flash: scores do not reach memory. tied: embedding and head share a
+    weight. experts: the number of feed-forward networks of a block; a token uses `per_token` of them. A model
+    without a mixture has one.
+    """
+
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    ffn_dim: int
+    vocabulary: int
+    sequence: int
+    ffn_matrices: int = 2
+    flash: bool = False
+    tied: bool = True
+    experts: int = 1
+    per_token: int = 1
+
+    @property
+    def kv_dim(self) -> int:
+        """The width of all key heads together."""
+        return self.kv_heads * (self.dim // self.heads)
+
+    @property
+    def attention(self) -> tuple[Shape, ...]:
+        """The matrices of queries, keys, values and outputs."""
+        return (self.dim, self.dim), (self.kv_dim, self.dim), (self.kv_dim, self.dim), (self.dim, self.dim)
+
+    @property
+    def feed_forward(self) -> tuple[Shape, ...]:
+        """The matrices of one feed-forward network: gate (if it has one), up and down."""
+        return *((self.ffn_dim, self.dim),) * (self.ffn_matrices - 1), (self.dim, self.ffn_dim)
+
+    @property
+    def block_weights(self) -> float:
+        """The weights of the matrices of one block."""
+        return self.weights_with(self.experts)
+
+    def weights_with(self, experts: float) -> float:
+        """The weights of one block with this number of its experts, and with its router."""
+        router = self.dim * self.experts if self.experts > 1 else 0
+        return self.attention_weights + router + experts * self.expert_weights
+
+    @property
+    def attention_weights(self) -> int:
+        return sum(map(math.prod, self.attention))
+
+    @property
+    def expert_weights(self) -> int:
+        """The weights of one feed-forward network."""
+        return sum(map(math.prod, self.feed_forward))
+
+    @property
+    def end_weights(self) -> int:
+        """The weights of the embedding, or of the head."""
+        return self.vocabulary * self.dim
+
+    def stage_weights(self, blocks: int, *, first: bool, last: bool, experts: float | None = None) -> float:
+        """The weights of a stage, or of a rank with several stages.
+
+        first, last: whether it has the first and the last stage. experts: the number of experts in each
+        block; None: all.
+        """
+        ends = first + last - (first and last and self.tied)
+        held = self.experts if experts is None else experts
+        return blocks * self.weights_with(held) + ends * self.end_weights
+
+    @property
+    def block_flops(self) -> float:
+        """FLOPs of one sample in a block: products with its weights, and attention over the visible tokens.
+
+        The metrics of a run count the same.
+        """
+        return 2 * self.sequence * self.weights_with(self.per_token) + self.attention_flops
+
+    @property
+    def attention_flops(self) -> int:
+        """FLOPs of one sample in the attention of a block: scores and weighted values, 4 * dim for a pair."""
+        return 2 * self.sequence * (self.sequence + 1) * self.dim
+
+    @property
+    def head_flops(self) -> int:
+        """FLOPs of one sample's logits."""
+        return 2 * self.sequence * self.end_weights
+
+    @property
+    def forward_flops(self) -> float:
+        """FLOPs of one sample in the whole model."""
+        return self.layers * self.block_flops + self.head_flops
 
 
 def count(config: RunConfig, what: str) -> tuple[str, int | None]:
@@ -139,20 +238,30 @@ def trains(config: RunConfig) -> bool:
     return config.task.name in ("train", "proof")
 
 
-def parameters(config: RunConfig) -> int | None:
-    """The number of parameters of a reference decoder; None for another class, or without valid sizes."""
+def decoder_sizes(config: RunConfig) -> DecoderSizes | None:
+    """The sizes of a reference decoder; None for another class, or without valid sizes."""
     if not is_reference_decoder(config):
         return None
-    dim = config.model.get("dim")
-    sizes = [count(config, name)[1] for name in ("blocks", "heads", "kv_heads", "columns", "vocabulary")]
-    if not isinstance(dim, int) or dim < 1 or None in sizes:
+    model = config.model
+    sizes = {name: count(config, name)[1] or 0 for name in KEYS[model["_target_"]]}
+    if not all(sizes.values()):
         return None
-    blocks, heads, kv_heads, columns, vocabulary = (size or 0 for size in sizes)
-    attention = 2 * dim * dim + 2 * dim * kv_heads * (dim // heads)
-    experts = count(config, "experts")[1]
-    feed_forward = 3 * dim * columns * (experts or 1) + dim * (experts or 0)  # router: a row per expert
-    ends = vocabulary * dim * (1 if config.model.get("tied_head") else 2) + dim
-    return blocks * (attention + feed_forward + 2 * dim) + ends
+    return DecoderSizes(
+        sizes["blocks"], sizes["dim"], sizes["heads"], sizes["kv_heads"], sizes["columns"],
+        sizes["vocabulary"], sequence_length(config) or 0, ffn_matrices=3, flash=True,
+        tied=bool(model.get("tied_head")), experts=sizes.get("experts", 1),
+        per_token=model.get("experts_per_token") or 1,
+    )  # fmt: skip
+
+
+def parameters(config: RunConfig) -> int | None:
+    """The number of parameters of a reference decoder; None for another class, or without valid sizes."""
+    sizes = decoder_sizes(config)
+    if sizes is None:
+        return None
+    router = sizes.dim * sizes.experts if "experts" in KEYS[config.model["_target_"]] else 0
+    of_block = sizes.attention_weights + router + sizes.experts * sizes.expert_weights + 2 * sizes.dim
+    return sizes.layers * of_block + sizes.end_weights * (1 if sizes.tied else 2) + sizes.dim
 
 
 def fitting_samples(config: RunConfig, layout: Layout) -> int | None:
@@ -177,21 +286,17 @@ def sample_bytes(config: RunConfig, layout: Layout) -> int | None:
     The first term is float32 or float64, and the others have the compute dtype. A pipeline rank keeps fewer
     blocks of more microbatches, which needs about the same memory. A test compares this with torch.
     """
-    length = sequence_length(config)
-    if parameters(config) is None or length is None:
+    sizes, length = decoder_sizes(config), sequence_length(config)
+    if sizes is None or length is None:
         return None
-    blocks, heads, kv_heads, columns, vocabulary = (
-        count(config, name)[1] or 0 for name in ("blocks", "heads", "kv_heads", "columns", "vocabulary")
-    )
-    dim: int = config.model["dim"]
+    dim, blocks = sizes.dim, sizes.layers
     number, product = number_bytes(config), product_bytes(config)
-    columns *= config.model.get("experts_per_token") or 1
-    of_block = 9 * dim * number + (2 * kv_heads * (dim // heads) + 4 * columns) * product
+    of_block = 9 * dim * number + (2 * sizes.kv_dim + 4 * sizes.per_token * sizes.ffn_dim) * product
     if config.training.activation_checkpointing == "full":
         of_blocks = blocks * dim * number + of_block
     else:
         of_blocks = blocks * of_block
-    of_head = 2 * dim * number if config.training.chunked_loss else 3 * vocabulary * number
+    of_head = 2 * dim * number if config.training.chunked_loss else 3 * sizes.vocabulary * number
     return length * (of_blocks + of_head) // (layout.tensor * layout.context)
 
 

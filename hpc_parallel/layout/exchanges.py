@@ -13,10 +13,9 @@ from enum import Enum
 from itertools import pairwise, product
 
 from hpc_parallel.layout.axes import AVERAGED_AXES, BATCH_AXES, SAMPLE_AXES
-from hpc_parallel.layout.holdings import sliced_over
+from hpc_parallel.layout.holdings import Setup, sliced_over
 from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, servers
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
-from hpc_parallel.layout.setup import Setup
 
 Group = tuple[int, ...]
 

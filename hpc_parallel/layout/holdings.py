@@ -1,14 +1,24 @@
-"""What each device holds: its part of the model, of the optimizer state and of each batch."""
+"""What each device holds: its part of the model, of the optimizer state and of each batch.
+
+`Setup` has the parts of a configuration that decide it, and what devices send (`exchanges.py`).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from hpc_parallel.layout.axes import BATCH_AXES, SAMPLE_AXES
-from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, servers, tile_grid
-from hpc_parallel.layout.schedules import schedule_of, stages_of, stages_per_rank
-from hpc_parallel.layout.setup import Setup
+from hpc_parallel.layout.axes import BATCH_AXES, DECLARED, SAMPLE_AXES
+from hpc_parallel.layout.counts import reads
+from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, SPMD, Layout, servers, tile_grid
+from hpc_parallel.layout.model_data_schema import ConvNetConfig, HuggingFaceConfig
+from hpc_parallel.layout.schedules import SCHEDULES, schedule_of, stages_of, stages_per_rank
+
+if TYPE_CHECKING:
+    from hpc_parallel.config.schema import StrategyConfig
 
 WEIGHTS, COPY, GRADIENTS, MEAN, STATE, SHARED = (
     "weights", "a copy of the weights", "gradients", "the mean gradient", "optimizer state",
@@ -20,6 +30,74 @@ SERVER, WORKER, BOTH = "server", "worker", "server and worker"
 FIRST, OTHER = "first device", "replica"
 STAGE, LAYER, SLICE, EXPERTS = "stage", "layer", "slice", "experts"  # of the model
 BATCH, SEQUENCE, ROW, COLUMN = "batch", "sequence", "row", "column"  # of the samples
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts about a model. A fact that the configuration does not state is None.
+
+    reads: `text` or `images`. tied: stem and head share a weight. batch_norm: it has BatchNorm layers.
+    whole_head: the head of a model of images needs the whole image.
+    """
+
+    reads: str | None = None
+    tied: bool | None = None
+    batch_norm: bool | None = None
+    whole_head: bool | None = None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A strategy, its layout, the model, and whether the devices are GPUs (None: unknown)."""
+
+    strategy: StrategyConfig
+    layout: Layout
+    model: ModelFacts = ModelFacts()
+    gpus: bool | None = None
+
+    @property
+    def uncovered(self) -> str | None:
+        """Why this combination is not covered, in one clause; None if it can run."""
+        degrees = self.layout.degrees
+        used = [axis for axis in DECLARED if degrees[axis.name] > 1]
+        if self.strategy.execution != SPMD and any(axis.name != "replicate" for axis in used):
+            return f"execution={self.strategy.execution} has whole replicas only"
+        if self.layout.pipeline > 1 and self.strategy.schedule not in SCHEDULES:
+            return "the schedule is unknown"
+        if self.layout.tile > 1 and not self._grid_fits:
+            return "the grid does not have one tile for each device"
+        for axis in used:
+            if axis.reads is not None and self.model.reads not in (None, axis.reads):
+                return f"{axis.name} splits {axis.reads}, and the model reads {self.model.reads}"
+            for other in axis.apart:
+                if degrees[other] > 1:
+                    return f"{axis.name} and {other} can't be combined"
+        return None
+
+    @property
+    def _grid_fits(self) -> bool:
+        grid = self.strategy.tile_grid
+        return grid is None or (len(grid) == 2 and min(grid) > 0 and math.prod(grid) == self.layout.tile)
+
+
+def model_facts(model: Any) -> ModelFacts:
+    """The facts of a recorded `model`, which may be of any type."""
+    kind = reads(model)
+    if kind == "images":
+        whole_head = model["_target_"] == ConvNetConfig._target_
+        return ModelFacts(kind, tied=False, batch_norm=True, whole_head=whole_head)
+    if kind == "text":
+        return ModelFacts(kind, tied=_tied(model), batch_norm=False)
+    return ModelFacts()
+
+
+def _tied(model: Mapping[str, Any]) -> bool | None:
+    if model["_target_"] == HuggingFaceConfig._target_:
+        settings = model.get("config")
+        tied = settings.get("tie_word_embeddings") if isinstance(settings, dict) else None
+    else:
+        tied = model.get("tied_head")
+    return tied if isinstance(tied, bool) else None
 
 
 @dataclass(frozen=True)
@@ -48,6 +126,11 @@ class Holding:
     keeps: tuple[str, ...]
     model: dict[str, Part]
     samples: dict[str, Part] | None
+
+    @cached_property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of the pipeline that it has."""
+        return self.model.get(STAGE, Part()).indices
 
     @property
     def model_text(self) -> str:

@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
+from hpc_parallel.layout.counts import DecoderSizes, Shape
 from hpc_parallel.layout.model_data_schema import (
     ConvNetConfig,
     HuggingFaceConfig,
@@ -20,7 +21,7 @@ from hpc_parallel.layout.model_data_schema import (
     TransformerConfig,
     UNetConfig,
 )
-from hpc_parallel.layout.part_costs import PartCosts, PartFlops
+from hpc_parallel.layout.stage_cuts import PartCosts, PartFlops
 
 STEM, HEAD = "stem", "head"
 
@@ -111,41 +112,49 @@ def sample_shape_of(model: Any, data: Any) -> tuple[int, ...] | None:
     return None
 
 
-def _decoder(model: Mapping[str, Any], sample_shape: tuple[int, ...]) -> ModelWeights:
+def _decoder(model: Mapping[str, Any], sample_shape: Shape) -> ModelWeights:
     """The weights of a model of transformer.py or moe.py."""
-    (seq,), dim, width = sample_shape, model["dim"], model["ffn_dim"]
-    kv = model["kv_heads"] * (dim // model["heads"])
-    experts, split = model.get("experts"), "experts" not in model  # a mixture of experts has no tensor roles
-
-    def linear(name: str, out: int, into: int, tensor_dim: int) -> Weight:
-        return Weight(f"{name}.weight", (out, into), tensor_dim if split else None)
-
-    def block(index: int) -> Iterator[Weight]:
-        at = f"blocks.{index}"
-        yield Weight(f"{at}.attention_norm.weight", (dim,))
-        yield Weight(f"{at}.feed_forward_norm.weight", (dim,))
-        yield linear(f"{at}.attention.query", dim, dim, 0)
-        yield linear(f"{at}.attention.key", kv, dim, 0)
-        yield linear(f"{at}.attention.value", kv, dim, 0)
-        yield linear(f"{at}.attention.output", dim, dim, 1)
-        if experts is None:
-            yield linear(f"{at}.feed_forward.gate", width, dim, 0)
-            yield linear(f"{at}.feed_forward.up", width, dim, 0)
-            yield linear(f"{at}.feed_forward.down", dim, width, 1)
-            return
-        yield Weight(f"{at}.feed_forward.router.weight", (experts, dim))
-        for name, shape in (("gate", (width, dim)), ("up", (width, dim)), ("down", (dim, width))):
-            path = f"{at}.feed_forward.experts.{name}"
-            yield Weight(path, (experts, *shape), casts=False, of_experts=True)
-
-    return _language(
-        block, layers=model["layers"], seq=seq, dim=dim, vocabulary=model["vocab_size"],
-        tied="head.output.weight" if model["tied_head"] else None, logits="head.output.weight", split=split,
-        unused=3 * (experts - model["experts_per_token"]) * width * dim if experts else 0,
+    (seq,), experts = sample_shape, model.get("experts")
+    sizes = DecoderSizes(
+        model["layers"], model["dim"], model["heads"], model["kv_heads"], model["ffn_dim"],
+        model["vocab_size"], seq, ffn_matrices=3, tied=model["tied_head"],
     )  # fmt: skip
+    split = "experts" not in model  # a mixture of experts has no tensor roles
+
+    def linear(name: str, shape: Shape, tensor_dim: int) -> Weight:
+        return Weight(f"{name}.weight", shape, tensor_dim if split else None)
+
+    attention, feed_forward = _matrices(sizes)
+
+    def block(at: str) -> Iterator[Weight]:
+        yield Weight(f"{at}.attention_norm.weight", (sizes.dim,))
+        yield Weight(f"{at}.feed_forward_norm.weight", (sizes.dim,))
+        for name, shape, tensor_dim in attention:
+            yield linear(f"{at}.attention.{name}", shape, tensor_dim)
+        if experts is not None:
+            yield Weight(f"{at}.feed_forward.router.weight", (experts, sizes.dim))
+        for name, shape, tensor_dim in feed_forward:
+            if experts is None:
+                yield linear(f"{at}.feed_forward.{name}", shape, tensor_dim)
+            else:
+                path = f"{at}.feed_forward.experts.{name}"
+                yield Weight(path, (experts, *shape), casts=False, of_experts=True)
+
+    unused = (experts - model["experts_per_token"]) * sizes.expert_weights if experts else 0
+    return _language(sizes, block, logits="head.output.weight", split=split, unused=unused)
 
 
-def _llama(model: Mapping[str, Any], sample_shape: tuple[int, ...]) -> ModelWeights | None:
+Matrix = tuple[str, Shape, int]
+"""A name, the shape, and the dim that the tensor axis splits."""
+
+
+def _matrices(sizes: DecoderSizes) -> tuple[list[Matrix], list[Matrix]]:
+    """The matrices of attention and of one feed-forward network."""
+    attention = zip(("query", "key", "value", "output"), sizes.attention, (0, 0, 0, 1), strict=True)
+    return [*attention], [*zip(("gate", "up", "down"), sizes.feed_forward, (0, 0, 1), strict=True)]
+
+
+def _llama(model: Mapping[str, Any], sample_shape: Shape) -> ModelWeights | None:
     """The weights of a model of huggingface.py with Llama's layers; None for another model type."""
     config = {key: value for key, value in model["config"].items() if value is not None}
     known = {
@@ -154,55 +163,48 @@ def _llama(model: Mapping[str, Any], sample_shape: tuple[int, ...]) -> ModelWeig
     }  # fmt: skip
     if config["model_type"] != "llama" or not config.keys() <= known:
         return None
-    (seq,), dim, width = sample_shape, config["hidden_size"], config["intermediate_size"]
-    heads = config["num_attention_heads"]
-    kv = config.get("num_key_value_heads", heads) * (dim // heads)
-
-    def block(index: int) -> Iterator[Weight]:
-        at = f"blocks.{index}"
-        yield Weight(f"{at}.self_attn.q_proj.weight", (dim, dim), 0)
-        yield Weight(f"{at}.self_attn.k_proj.weight", (kv, dim), 0)
-        yield Weight(f"{at}.self_attn.v_proj.weight", (kv, dim), 0)
-        yield Weight(f"{at}.self_attn.o_proj.weight", (dim, dim), 1)
-        yield Weight(f"{at}.mlp.gate_proj.weight", (width, dim), 0)
-        yield Weight(f"{at}.mlp.up_proj.weight", (width, dim), 0)
-        yield Weight(f"{at}.mlp.down_proj.weight", (dim, width), 1)
-        yield Weight(f"{at}.input_layernorm.weight", (dim,))
-        yield Weight(f"{at}.post_attention_layernorm.weight", (dim,))
-
-    return _language(
-        block, layers=config["num_hidden_layers"], seq=seq, dim=dim, vocabulary=config["vocab_size"],
-        tied="head.logits.weight" if config.get("tie_word_embeddings") else None,
-        logits="head.logits.weight", split=True,
+    (seq,), heads = sample_shape, config["num_attention_heads"]
+    sizes = DecoderSizes(
+        config["num_hidden_layers"], config["hidden_size"], heads, config.get("num_key_value_heads", heads),
+        config["intermediate_size"], config["vocab_size"], seq, ffn_matrices=3,
+        tied=bool(config.get("tie_word_embeddings")),
     )  # fmt: skip
+
+    attention, feed_forward = _matrices(sizes)
+
+    def block(at: str) -> Iterator[Weight]:
+        for name, shape, tensor_dim in attention:
+            yield Weight(f"{at}.self_attn.{name[0]}_proj.weight", shape, tensor_dim)
+        for name, shape, tensor_dim in feed_forward:
+            yield Weight(f"{at}.mlp.{name}_proj.weight", shape, tensor_dim)
+        yield Weight(f"{at}.input_layernorm.weight", (sizes.dim,))
+        yield Weight(f"{at}.post_attention_layernorm.weight", (sizes.dim,))
+
+    return _language(sizes, block, logits="head.logits.weight", split=True)
 
 
 def _language(
-    block: Callable[[int], Iterator[Weight]],
+    sizes: DecoderSizes,
+    block: Callable[[str], Iterator[Weight]],
     *,
-    layers: int,
-    seq: int,
-    dim: int,
-    vocabulary: int,
-    tied: str | None,
     logits: str,
     split: bool,
     unused: int = 0,
 ) -> ModelWeights:
     """The weights of a decoder. unused: the number of expert weights of a block that a token skips."""
-    ends_dim = 0 if split else None
-    blocks = [list(block(index)) for index in range(layers)]
+    ends, ends_dim = (sizes.vocabulary, sizes.dim), 0 if split else None
+    blocks = [list(block(f"blocks.{index}")) for index in range(sizes.layers)]
     matrices = sum(weight.numel for weight in blocks[0] if len(weight.shape) > 1)
-    of_block = 2 * seq * (matrices - unused) + 2 * seq * (seq + 1) * dim  # language.py: forward_flops
+    of_block = 2 * sizes.sequence * (matrices - unused) + sizes.attention_flops
     return ModelWeights(
         (
-            Weight("stem.weight", (vocabulary, dim), ends_dim),
+            Weight("stem.weight", ends, ends_dim),
             *(weight for weights in blocks for weight in weights),
-            Weight("head.norm.weight", (dim,)),
-            *([] if tied else [Weight(logits, (vocabulary, dim), ends_dim)]),
+            Weight("head.norm.weight", (sizes.dim,)),
+            *([] if sizes.tied else [Weight(logits, ends, ends_dim)]),
         ),
-        {tied: "stem.weight"} if tied else {},
-        PartFlops(stem=0, blocks=(of_block,) * layers, head=2 * seq * vocabulary * dim),
+        {logits: "stem.weight"} if sizes.tied else {},
+        PartFlops(stem=0, blocks=(of_block,) * sizes.layers, head=sizes.head_flops),
     )
 
 

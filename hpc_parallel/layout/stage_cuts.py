@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from math import inf
 from typing import TYPE_CHECKING
 
-from hpc_parallel.layout.part_costs import PartCosts
 from hpc_parallel.layout.schedules import schedule_of, stages_of, stages_per_rank
 from hpc_parallel.layout.shares import stage_shares
 from hpc_parallel.problems import ConfigError, Problem
 
 if TYPE_CHECKING:
     from hpc_parallel.config.schema import StrategyConfig
+
+
+@dataclass(frozen=True)
+class PartCosts:
+    """The cost of each part of a model, all in the same unit."""
+
+    stem: int
+    blocks: tuple[int, ...]
+    head: int
+
+    @property
+    def total(self) -> int:
+        """The cost of the whole model."""
+        return self.stem + sum(self.blocks) + self.head
+
+
+class PartFlops(PartCosts):
+    """FLOPs of one sample's forward pass by part; a multiplication and an addition count as two."""
 
 
 def divide_blocks(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_parallel.failure.error_place import mark
-from hpc_parallel.layout.part_costs import PartCosts, PartFlops
+from hpc_parallel.layout.stage_cuts import PartCosts, PartFlops
 from hpc_parallel.models.attention import Positions
 from hpc_parallel.models.drawn_weights import Drawing, by_rows, draw
 from hpc_parallel.models.sample_indices import SampleIndices

@@ -7,9 +7,10 @@ Each function lists the tensors in the order of the forward pass.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.layout.counts import is_reference_decoder
+from hpc_parallel.layout.counts import DecoderSizes, decoder_sizes
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.step_facts import Types, chunks_loss, types_of
 
@@ -37,73 +38,68 @@ class Kept:
         return sum(self.blocks[blocks.start : blocks.stop]) + ends + self.shared
 
 
-def kept_of(config: RunConfig, layout: Layout, *, samples: int, sample_shape: tuple[int, ...]) -> Kept | None:
+def kept_of(config: RunConfig, layout: Layout, *, samples: int) -> Kept | None:
     """What a microbatch of `samples` keeps in eager mode; None for a model whose parts are unknown."""
-    if not is_reference_decoder(config):
+    sizes = decoder_sizes(config)
+    if sizes is None:
         return None
-    return _decoder(_Run(config, layout, samples, sample_shape))
+    return _decoder(_Run(config, layout, sizes, samples * sizes.sequence // layout.context))
 
 
 @dataclass(frozen=True)
 class _Run:
+    """tokens: those of one microbatch on one device."""
+
     config: RunConfig
     layout: Layout
-    samples: int
-    shape: tuple[int, ...]
+    sizes: DecoderSizes
+    tokens: int
 
-    @property
+    @cached_property
     def types(self) -> Types:
         return types_of(self.config, self.layout)
 
-    def size(self, key: str) -> int:
-        """A number of the model's configuration."""
-        return int(self.config.model[key])
-
     @property
-    def mode(self) -> str:
-        return self.config.training.activation_checkpointing
+    def is_mixture(self) -> bool:
+        return "experts" in self.config.model
 
 
 def _decoder(run: _Run) -> Kept:
     """The models of transformer.py and moe.py."""
-    layout, types = run.layout, run.types
-    tensor, dim = layout.tensor, run.size("dim")
-    tokens = run.samples * run.shape[0] // layout.context
-    sliced = tokens // tensor if run.config.strategy.sequence_parallel else tokens
-    head_dim = dim // run.size("heads")
-    tables = 0 if run.mode != "none" else run.shape[0] // layout.context * head_dim * types.precise
+    layout, types, sizes, tokens = run.layout, run.types, run.sizes, run.tokens
+    mode, dim = run.config.training.activation_checkpointing, sizes.dim
+    sliced = tokens // layout.tensor if run.config.strategy.sequence_parallel else tokens
+    rows = sizes.sequence // layout.context
+    tables = 0 if mode != "none" else rows * (dim // sizes.heads) * types.precise
     # A norm keeps its inputs, the normed inputs and one number for each row. The GPU's kernel keeps its
     # inputs in their own type, and no normed inputs.
     fused = run.config.device != "cpu" and types.cast
     norm = sliced * (dim * (types.stream if fused else 2 * types.precise) + types.precise)
-    attention = _attention(run, tokens)
-    feed_forward = _experts(run, tokens) if "experts" in run.config.model else _swiglu(run, tokens)
+    attention = _attention(run)
+    feed_forward = _experts(run) if run.is_mixture else _swiglu(run)
     full = 2 * (norm + tokens * dim * types.product) + attention.kept + feed_forward.kept
-    full += 0 if types.cast else _casts(run, tokens)
+    full += 0 if types.cast else _casts(run)
     stream = sliced * dim * types.stream
     selective = stream + attention.expensive + feed_forward.expensive
-    block = {"none": full, "selective": selective, "full": stream}[run.mode]
-    layers = run.size("layers")
+    block = {"none": full, "selective": selective, "full": stream}[mode]
     return Kept(
         stem=tokens * INDEX,
-        blocks=(block,) * layers,
-        head=norm + _language_loss(run, tokens),
-        recomputed=(0 if run.mode == "none" else full,) * layers,
+        blocks=(block,) * sizes.layers,
+        head=norm + _language_loss(run),
+        recomputed=(0 if mode == "none" else full,) * sizes.layers,
         shared=tables,
-        states=(stream,) * layers,
+        states=(stream,) * sizes.layers,
     )
 
 
-def _casts(run: _Run, tokens: int) -> int:
+def _casts(run: _Run) -> int:
     """Autocast casts the weight and the input of each projection; one of the inputs is counted already."""
-    tensor = run.layout.tensor
-    dim, kv = run.size("dim"), run.size("kv_heads") * (run.size("dim") // run.size("heads"))
-    weights, inputs = 2 * dim * (dim + kv), 2
-    if "experts" in run.config.model:
-        weights += run.size("experts") * dim * tensor
+    sizes, tensor = run.sizes, run.layout.tensor
+    if run.is_mixture:
+        weights, inputs = sizes.attention_weights + sizes.experts * sizes.dim * tensor, 2
     else:
-        weights, inputs = weights + 3 * dim * run.size("ffn_dim"), 3
-    return (weights // tensor + inputs * tokens * dim) * run.types.product
+        weights, inputs = sizes.attention_weights + sizes.expert_weights, 3
+    return (weights // tensor + inputs * run.tokens * sizes.dim) * run.types.product
 
 
 @dataclass(frozen=True)
@@ -114,34 +110,32 @@ class _Part:
     expensive: int
 
 
-def _attention(run: _Run, tokens: int) -> _Part:
-    layout, types = run.layout, run.types
-    query = run.size("dim") // layout.tensor
-    heads = run.size("heads") // layout.tensor
-    projected = kv = run.size("kv_heads") * (run.size("dim") // run.size("heads")) // layout.tensor
+def _attention(run: _Run) -> _Part:
+    layout, types, sizes, tokens = run.layout, run.types, run.sizes, run.tokens
+    query, heads = sizes.dim // layout.tensor, sizes.heads // layout.tensor
+    projected = kv = sizes.kv_dim // layout.tensor
     passes = layout.context > 1 and run.config.strategy.context_attention != "all_to_all"
     if layout.context > 1 and not passes:  # a head that serves several devices is sent to each
-        kv *= max(1, layout.context // (run.size("kv_heads") // layout.tensor))
+        kv *= max(1, layout.context // (sizes.kv_heads // layout.tensor))
     lse = tokens * heads * types.precise
     mixed = tokens * query * types.product + lse
     inputs = tokens * (query + 2 * kv) * types.product
     joined = tokens * query * types.product  # the heads next to each other
-    outputs = tokens * (query + 2 * projected + run.size("dim")) * types.product  # of the four projections
+    outputs = tokens * (query + 2 * projected + sizes.dim) * types.product  # of the four projections
     return _Part(inputs + mixed + joined, outputs if passes else outputs + mixed)
 
 
-def _swiglu(run: _Run, tokens: int) -> _Part:
+def _swiglu(run: _Run) -> _Part:
     """The outputs of gate, silu and up, and their product."""
-    columns = run.size("ffn_dim") // run.layout.tensor
-    product = run.types.product
-    return _Part(4 * tokens * columns * product, tokens * (2 * columns + run.size("dim")) * product)
+    columns, of_one = run.sizes.ffn_dim // run.layout.tensor, run.tokens * run.types.product
+    return _Part(4 * columns * of_one, (2 * columns + run.sizes.dim) * of_one)
 
 
-def _experts(run: _Run, tokens: int) -> _Part:
+def _experts(run: _Run) -> _Part:
     """moe.py, experts.py, expert.py. Assumes that the devices of the expert axis get equally many tokens."""
-    types = run.types
-    dim, columns, experts = run.size("dim"), run.size("ffn_dim"), run.size("experts")
-    rows = tokens * run.size("experts_per_token")
+    types, sizes, tokens = run.types, run.sizes, run.tokens
+    dim, columns, experts = sizes.dim, sizes.ffn_dim, sizes.experts
+    rows = tokens * sizes.per_token
     router = tokens * experts * types.precise + rows * INDEX
     orders = (2 if run.layout.expert == 1 else 4) * rows * INDEX
     gates = rows * (types.precise if types.product == types.precise else types.product)
@@ -154,14 +148,13 @@ def _experts(run: _Run, tokens: int) -> _Part:
     return _Part(router + orders + gates + products + weights, tokens * experts * types.product + outputs)
 
 
-def _language_loss(run: _Run, tokens: int) -> int:
+def _language_loss(run: _Run) -> int:
     """The projection and the loss (chunked_loss.py, language.py)."""
-    types, split = run.types, run.layout.tensor
-    dim, vocabulary = run.size("dim"), run.size("vocab_size")
-    if chunks_loss(run.config, tensor=split):
+    types, sizes, tokens = run.types, run.sizes, run.tokens
+    rows = -(-sizes.vocabulary // run.layout.tensor)
+    if chunks_loss(run.config, tensor=run.layout.tensor):
         of_weights = types.product if types.cast else types.precise
-        return (tokens * dim + -(-vocabulary // split) * dim) * of_weights  # gradients of inputs and weights
-    rows = -(-vocabulary // split)
-    columns = rows if run.config.strategy.loss_parallel else vocabulary
-    cast = 0 if types.cast else rows * dim * types.product
-    return tokens * (dim * types.product + columns * types.precise + INDEX) + cast
+        return (tokens + rows) * sizes.dim * of_weights  # gradients of inputs and weights
+    columns = rows if run.config.strategy.loss_parallel else sizes.vocabulary
+    cast = 0 if types.cast else rows * sizes.dim * types.product
+    return tokens * (sizes.dim * types.product + columns * types.precise + INDEX) + cast

@@ -14,22 +14,21 @@ from omegaconf import DictConfig, OmegaConf
 from hpc_parallel.config.checks import layout_checks
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.checks.suggestions import multiples_near
-from hpc_parallel.config.node_devices import OF_CPUS, choose_launcher, default_precision
+from hpc_parallel.config.node_devices import AUTO, OF_CPUS, choose_launcher, default_precision
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.schedules import SCHEDULES
-from hpc_parallel.planning.collective_times import with_measured_links
-from hpc_parallel.planning.hardware import Hardware, named_hardware
+from hpc_parallel.planning.collective_times import on_nodes_of
+from hpc_parallel.planning.hardware import CPU, Hardware, named_hardware
 from hpc_parallel.planning.layouts import AXES, CHECKPOINTING, FREE, Choices, layouts
 from hpc_parallel.planning.ranking import advantage, seconds, without_room
-from hpc_parallel.planning.run_work import unplanned, unsearched
 from hpc_parallel.planning.search import Candidate, search
+from hpc_parallel.planning.work import unplanned, unsearched
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.recorded_start import key_of
 
-AUTO = "auto"
-CPU, MANY = "cpu", 2**20  # the hardware of CPU runs that name none; a limit for the processes of a node
+MANY = 2**20  # a limit for the processes of a node, for CPU runs that name no hardware
 # The values of conf/strategy/auto.yaml.
 OPEN = {"name": AUTO, "replicate": FREE, "pipeline": 1, "shard": 1, "context": 1, "tensor": 1}
 
@@ -104,12 +103,6 @@ def hardware_of_run(composed: DictConfig, *, user_folder: Path | None, needed_by
         node = replace(hardware.node, devices=MANY)
         return replace(hardware, device=replace(hardware.device, memory_bytes=math.inf), node=node)
     return named_hardware(name, user_folder=user_folder, needed_by=needed_by)
-
-
-def on_nodes_of(config: RunConfig, hardware: Hardware) -> Hardware:
-    """`hardware` with as many devices on a node as the run uses, and the links of a machine profile."""
-    measured, _ = with_measured_links(hardware, config.machine)
-    return replace(measured, node=replace(measured.node, devices=config.gpus_per_node))
 
 
 def _on_cpus(composed: DictConfig) -> bool:

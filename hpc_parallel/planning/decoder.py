@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from hpc_parallel.layout.counts import DecoderSizes
 from hpc_parallel.planning.hardware import Hardware, MemoryTraffic
 from hpc_parallel.planning.operations import (
     ALIGNED,
@@ -36,79 +37,6 @@ ROUTED_BYTES = 32  # of each probability, in float32: softmax, the largest ones,
 MIXTURE_KERNELS = 14  # (25 forward + 17 backward) / 3: operations.py counts a backward pass twice
 CAST_BYTES = 6  # of an expert's weight for a product in 16 bits: read 4, write 2
 LOSS_FORWARD = 0.6  # the share of the loss's traffic that is in the forward pass
-
-
-@dataclass(frozen=True)
-class DecoderSizes:
-    """The sizes of a decoder.
-
-    ffn_matrices: 2, or 3 with a gate. flash: scores do not reach memory. tied: embedding and head share a
-    weight. experts: the number of feed-forward networks of a block; a token uses `per_token` of them. A model
-    without a mixture has one.
-    """
-
-    layers: int
-    dim: int
-    heads: int
-    kv_heads: int
-    ffn_dim: int
-    vocabulary: int
-    sequence: int
-    ffn_matrices: int = 2
-    flash: bool = False
-    tied: bool = True
-    experts: int = 1
-    per_token: int = 1
-
-    @property
-    def block_weights(self) -> float:
-        """The weights of the matrices of one block."""
-        return self.weights_with(self.experts)
-
-    def weights_with(self, experts: float) -> float:
-        """The weights of one block with this number of its experts, and with its router."""
-        key_values = 2 * self.dim * self.kv_heads * self.dim / self.heads
-        router = self.dim * self.experts if self.experts > 1 else 0
-        return 2 * self.dim**2 + key_values + router + experts * self.expert_weights
-
-    @property
-    def expert_weights(self) -> int:
-        """The weights of one feed-forward network."""
-        return self.ffn_matrices * self.dim * self.ffn_dim
-
-    @property
-    def end_weights(self) -> int:
-        """The weights of the embedding, or of the head."""
-        return self.vocabulary * self.dim
-
-    def stage_weights(self, blocks: int, *, first: bool, last: bool, experts: float | None = None) -> float:
-        """The weights of a stage, or of a rank with several stages.
-
-        first, last: whether it has the first and the last stage. experts: the number of experts in each
-        block; None: all.
-        """
-        ends = first + last - (first and last and self.tied)
-        held = self.experts if experts is None else experts
-        return blocks * self.weights_with(held) + ends * self.end_weights
-
-    @property
-    def block_flops(self) -> float:
-        """FLOPs of one sample in a block: products with its weights, and attention over the visible tokens.
-
-        The metrics of a run count the same.
-        """
-        scores = self.sequence * (self.sequence + 1) / 2
-        return 2 * self.sequence * self.weights_with(self.per_token) + 4 * scores * self.dim
-
-    @property
-    def head_flops(self) -> float:
-        """FLOPs of one sample's logits."""
-        return 2 * self.sequence * self.end_weights
-
-    @property
-    def forward_flops(self) -> float:
-        """FLOPs of one sample in the whole model."""
-        return self.layers * self.block_flops + self.head_flops
 
 
 @dataclass(frozen=True)

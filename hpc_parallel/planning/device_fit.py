@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hpc_parallel.layout.counts import DecoderSizes
 from hpc_parallel.planning.coefficient_fit import fit
-from hpc_parallel.planning.decoder import DecoderSizes
 from hpc_parallel.planning.hardware import MEASURED_BY, Hardware
 from hpc_parallel.planning.operations import NUMBER_BYTES, MatrixProduct, Move
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD

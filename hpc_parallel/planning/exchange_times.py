@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from hpc_parallel.planning.collective_times import GroupExchange, GroupShape, bus_bytes_per_s, send_s
 from hpc_parallel.planning.decoder import SCORES, SOFTMAX, VALUES, Kernels, Share, Term, Terms
-from hpc_parallel.planning.group_times import GroupExchange, GroupShape, bus_bytes_per_s, send_s
-from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.hardware import Hardware, Loads
 from hpc_parallel.planning.operations import precise_bytes
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, ActionKind
-from hpc_parallel.planning.shared_cores import Loads
 from hpc_parallel.planning.work import Work
 
 COUNT_BYTES = 8  # of the number of an expert's tokens

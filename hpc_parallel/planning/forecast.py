@@ -15,24 +15,19 @@ from typing import Any
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.batch_plan import Plan
-from hpc_parallel.layout.layout import SPMD
+from hpc_parallel.layout.model_weights import sample_shape_of, weights_of
 from hpc_parallel.planning import memory
-from hpc_parallel.planning.auto_strategy import CPU, on_nodes_of
-from hpc_parallel.planning.hardware import Hardware, named_hardware
-from hpc_parallel.planning.layouts import Choices
+from hpc_parallel.planning.collective_times import on_nodes_of
+from hpc_parallel.planning.hardware import CPU, Hardware, named_hardware
 from hpc_parallel.planning.memory import Held, MemoryPlan
-from hpc_parallel.planning.ranking import seconds, tokens_per_s, without_room
-from hpc_parallel.planning.run_work import unplanned, unsearched, work_of_run
-from hpc_parallel.planning.search import search
-from hpc_parallel.planning.step_time import StepTime, step_time
+from hpc_parallel.planning.step_time import StepTime, step_time, tokens_per_s
 from hpc_parallel.planning.storage_times import StorageTimes
-from hpc_parallel.planning.work import Work
-from hpc_parallel.problems import ConfigError, alternatives
+from hpc_parallel.planning.work import Work, unplanned, unsearched, work_of_run
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.metrics_file import size
 
 STOP = "stop"
 OF_THE_PROCESS = ("device context", "allocator slack")  # torch's peak memory leaves them out
-NEAR = 2  # the number of fitting layouts to suggest
 MINUTE_S = 60
 
 
@@ -52,11 +47,13 @@ def forecast(config: RunConfig, plan: Plan, *, user_folder: Path | None) -> Fore
     hardware = named_hardware(config.plan.hardware, user_folder=user_folder)
     if config.device == AUTO:
         config = replace(config, device=hardware.device.kind)
-    planned = memory.plan_fullest(config)
+    shape = sample_shape_of(config.model, config.data)
+    model = None if shape is None else weights_of(config.model, sample_shape=shape)
+    planned = memory.plan_fullest(config, model=model)
     times = None
     if not any(unplanned(config, plan.layout, hardware)):
         hardware = on_nodes_of(config, hardware)
-        work = work_of_run(config)
+        work = work_of_run(config, model=model)
         times = work, step_time(work, hardware)
     warnings = list(_time_limit(config, times, hardware)) if times is not None else []
     is_searched = times is not None and not any(unsearched(config))
@@ -110,27 +107,15 @@ def _overflow(config: RunConfig, planned: MemoryPlan, hardware: Hardware, *, is_
         f"memory: parameters, optimizer state and {third} need {size(certain(least))} on device "
         f"{least.device}, and one {device} has {size(room)}."
     )
-    near = _layouts_that_fit(config, hardware) if is_searched else ""
+    near = ""
+    if is_searched:
+        from hpc_parallel.planning.ranking import layouts_that_fit  # only a run without room needs a search
+
+        near = layouts_that_fit(config, hardware)
     # A process on a CPU may use the memory that other processes do not use.
     if config.plan.on_overflow != STOP or hardware.device.kind == CPU:
         return f"warning     {text}{near}"
     raise ConfigError([f"{text}{near} plan.on_overflow=warn starts the run anyway."])
-
-
-def _layouts_that_fit(config: RunConfig, hardware: Hardware) -> str:
-    asked = replace(
-        config,
-        strategy=replace(config.strategy, execution=SPMD, microbatches=None, stages_per_rank=None, cuts=None),
-        training=replace(config.training, microbatch_size=None, compile_whole=False),
-    )
-    choices = Choices()
-    result = search(asked, hardware, choices=choices, most=NEAR)
-    if not result.best:
-        line = without_room(result, asked, hardware, choices=choices)[0]
-        return f" {line[0].upper()}{line[1:]}"
-    ways = [f"{' '.join(one.overrides)} ({seconds(one.step.total_s)} a step)" for one in result.best]
-    without = " with training.compile_whole=false" if config.training.compile_whole else ""
-    return f" Try {alternatives(ways)}{without}."
 
 
 def _time_limit(config: RunConfig, times: tuple[Work, StepTime], hardware: Hardware) -> Iterator[str]:

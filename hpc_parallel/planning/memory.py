@@ -14,15 +14,14 @@ from dataclasses import dataclass, field, replace
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.batch_plan import batch_of
 from hpc_parallel.layout.counts import LOSS_CHUNK_BYTES, MIB, bytes_of_a_weight, count, is_reference_decoder
-from hpc_parallel.layout.holdings import FIRST, OTHER, STAGE, Holding, first_holdings, holdings
+from hpc_parallel.layout.holdings import FIRST, OTHER, Holding, Setup, first_holdings, holdings, model_facts
 from hpc_parallel.layout.layout import PARAMETER_SERVER, SPMD, Layout, layout_of
 from hpc_parallel.layout.model_weights import HEAD, STEM, ModelWeights, Weight, sample_shape_of, weights_of
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
-from hpc_parallel.layout.setup import Setup, model_facts
 from hpc_parallel.layout.step_facts import casts_once, chunks_loss, number_bytes, product_bytes, types_of
 from hpc_parallel.planning.activations import kept_of
 from hpc_parallel.planning.pipeline_orders import live_microbatches
-from hpc_parallel.planning.planned_state import WHOLE, Division, StateBytes, States
+from hpc_parallel.planning.planned_state import Division, StateBytes, States
 from hpc_parallel.record.metrics_file import size as size_text
 
 KINDS = (
@@ -157,17 +156,13 @@ class _MemoryPlanner:
         self, config: RunConfig, layout: Layout, model: ModelWeights, shape: tuple[int, ...]
     ) -> None:
         batch = batch_of(config, layout)
-        self._config, self._layout, self._shape = config, layout, shape
+        self._config, self.layout, self._shape = config, layout, shape
         self._division = Division(config, layout, model)
         self._states = States(self._division)
         self._numbers = model.numbers.blocks
         self._microbatches, self._samples = batch.microbatches, max(batch.sizes)
-        self._kept = kept_of(config, layout, samples=self._samples, sample_shape=shape)
+        self._kept = kept_of(config, layout, samples=self._samples)
         self._alike: dict[Hashable, Held] = {}
-
-    @property
-    def layout(self) -> Layout:
-        return self._layout
 
     @property
     def has_owners(self) -> bool:
@@ -192,17 +187,17 @@ class _MemoryPlanner:
 
     def least(self, holding: Holding) -> int:
         """A quick lower bound: the blocks' weights with their state, and the activations."""
-        stages, layout = holding.model.get(STAGE, WHOLE).indices, self._layout
-        numbers = sum(self._numbers[block] for stage in stages for block in self._division.blocks[stage])
+        layout, parts = self.layout, self._parts(holding)
+        numbers = sum(self._numbers[block] for part in parts for block in part)
         split = layout.shard * layout.tensor * layout.expert
         owned = numbers // split if layout.context == layout.tile == 1 else 0
         state, gradients = (owned * count for count in bytes_of_a_weight(self._config))
-        passing = sum(size for kind, size in self._passing(stages, holding) if kind != "recomputation")
+        passing = sum(size for kind, size in self._passing(holding) if kind != "recomputation")
         return state + (gradients + passing if self._has_gradients else max(gradients, passing))
 
     def planned(self, holding: Holding) -> Held:
-        stages, state = holding.model.get(STAGE, WHOLE).indices, self._states.of(holding)
-        moments = self._moments({**vars(state), **dict(self._step(stages, holding))})
+        state = self._states.of(holding)
+        moments = self._moments({**vars(state), **dict(self._step(holding))})
         moment = max(moments, key=lambda name: sum(moments[name].values()))
         kinds = moments[moment]
         if self._config.device != "cpu":
@@ -210,8 +205,11 @@ class _MemoryPlanner:
             kinds["allocator slack"] = int(SLACK * sum(kinds.values()))
             kinds["device context"] = CONTEXT_BYTES
         kinds = {kind: kinds.get(kind, 0) for kind in KINDS}
-        activations = self._activations(stages, holding)
-        return Held(holding.devices[0], holding.role, kinds, moment, state, activations)
+        return Held(holding.devices[0], holding.role, kinds, moment, state, self._activations(holding))
+
+    def _parts(self, holding: Holding) -> list[range]:
+        """The blocks of each stage."""
+        return [self._division.blocks[stage] for stage in holding.stages]
 
     def _moments(self, kinds: dict[str, int]) -> dict[str, dict[str, int]]:
         """For each moment, the `kinds` that exist then."""
@@ -227,57 +225,54 @@ class _MemoryPlanner:
     @property
     def _has_gradients(self) -> bool:
         """Whether gradients exist before the last backward pass: of earlier microbatches, or bucket views."""
-        layout, strategy = self._layout, self._config.strategy
+        layout, strategy = self.layout, self._config.strategy
         views = strategy.execution == SPMD and layout.averaged > 1 and not layout.by_fully_shard
         views &= not schedule_of(strategy).splits_backward
         return views or self._microbatches > 1 or strategy.execution == PARAMETER_SERVER
 
-    def _activations(self, stages: tuple[int, ...], holding: Holding) -> tuple[int, ...]:
+    def _activations(self, holding: Holding) -> tuple[int, ...]:
         """The bytes of one microbatch in each stage."""
         if self._kept is None or holding.samples is None:
             return ()
-        return tuple(self._kept.stage(self._division.blocks[stage]) for stage in stages)
+        return tuple(map(self._kept.stage, self._parts(holding)))
 
-    def _step(self, stages: tuple[int, ...], holding: Holding) -> Iterator[tuple[str, int]]:
+    def _step(self, holding: Holding) -> Iterator[tuple[str, int]]:
         """The bytes that a step needs in addition to the state, by kind."""
         division = self._division
-        yield "gradients in messages", gradient_messages(division, stages, holding)
+        yield "gradients in messages", gradient_messages(division, holding)
         if holding.samples is None:  # a dedicated server
             return
-        yield "cast weights", cast_weights(division, stages, holding)
-        yield "gathered weights", gathered_weights(division, stages, holding)
-        yield (
-            "gradient of the embedding",
-            embedding_gradient(division, stages, holding, again=self._microbatches > 1),
-        )
-        blocks = [division.blocks[stage] for stage in stages]
-        if blocks[-1].stop == division.model.blocks and holding.role != OTHER:
+        yield "cast weights", cast_weights(division, holding)
+        yield "gathered weights", gathered_weights(division, holding)
+        again = self._microbatches > 1
+        yield "gradient of the embedding", embedding_gradient(division, holding, again=again)
+        if self._parts(holding)[-1].stop == division.model.blocks and holding.role != OTHER:
             gathers = holding.role == FIRST  # the outputs of all replicas
-            samples = self._samples * (self._layout.data if gathers else 1)
+            samples = self._samples * (self.layout.data if gathers else 1)
             loss = loss_buffers(division, samples=samples, sample_shape=self._shape)
             yield "logits and loss", loss
-        yield from self._passing(stages, holding)
+        yield from self._passing(holding)
 
-    def _passing(self, stages: tuple[int, ...], holding: Holding) -> Iterator[tuple[str, int]]:
+    def _passing(self, holding: Holding) -> Iterator[tuple[str, int]]:
         """The bytes that a step keeps of its microbatches, by kind."""
-        kept, blocks = self._kept, [self._division.blocks[stage] for stage in stages]
+        kept = self._kept
         if kept is None or holding.samples is None:
             return
         live = live_microbatches(
-            self._config.strategy, rank=min(stages[0], self._layout.pipeline - 1),
-            ranks=self._layout.pipeline, microbatches=self._microbatches,
+            self._config.strategy, rank=min(holding.stages[0], self.layout.pipeline - 1),
+            ranks=self.layout.pipeline, microbatches=self._microbatches,
         )  # fmt: skip
-        activations = self._activations(stages, holding)
+        activations = self._activations(holding)
         yield "activations", sum(count * size for count, size in zip(live, activations, strict=True))
-        recomputed = (kept.recomputed[block] for part in blocks for block in part)
+        recomputed = (kept.recomputed[block] for part in self._parts(holding) for block in part)
         yield "recomputation", max(recomputed)
-        yield "buffers between stages", self._received(stages)
+        yield "buffers between stages", self._received(holding.stages)
 
     def _received(self, stages: tuple[int, ...]) -> int:
         """torch's pipelines allocate what each stage receives for all microbatches, in both directions."""
-        if self._layout.pipeline == 1 or self._kept is None:
+        if self.layout.pipeline == 1 or self._kept is None:
             return 0
-        states, count = self._kept.states, self._layout.pipeline * stages_per_rank(self._config.strategy)
+        states, count = self._kept.states, self.layout.pipeline * stages_per_rank(self._config.strategy)
         starts = [self._division.blocks[stage].start for stage in stages if stage > 0]
         ends = [self._division.blocks[stage].stop for stage in stages if stage < count - 1]
         return self._microbatches * sum(states[block] for block in (*starts, *ends))
@@ -298,17 +293,17 @@ def text_table(plan: MemoryPlan) -> list[str]:
     return lines + [f"  unproven: {clause}" for clause in plan.unproven]
 
 
-def cast_weights(division: Division, stages: tuple[int, ...], holding: Holding) -> int:
+def cast_weights(division: Division, holding: Holding) -> int:
     """The copies in bfloat16 that a step without fully_shard computes with (working_weights.py)."""
     if division.layout.by_fully_shard or not casts_once(division.config):
         return 0
-    weights = [weight for weight in division.weights(stages) if weight.casts]
+    weights = [weight for weight in division.weights(holding) if weight.casts]
     return 2 * sum(math.prod(division.local_shape(weight, holding)) for weight in weights)
 
 
-def gathered_weights(division: Division, stages: tuple[int, ...], holding: Holding) -> int:
+def gathered_weights(division: Division, holding: Holding) -> int:
     """The weights that fully_shard has gathered at most: the ends, a block, and those gathered ahead."""
-    blocks, ends = _gathered(division, stages, holding)
+    blocks, ends = _gathered(division, holding)
     if not blocks:
         return 0
     strategy, layout = division.config.strategy, division.layout
@@ -318,32 +313,32 @@ def gathered_weights(division: Division, stages: tuple[int, ...], holding: Holdi
     return (sum(held) + ends) * product_bytes(division.config)
 
 
-def embedding_gradient(division: Division, stages: tuple[int, ...], holding: Holding, *, again: bool) -> int:
+def embedding_gradient(division: Division, holding: Holding, *, again: bool) -> int:
     """Temporary bytes for the embedding's gradient, which a backward pass computes last.
 
     The part of a tied head waits for this gradient. again: it is added to the gradient of earlier
     microbatches. The gradient that stays is not included.
     """
-    ends = [weight for weight in division.weights(stages) if weight.part == STEM and len(weight.shape) > 1]
+    ends = [weight for weight in division.weights(holding) if weight.part == STEM and len(weight.shape) > 1]
     numbers = sum(math.prod(division.unsliced_shape(weight, holding)) for weight in ends)
     types = types_of(division.config, division.layout)
-    tied = bool(division.model.tied) and len(stages) == division.layout.pipeline == 1
+    tied = bool(division.model.tied) and len(holding.stages) == division.layout.pipeline == 1
     if types.cast and types.product < types.precise:
         return numbers * (2 * (1 + tied) + number_bytes(division.config) * again)
     return numbers * number_bytes(division.config) * (tied + again)
 
 
-def gradient_messages(division: Division, stages: tuple[int, ...], holding: Holding) -> int:
+def gradient_messages(division: Division, holding: Holding) -> int:
     """Gradients on their way to other devices, in addition to the gradients that the device keeps."""
     config, layout = division.config, division.layout
-    numbers = [math.prod(division.gradient_shape(weight, holding)) for weight in division.optimized(stages)]
+    numbers = [math.prod(division.gradient_shape(weight, holding)) for weight in division.optimized(holding)]
     bucket = int(config.strategy.bucket_mb * MIB)
     if config.strategy.execution == PARAMETER_SERVER:
         return 2 * max(bucket, max(numbers) * number_bytes(division.config))
     if config.strategy.execution != SPMD:
         return 0
     if layout.by_fully_shard:  # of the ends and a block, and the block's again in the type of the sum
-        blocks, ends = _gathered(division, stages, holding)
+        blocks, ends = _gathered(division, holding)
         return (max(blocks) + ends) * product_bytes(config) + max(blocks) * number_bytes(division.config)
     if layout.averaged == 1:
         return 0
@@ -382,12 +377,12 @@ def _projection(division: Division) -> Weight:
     return last if len(last.shape) > 1 else division.model.weights[0]
 
 
-def _gathered(division: Division, stages: tuple[int, ...], holding: Holding) -> tuple[list[int], int]:
-    """The numbers in each block of these stages and in the ends that stay gathered (shard.py)."""
+def _gathered(division: Division, holding: Holding) -> tuple[list[int], int]:
+    """The numbers in each block of its stages and in the ends that stay gathered (shard.py)."""
     if not division.layout.by_fully_shard:
         return [], 0
     sizes: dict[str, int] = {}
-    for weight in division.weights(stages):
+    for weight in division.weights(holding):
         sizes[weight.part] = sizes.get(weight.part, 0) + math.prod(division.unsliced_shape(weight, holding))
     stem, head = sizes.pop(STEM, 0), sizes.pop(HEAD, 0)
     shared = bool(division.model.tied) and stem and head

@@ -23,7 +23,6 @@ from hpc_parallel.layout.holdings import (
     LAYER,
     MEAN,
     SLICE,
-    STAGE,
     STATE,
     WEIGHTS,
     Holding,
@@ -71,13 +70,13 @@ class Division:
         stages = self.layout.pipeline * stages_per_rank(strategy)
         return divide_blocks(costs, stages=stages, options=strategy)
 
-    def weights(self, stages: tuple[int, ...]) -> list[Weight]:
-        """The weights of a rank with these stages, in order."""
-        return [weight for stage in stages for weight in self.model.stage(self.blocks[stage])]
+    def weights(self, holding: Holding) -> list[Weight]:
+        """The weights of a rank with the stages of `holding`, in order."""
+        return [weight for stage in holding.stages for weight in self.model.stage(self.blocks[stage])]
 
-    def optimized(self, stages: tuple[int, ...]) -> list[Weight]:
+    def optimized(self, holding: Holding) -> list[Weight]:
         """As `weights`, without the second copy of a tied weight, which follows the first (`TiedEnds`)."""
-        weights = self.weights(stages)
+        weights = self.weights(holding)
         names = {weight.name for weight in weights}
         return [weight for weight in weights if self.model.tied.get(weight.name) not in names]
 
@@ -108,12 +107,12 @@ class Division:
             shape[0] = chunk(shape[0], parts.get(EXPERTS, WHOLE))
         return tuple(shape)
 
-    def alike(self, stages: tuple[int, ...], holding: Holding) -> Hashable:
-        """A key that is equal for devices whose parts of these stages have the same shapes."""
+    def alike(self, holding: Holding) -> Hashable:
+        """A key that is equal for devices whose parts of the same stages have the same shapes."""
         slices, layer, experts = (holding.model.get(kind, WHOLE) for kind in (SLICE, LAYER, EXPERTS))
-        key = (stages, layer.indices, experts.indices)
+        key = (holding.stages, layer.indices, experts.indices)
         if key not in self._firsts:
-            weights = self.weights(stages)
+            weights = self.weights(holding)
             self._firsts[key] = sorted({self.unsliced_shape(weight, holding)[0] for weight in weights})
         return (*key, *(chunk(first, slices) for first in self._firsts[key]))
 
@@ -165,18 +164,16 @@ class States:
 
     def alike(self, holding: Holding) -> Hashable:
         """A key that is equal for devices that hold the same."""
-        stages = holding.model.get(STAGE, WHOLE).indices
-        shapes = self._division.alike(stages, holding)
-        return shapes, self._owned_bytes(holding), holding.keeps, holding.samples is None
+        shapes, owned = self._division.alike(holding), self._owned_bytes(holding)
+        return shapes, owned, holding.keeps, holding.samples is None
 
     def of(self, holding: Holding) -> StateBytes:
         """What the device of `holding` keeps from the backward pass to the update."""
-        stages = holding.model.get(STAGE, WHOLE).indices
         division, keeps = self._division, {*holding.keeps}
         parameters = sum(
-            math.prod(division.local_shape(weight, holding)) for weight in division.weights(stages)
+            math.prod(division.local_shape(weight, holding)) for weight in division.weights(holding)
         )
-        optimized = division.optimized(stages)
+        optimized = division.optimized(holding)
         gradients = sum(math.prod(division.gradient_shape(weight, holding)) for weight in optimized)
         return StateBytes(
             parameters * self._number_bytes if keeps & {WEIGHTS, COPY} else 0,
@@ -210,12 +207,11 @@ class States:
 
     def _owned(self, holding: Holding) -> dict[Place, dict[Place, int]]:
         """The bytes of each owner, by the degrees of the axes that split its weights."""
-        stages = holding.model.get(STAGE, WHOLE).indices
-        if stages in self._owned_by_stages:
-            return self._owned_by_stages[stages]
+        if holding.stages in self._owned_by_stages:
+            return self._owned_by_stages[holding.stages]
         division = self._division
         groups: defaultdict[str, list[Weight]] = defaultdict(list)
-        for weight in filter(self._has_owner, division.optimized(stages)):
+        for weight in filter(self._has_owner, division.optimized(holding)):
             groups[repr(division.settings(weight))].append(weight)
         owned: dict[Place, dict[Place, int]] = {}
         for weights in groups.values():
@@ -228,7 +224,7 @@ class States:
                 )
                 table = owned.setdefault(split, {})
                 table[owner] = table.get(owner, 0) + size
-        self._owned_by_stages[stages] = owned
+        self._owned_by_stages[holding.stages] = owned
         return owned
 
 

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.layout.layout import SPMD
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.layouts import Choices
-from hpc_parallel.planning.search import DOUBLINGS, Candidate, SearchResult, enough_nodes
-from hpc_parallel.planning.step_time import StepTime
+from hpc_parallel.planning.search import DOUBLINGS, Candidate, SearchResult, enough_nodes, search
+from hpc_parallel.planning.step_time import StepTime, tokens_per_s
 from hpc_parallel.planning.work import Work
-from hpc_parallel.problems import printable
+from hpc_parallel.problems import alternatives, printable
 from hpc_parallel.record.metrics_file import milliseconds, size
 
 TOGETHER = 3  # a forward and a backward pass cost this many forward passes (PaLM, Chowdhery et al. 2022)
 RECOMPUTED = 1 / (TOGETHER + 1)  # the share of the computation that full recomputation adds
 SMALL = 0.05  # a share of a step that does not count as a limit
 ALIKE = 0.01  # a relative difference of steps that a plan can't tell apart
+NEAR = 2  # the number of fitting layouts to suggest
 COMPUTATION, RECOMPUTATION, BUBBLE, NETWORK, UPDATE = (
     "computation", "recomputation", "bubble", "exposed communication", "update",
 )  # fmt: skip
-
-
-def tokens_per_s(work: Work, step: StepTime) -> float:
-    """The tokens per second of all devices together."""
-    return work.samples * work.decoder.sequence / step.total_s
 
 
 def model_flops(work: Work) -> float:
@@ -137,3 +135,20 @@ def without_room(
     else:
         advice = f"Try nodes={larger.config.nodes} with {' '.join(larger.overrides)}, or a smaller model."
     return [f"no layout fits in the {there} of one {hardware.device.name}. The nearest one, {near}. {advice}"]
+
+
+def layouts_that_fit(config: RunConfig, hardware: Hardware) -> str:
+    """Advice for a run without room: the fastest layouts that fit."""
+    asked = replace(
+        config,
+        strategy=replace(config.strategy, execution=SPMD, microbatches=None, stages_per_rank=None, cuts=None),
+        training=replace(config.training, microbatch_size=None, compile_whole=False),
+    )
+    choices = Choices()
+    result = search(asked, hardware, choices=choices, most=NEAR)
+    if not result.best:
+        line = without_room(result, asked, hardware, choices=choices)[0]
+        return f" {line[0].upper()}{line[1:]}"
+    ways = [f"{' '.join(one.overrides)} ({seconds(one.step.total_s)} a step)" for one in result.best]
+    without = " with training.compile_whole=false" if config.training.compile_whole else ""
+    return f" Try {alternatives(ways)}{without}."

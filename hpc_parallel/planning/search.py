@@ -24,10 +24,9 @@ from hpc_parallel.planning.decoder import Kernels
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.layouts import Choices, Split, Variants, layouts, overrides_of, split_of
 from hpc_parallel.planning.memory import MemoryPlan
-from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.search_bounds import Bounds
 from hpc_parallel.planning.step_time import StepTerms, StepTime
-from hpc_parallel.planning.work import Work
+from hpc_parallel.planning.work import Work, work_of_run
 from hpc_parallel.problems import Problem
 
 NEAR = 8  # how many layouts are compared to find the one that needs least memory

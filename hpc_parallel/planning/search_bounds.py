@@ -11,13 +11,12 @@ from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.model_weights import ModelWeights
 from hpc_parallel.layout.schedules import SCHEDULES, stages_per_rank
 from hpc_parallel.planning.decoder import Kernels
-from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.hardware import Hardware, contended
 from hpc_parallel.planning.layouts import Variants
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Pipeline
 from hpc_parallel.planning.planned_state import Division
-from hpc_parallel.planning.run_work import work_of_run
-from hpc_parallel.planning.shared_cores import contended
 from hpc_parallel.planning.step_time import StepTerms
+from hpc_parallel.planning.work import work_of_run
 
 
 @dataclass(frozen=True)

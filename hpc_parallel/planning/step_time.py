@@ -10,7 +10,7 @@ from itertools import accumulate
 from hpc_parallel.layout.schedules import SCHEDULES
 from hpc_parallel.planning.decoder import Kernels, Share, Term, Terms
 from hpc_parallel.planning.exchange_times import ExchangeTimes
-from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.hardware import Hardware, Loads, contended, pipelines_at_once
 from hpc_parallel.planning.operations import FLOAT32_BYTES, precise_bytes
 from hpc_parallel.planning.pipeline_orders import (
     BACKWARD,
@@ -21,7 +21,6 @@ from hpc_parallel.planning.pipeline_orders import (
     Span,
     simulate,
 )
-from hpc_parallel.planning.shared_cores import Loads, contended, pipelines_at_once
 from hpc_parallel.planning.work import Work
 
 
@@ -43,6 +42,11 @@ class StepTime:
 def step_time(work: Work, hardware: Hardware) -> StepTime:
     """The planned time of a step. Raises KeyError if `hardware` has no peak for the precision."""
     return StepTerms(work, hardware).result()
+
+
+def tokens_per_s(work: Work, step: StepTime) -> float:
+    """The tokens per second of all devices together."""
+    return work.samples * work.decoder.sequence / step.total_s
 
 
 class StepTerms:

@@ -11,15 +11,13 @@ from functools import cached_property
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.counts import class_path
-from hpc_parallel.layout.holdings import ALL, first_holdings
+from hpc_parallel.layout.holdings import ALL, Setup, first_holdings, model_facts
 from hpc_parallel.layout.layout import PARAMETER_SERVER, Layout, layout_of
 from hpc_parallel.layout.model_data_schema import TextDataConfig, TokensDataConfig
 from hpc_parallel.layout.model_weights import ModelWeights, sample_shape_of, weights_of
-from hpc_parallel.layout.setup import Setup, model_facts
 from hpc_parallel.layout.step_facts import number_bytes
-from hpc_parallel.planning.hardware import CPU, MEASURED_BY, Hardware
+from hpc_parallel.planning.hardware import CPU, MEASURED_BY, Hardware, contended
 from hpc_parallel.planning.planned_state import Division, StateBytes, States
-from hpc_parallel.planning.shared_cores import contended
 from hpc_parallel.planning.work import Work
 from hpc_parallel.record.metrics_file import size
 

@@ -9,9 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 
 from hpc_parallel.config.schema import StrategyConfig
-from hpc_parallel.layout.part_costs import PartCosts
 from hpc_parallel.layout.schedules import schedule_of, stages_of, stages_per_rank
-from hpc_parallel.layout.stage_cuts import divide_blocks
+from hpc_parallel.layout.stage_cuts import PartCosts, divide_blocks
 from hpc_parallel.models.layered import LayeredModel, keep, part_of
 from hpc_parallel.problems import ConfigError, Problem, Problems
 from hpc_parallel.strategies.dropout.dropout_shapes import dry_pass

@@ -24,10 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning import coefficient_fit
-from hpc_parallel.planning.calibration import calibrate, planned_s
+from hpc_parallel.planning.calibration import MeasuredRun, calibrate, planned_s
 from hpc_parallel.planning.hardware import Hardware, read_hardware, with_coefficients
-from hpc_parallel.planning.measured_runs import MeasuredRun
-from hpc_parallel.planning.run_work import work_of_run
+from hpc_parallel.planning.work import work_of_run
 from tests.benchmarks.plan_table import Row, plan_row, read_table
 from tests.composed import composed
 

@@ -24,9 +24,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hpc_parallel.commands.plan import calibrated
-from hpc_parallel.planning.calibration import planned_s
+from hpc_parallel.planning.calibration import planned_s, read_runs
 from hpc_parallel.planning.hardware import Hardware, read_hardware
-from hpc_parallel.planning.measured_runs import read_runs
 from hpc_parallel.problems import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from hpc_parallel.planning.decoder import DecoderSizes
+from hpc_parallel.layout.counts import DecoderSizes
 from hpc_parallel.planning.hardware import NOT_CALIBRATED, Hardware, named_hardware
 from hpc_parallel.planning.step_time import StepTime, step_time
 from hpc_parallel.planning.work import Work

@@ -13,9 +13,8 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.axes import AVERAGED_AXES
 from hpc_parallel.layout.holdings import sliced_over
 from hpc_parallel.layout.layout import Layout, layout_of
-from hpc_parallel.planning.collective_times import bus_factor
+from hpc_parallel.planning.collective_times import GroupExchange, GroupShape, bus_factor
 from hpc_parallel.planning.exchange_times import PlannedSplitAttention
-from hpc_parallel.planning.group_times import GroupExchange, GroupShape
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Pipeline
 from hpc_parallel.planning.step_time import StepTerms
 

@@ -18,8 +18,8 @@ from hpc_parallel.launch.run_files import write
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.forecast import certain_bytes
 from hpc_parallel.planning.hardware import read_hardware
-from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.step_time import step_time
+from hpc_parallel.planning.work import work_of_run
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.recorded import read_run
 from hpc_parallel.sweep.sweep_plan import plan_sweep

@@ -24,9 +24,9 @@ from hpc_parallel.planning.auto_strategy import ask
 from hpc_parallel.planning.hardware import Hardware, read_hardware
 from hpc_parallel.planning.layouts import AXES, Choices, Split, split_of
 from hpc_parallel.planning.ranking import advantage, limit, parts_s
-from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.search import Candidate, search
 from hpc_parallel.planning.step_time import StepTerms, step_time
+from hpc_parallel.planning.work import work_of_run
 from tests.benchmarks.calibrate_plan import FOLDERS
 from tests.composed import composed, prepared
 from tests.marks import in_full

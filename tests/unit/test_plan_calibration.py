@@ -14,7 +14,7 @@ import pytest
 from hpc_parallel.__main__ import main as command
 from hpc_parallel.config.site_schema import MachineConfig
 from hpc_parallel.planning import device_fit
-from hpc_parallel.planning.calibration import TOLERANCES, calibrate, planned_s
+from hpc_parallel.planning.calibration import TOLERANCES, MeasuredRun, calibrate, planned_s, read_runs
 from hpc_parallel.planning.collective_times import with_measured_links
 from hpc_parallel.planning.device_fit import DeviceRow, Machine, device_hardware
 from hpc_parallel.planning.exchange_times import left_after
@@ -26,11 +26,9 @@ from hpc_parallel.planning.hardware import (
     read_hardware,
     with_coefficients,
 )
-from hpc_parallel.planning.measured_runs import MeasuredRun, read_runs
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, Pipeline, simulate
-from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.step_time import step_time
-from hpc_parallel.planning.work import Work
+from hpc_parallel.planning.work import Work, work_of_run
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json

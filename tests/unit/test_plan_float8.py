@@ -14,8 +14,8 @@ from hpc_parallel.config.resolve import resolve
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.planning.hardware import read_hardware
 from hpc_parallel.planning.operations import ROUNDED, ROUNDING_KERNELS, in_float8
-from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.step_time import StepTerms
+from hpc_parallel.planning.work import work_of_run
 from hpc_parallel.strategies import float8
 from tests.benchmarks.calibrate_plan import FOLDERS
 from tests.composed import composed

@@ -11,8 +11,8 @@ from hpc_parallel.config.resolve import resolve
 from hpc_parallel.layout.model_weights import weights_of
 from hpc_parallel.planning.hardware import Hardware, read_hardware
 from hpc_parallel.planning.operations import MatrixProduct
-from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.step_time import StepTerms, StepTime
+from hpc_parallel.planning.work import work_of_run
 from tests.benchmarks.calibrate_plan import FOLDERS
 from tests.composed import composed
 from tests.unit.test_plan_traced import figures

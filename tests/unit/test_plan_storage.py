@@ -13,8 +13,8 @@ from hpc_parallel.config.resolve import resolve
 from hpc_parallel.layout.batch_plan import Plan
 from hpc_parallel.planning.forecast import Forecast, forecast
 from hpc_parallel.planning.hardware import Hardware, Storage, read_hardware
-from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.storage_times import StorageTimes, checkpoint_bytes
+from hpc_parallel.planning.work import work_of_run
 from tests.benchmarks.calibrate_plan import FOLDERS
 from tests.composed import composed
 

@@ -16,17 +16,21 @@ from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.config.site_schema import MachineConfig
 from hpc_parallel.layout.exchanges import groups_over
+from hpc_parallel.layout.holdings import Setup
 from hpc_parallel.layout.layout import Layout, layout_of
 from hpc_parallel.layout.model_weights import weights_of
-from hpc_parallel.layout.setup import Setup
 from hpc_parallel.planning import memory
-from hpc_parallel.planning.collective_times import with_measured_links
-from hpc_parallel.planning.group_times import GroupExchange, GroupShape, bus_bytes_per_s
+from hpc_parallel.planning.collective_times import (
+    GroupExchange,
+    GroupShape,
+    bus_bytes_per_s,
+    with_measured_links,
+)
 from hpc_parallel.planning.hardware import hardware_names, read_hardware
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, WEIGHTS, Pipeline, Span, orders, simulate
 from hpc_parallel.planning.planned_state import Division
-from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.step_time import StepTime, step_time
+from hpc_parallel.planning.work import work_of_run
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.metrics_file import size
 from tests.benchmarks import plan_table

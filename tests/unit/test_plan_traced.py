@@ -13,8 +13,8 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.planning.hardware import read_hardware
 from hpc_parallel.planning.memory import plan
-from hpc_parallel.planning.run_work import work_of_run
 from hpc_parallel.planning.step_time import StepTerms
+from hpc_parallel.planning.work import work_of_run
 from tests.benchmarks.calibrate_plan import FOLDERS
 from tests.composed import composed
 from tests.marks import in_full

@@ -23,9 +23,17 @@ from hpc_parallel.commands.grid import MOST_ROWS, recorded_setup
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.layout.axes import AXES
 from hpc_parallel.layout.exchanges import DIRECTED, exchanges, groups_over
-from hpc_parallel.layout.holdings import BATCH, EXPERTS, Part, holdings, ranges
+from hpc_parallel.layout.holdings import (
+    BATCH,
+    EXPERTS,
+    ModelFacts,
+    Part,
+    Setup,
+    holdings,
+    model_facts,
+    ranges,
+)
 from hpc_parallel.layout.layout import Layout, layout_of
-from hpc_parallel.layout.setup import ModelFacts, Setup, model_facts
 from tests.composed import prepared as composed_run
 from tests.recorded_runs import foreign, half_written, prepared
 
