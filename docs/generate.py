@@ -266,7 +266,7 @@ def metrics_keys() -> set[str]:
     written = ast.parse((ROOT / "hpc_parallel/training/metrics.py").read_text())
     nodes = [
         node for method in ast.walk(written)
-        if isinstance(method, ast.FunctionDef) and method.name in ("line", "_rates")
+        if isinstance(method, ast.FunctionDef) and method.name in ("line", "_rates", "_skips")
         for node in ast.walk(method)
     ]  # fmt: skip
     found = {key.value for node in nodes if isinstance(node, ast.Dict) for key in node.keys

@@ -133,7 +133,8 @@ class Metrics:
         line: dict[str, Any] = {"skipped_steps": int(number)}
         if number > self._skipped_steps:
             line["skipped_step"] = step - int(since)
-            line |= dict(zip(("loss_scale_before", "loss_scale"), factors, strict=False))
+            if factors:
+                line |= {"loss_scale_before": factors[0], "loss_scale": factors[1]}
         self._skipped_steps = int(number)
         return line
 
