@@ -19,7 +19,8 @@ from hpc_parallel.job_context import Agreement, has_agreed, request_stop
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.script import script_metrics
 from hpc_parallel.script.script_metrics import EventFiles, MetricsWriter
-from tests.scripts.test_local_scripts import ROOT, TWO_NODES, command, ended, only_run, run
+from tests.scripts.test_local_scripts import ROOT, TWO_NODES, command, ended, only_run, run, started
+from tests.waiting import wait_for
 
 GUIDE = Path(ROOT) / "docs/own-script.md"
 FILE = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
@@ -138,18 +139,15 @@ def test_a_pipe_in_place_of_an_answer_holds_nobody(home: Path) -> None:
 
 
 def test_the_guides_script_stops_at_one_step_on_all_ranks_and_goes_on(home: Path) -> None:
-    (home / "counts.py").write_text(dict(FILE.findall(GUIDE.read_text()))["counts.py"])
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hpc_parallel.run", *TWO_NODES, "run_dir=run", "--", "counts.py"], cwd=home,
-        env={**os.environ, "PYTHONPATH": ROOT}, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 240
-    while not (home / "run/metrics.jsonl").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    script = dict(FILE.findall(GUIDE.read_text()))["counts.py"]
+    assert "    time.sleep(0.1)" in script
+    # Only the first start is to last until it is signalled.
+    (home / "counts.py").write_text(script.replace("sleep(0.1)", "sleep(0 if job_context.restarts else 0.1)"))
+    process = started(home, *TWO_NODES, "run_dir=run", "--", "counts.py")
+    wait_for((home / "run/metrics.jsonl").exists)
     process.send_signal(signal.SIGTERM)
     assert process.wait(240) == 1
-    assert ended_in(home / "run") == "cancelled"
+    assert json.loads((home / "run/summary.json").read_text())["outcome"] == "cancelled"
     step = int((home / "run/checkpoints/step.txt").read_text())
     stops = [os.readlink(path) for path in (home / "run/rendezvous").glob("*.stop-at")]
     assert stops == [str(step)]
@@ -157,10 +155,6 @@ def test_the_guides_script_stops_at_one_step_on_all_ranks_and_goes_on(home: Path
     done = run(home, "resume=run")
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line["step"] for line in metrics_of(home / "run")] == [*range(1, 101)]
-
-
-def ended_in(folder: Path) -> str:
-    return str(json.loads((folder / "summary.json").read_text())["outcome"])
 
 
 def test_event_files_of_tensorboard_become_metrics(home: Path) -> None:

@@ -22,6 +22,7 @@ from hpc_parallel.__main__ import main as command_main
 from hpc_parallel.run import main as run_main
 from tests.marks import in_full
 from tests.scripts.loops import losses_alone, printed_losses
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.processes
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -184,6 +185,7 @@ main()
     assert done.stdout.splitlines()[-1].endswith("failed first: KeyError: 'the key' (script.py:7)")
 
 
+@pytest.mark.full  # test_scripts.py of tests/slurm asks the same over two hosts
 def test_a_rank_that_lost_its_peer_is_not_to_blame(home: Path) -> None:
     done = run(home, *TWO_NODES, "--", "ddp.py", "--fail-at", "2")
     assert done.returncode == 1
@@ -210,14 +212,11 @@ def test_a_cancelled_script_leaves_nothing_running(home: Path, signals: list[sig
     (home / "solver").write_text(f"#!/bin/bash\n{ignore}setsid sleep {marker} &\nsleep {marker}\n")
     (home / "solver").chmod(0o755)
     process = started(home, *TWO_NODES, "--", "./solver")
-    deadline = time.monotonic() + 240
-    while len(processes_of(f"sleep {marker}")) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_for(lambda: len(processes_of(f"sleep {marker}")) >= 4)
     for number in signals:
         process.send_signal(number)
         time.sleep(1)
-    while len(signals) > 1 and process.poll() is None and time.monotonic() < deadline:
+    while len(signals) > 1 and process.poll() is None:
         process.send_signal(signals[-1])  # a busy machine may have delivered two as one
         time.sleep(2)
     assert process.wait(240) == 1
@@ -240,22 +239,32 @@ for number in range(400_000): print("line", number)
     assert "line 399999" in done.stdout
 
 
-@pytest.mark.parametrize("start", ["ranks", pytest.param("torchrun", marks=pytest.mark.full)])
-def test_an_exit_code_asks_for_a_new_start_which_resumes(start: str, home: Path) -> None:
-    (home / "script.py").write_text("""
-import pathlib, sys
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("sys.exit(75)", ("script.requeue_codes=[75]",)),
+        ("os.kill(os.getpid(), 9) if rank == '1' else time.sleep(600)", ("launcher.max_restarts=1",)),
+        *in_full([("sys.exit(75)", ("script.requeue_codes=[75]", "script.start=torchrun"))]),
+    ],
+)
+def test_an_exit_code_or_a_killed_rank_leads_to_a_new_start_which_resumes(
+    end: str, words: tuple[str, ...], home: Path
+) -> None:
+    (home / "script.py").write_text(f"""
+import os, pathlib, sys, time
 saved = pathlib.Path(sys.argv[1])
 if "--resume" in sys.argv:
-    print("resumed")
-else:
-    saved.touch()
-    sys.exit(75)
+    sys.exit(print("resumed from", saved.read_text()))
+rank = os.environ["RANK"]
+if rank == "1":
+    saved.write_text("its checkpoint")
+{end}
 """)
     resume = "script.resume_arguments=--resume {run}/saved"
-    words = (f"script.start={start}", "script.requeue_codes=[75]", resume)
-    done = run(home, "launcher=local", *words, "--", "script.py", "{run}/saved")
+    done = run(home, *TWO_NODES, resume, *words, "--", "script.py", "{run}/saved")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "resumed" in done.stdout
+    for rank in (0, 1):
+        assert (only_run(home) / f"logs/rank-{rank}.out").read_text() == "resumed from its checkpoint\n"
     assert json.loads((only_run(home) / "summary.json").read_text())["restarts"] == 1
 
 
@@ -270,6 +279,7 @@ def test_new_starts_end_after_the_allowed_number(home: Path) -> None:
     assert "launcher.max_requeues=1 are used up" in (line or "")
 
 
+@pytest.mark.full
 def test_a_killed_rank_starts_again_from_the_scripts_own_checkpoint(home: Path) -> None:
     resume = "script.resume_arguments=--init_from=resume --out_dir={run}/out"
     words = ("run_dir=run", "launcher.max_restarts=1", resume)

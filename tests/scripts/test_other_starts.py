@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.scripts.loops import losses_alone, printed_losses
 from tests.scripts.test_local_scripts import only_run, processes_of, run, started
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.processes
 BY_TORCHRUN = ("nodes=2", "launcher=local", "script.start=torchrun")
@@ -65,10 +65,7 @@ def test_a_process_of_each_node_starts_the_ranks_itself(home: Path) -> None:
 def test_a_cancelled_torchrun_leaves_nothing_running(home: Path) -> None:
     (home / "sleeper.py").write_text("import time; print('ready', flush=True); time.sleep(600)\n")
     process = started(home, *BY_TORCHRUN, "--", "sleeper.py")
-    deadline = time.monotonic() + 240
-    while len(processes_of(f"code/{home.name}/sleeper.py")) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_for(lambda: len(processes_of(f"code/{home.name}/sleeper.py")) >= 2)
     process.send_signal(signal.SIGTERM)
     assert process.wait(240) == 1
     assert processes_of(str(home)) == []

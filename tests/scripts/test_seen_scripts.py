@@ -7,8 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from hpc_parallel.report import plots
 from hpc_parallel.report.gather import gather
 from hpc_parallel.report.picture import Graphs
 from tests.scripts.test_local_scripts import ROOT, TWO_NODES, command, run, started
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.processes
 METRICS = r"script.metrics=step (?P<step>\d+) loss (?P<loss>[\d.]+)"
@@ -32,13 +31,6 @@ while done < 4:
 """
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 200
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def test_logs_follow_a_script_and_status_shows_its_last_line(home: Path) -> None:
     (home / "steps.py").write_text(STEPS)
     asked, shown = home / "asked", home / "shown"
@@ -47,13 +39,13 @@ def test_logs_follow_a_script_and_status_shows_its_last_line(home: Path) -> None
     follower = None
     try:
         out = home / "runs/steps/1/logs/rank-0.out"
-        wait_until(lambda: out.exists() and "step 2" in out.read_text())
+        wait_for(lambda: out.exists() and "step 2" in out.read_text())
         with shown.open("w") as file:
             follower = subprocess.Popen(
                 [sys.executable, "-m", "hpc_parallel", "logs", "steps/1", "-f"], cwd=home, stdout=file,
                 env={**os.environ, "PYTHONPATH": ROOT},
             )  # fmt: skip
-        wait_until(lambda: shown.read_text() == "step 1 loss 8.0\nstep 2 loss 4.0\n")
+        wait_for(lambda: shown.read_text() == "step 1 loss 8.0\nstep 2 loss 4.0\n")
         (row,) = json.loads(command(home, "status", "--json"))
         assert (row["state"], row["last_line"]) == ("running", "step 2 loss 4.0")
         assert (row["time_left_s"], row["job_left_s"]) == (None, None)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.scripts.test_local_scripts import ended, only_run, processes_of, run, started
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.processes
 TWO_NODES = ("nodes=2", "launcher=local")
@@ -77,11 +77,8 @@ def test_a_script_that_hangs_at_an_import_is_ended_by_one_signal(home: Path) -> 
     (home / "slow.py").write_text("import time; time.sleep(600)\n")
     (home / "script.py").write_text("print('before', flush=True)\nimport slow\n")
     process = started(home, *TWO_NODES, "--", "script.py")
-    deadline = time.monotonic() + 240
-    while not (home / "runs").exists() or not list(home.glob("runs/*/*/logs/rank-1.out")):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    time.sleep(1)
+    outs = "runs/*/*/logs/rank-?.out"
+    wait_for(lambda: [out.read_text() for out in home.glob(outs)] == ["before\n"] * 2)
     process.send_signal(signal.SIGTERM)
     assert process.wait(240) == 1
     assert ended(home) == ("cancelled", None)

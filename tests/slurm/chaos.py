@@ -17,19 +17,19 @@ from random import Random
 from typing import Any
 
 import psutil
-from test_jobs import SMALL, Site, is_over, read, wait_for, worker_of
+from test_jobs import SMALL, Site, is_over, read, worker_of
 
 from hpc_parallel.record import attempts
 from hpc_parallel.record.checkpoint_index import Checkpoint, complete
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.slurm.jobs import ENDED
 from tests.parity import largest_difference, tensor_difference
+from tests.waiting import PATIENCE_S, wait_for
 from tests.workers import Trained, Workers
 
 STEPS = 80
 EVERY = 10  # steps from checkpoint to checkpoint
 EQUAL = 1e-6  # of losses and of tensors, relative; float64 leaves 1e-12
-PATIENCE_S = 180.0  # for what a busy machine does in ten
 TRAINING = (
     *SMALL,
     f"training.steps={STEPS}",
@@ -117,7 +117,7 @@ class Case:
     def reach(self, low: int, high: int) -> int:
         """Wait until the run has done a random step between these; returns the one that it is at then."""
         goal = self.dice.randint(low, high)
-        wait_for(lambda: self.step >= goal, within_s=PATIENCE_S)
+        wait_for(lambda: self.step >= goal)
         assert self.step < STEPS, "the harm came too late"
         return self.step
 
@@ -139,7 +139,7 @@ class Case:
         return attempts.starts(RunFolder(self.folder))
 
     def until_started(self, times: int) -> None:
-        wait_for(lambda: len(self.starts) == times, within_s=PATIENCE_S)
+        wait_for(lambda: len(self.starts) == times)
 
     def ended(self, job: str, *, within_s: float = 2 * PATIENCE_S) -> str:
         """Wait for the run's last end; the job's state then."""
@@ -163,7 +163,7 @@ class Case:
         words = ("--partition=urgent", "--nodes=4", "--exclusive", "--wrap=sleep 600")
         self.crawl_while.touch()
         urgent = self.site.cluster.run("sbatch", "--parsable", "--output=/dev/null", *words)
-        wait_for(lambda: self.state(urgent) == "RUNNING", within_s=PATIENCE_S)
+        wait_for(lambda: self.state(urgent) == "RUNNING")
         self.crawl_while.unlink()
         assert self.state(job) in ("PENDING", *ENDED)
         self.site.cluster.run("scancel", urgent)
@@ -296,4 +296,4 @@ def heal(site: Site) -> None:
             cluster.boot(host)
     idle = {f"{host} idle" for host in cluster.hosts}
     listing = ("sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %T")
-    wait_for(lambda: set(cluster.run(*listing).splitlines()) == idle, within_s=PATIENCE_S)
+    wait_for(lambda: set(cluster.run(*listing).splitlines()) == idle)

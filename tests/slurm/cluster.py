@@ -120,6 +120,11 @@ class Cluster:
         """Run a command with this cluster's environment, here or on a host's network; returns its output."""
         return run(*self.on(host, *command), environment=self.environment)
 
+    def job(self, job_id: str) -> dict[str, str]:
+        """Slurm's own words on a job."""
+        words = self.run("scontrol", "--oneliner", "show", "job", job_id).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
     def on(self, host: str | None, *command: str) -> list[str]:
         """The command that runs `command` on a host's network, or here if there is no host."""
         return ["nsenter", f"--net={self._namespaces[host]}", *command] if host else list(command)

@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster import Cluster
-from test_jobs import wait_for
 
 from tests.distributed.test_local_launcher import AgentServer, agent_server, make_folder, ranks_of, session
+from tests.waiting import wait_for
 from tests.workers import Workers
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chaos import DATA, EVERY, PATIENCE_S, STEPS, Case
-from test_jobs import read, wait_for, worker_of
+from chaos import DATA, EVERY, STEPS, Case
+from test_jobs import read, worker_of
+
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.chaos]
 
@@ -53,7 +55,7 @@ def test_the_newest_checkpoint_is_damaged(case: Case, harm: str) -> None:
 def test_killed_in_the_midst_of_a_save(case: Case) -> None:
     job = case.submit(*DATA, "launcher.max_restarts=1")
     step = EVERY * case.dice.randint(2, 6)
-    wait_for(lambda: case.step > step - EVERY, within_s=PATIENCE_S)
+    wait_for(lambda: case.step > step - EVERY)
     worker = worker_of(case.folder, rank=0)
     assert worker is not None
     half = case.folder / "checkpoints" / f".step-{step}"
@@ -112,7 +114,7 @@ def test_the_disk_is_full_for_a_while(small_disk: tuple[Case, str]) -> None:
     case, job = small_disk
     case.reach(EVERY + 1, 40)
     filler = fill(case)
-    wait_for(lambda: times_told(case) > 0, within_s=PATIENCE_S)
+    wait_for(lambda: times_told(case) > 0)
     filler.unlink()
     assert case.ended(job) == "COMPLETED"
     case.assert_completed(restarts=0, lost=0)

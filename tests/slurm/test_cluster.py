@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,14 +14,9 @@ import pytest
 from cluster import Cluster, reap, unavailable_reason
 from machine import Process
 
+from tests.waiting import wait_for
+
 pytestmark = pytest.mark.slurm
-
-
-def wait_until(condition: Callable[[], bool], *, timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(0.05)
 
 
 def submit(cluster: Cluster, script: str, *options: str) -> str:
@@ -30,14 +24,8 @@ def submit(cluster: Cluster, script: str, *options: str) -> str:
     return cluster.run("sbatch", "--parsable", "--output=/dev/null", *options, f"--wrap={script}")
 
 
-def record(cluster: Cluster, job: str) -> dict[str, str]:
-    """What Slurm says of a job."""
-    words = cluster.run("scontrol", "--oneliner", "show", "job", job).split()
-    return dict(word.split("=", 1) for word in words if "=" in word)
-
-
 def in_state(cluster: Cluster, job: str, state: str) -> Callable[[], bool]:
-    return lambda: record(cluster, job)["JobState"] == state
+    return lambda: cluster.job(job)["JobState"] == state
 
 
 def running(pid: int) -> bool:
@@ -62,6 +50,7 @@ def no_grace(cluster: Cluster) -> Iterator[None]:
 
 
 def test_all_hosts_are_idle_in_both_partitions(cluster: Cluster) -> None:
+    wait_for(lambda: not cluster.run("squeue", "--noheader"))  # of tests before this one
     lines = cluster.run("sinfo", "--noheader", "--format=%R %a %D %T %c %G %N").splitlines()
     assert lines == ["main up 4 idle 8 gpu:4 n[1-4]", "urgent up 4 idle 8 gpu:4 n[1-4]"]
 
@@ -113,7 +102,7 @@ def test_batch_jobs_reach_the_other_hosts(cluster: Cluster, tmp_path: Path) -> N
     # --export=NONE: nothing but slurmd and the batch script tells srun where its Slurm is
     names = tmp_path / "names"
     job = submit(cluster, f"srun --nodes=4 /bin/hostname > {names}", "--nodes=4", "--export=NONE")
-    wait_until(in_state(cluster, job, "COMPLETED"))
+    wait_for(in_state(cluster, job, "COMPLETED"))
     assert sorted(names.read_text().split()) == list(cluster.hosts)
 
 
@@ -122,15 +111,15 @@ def test_an_urgent_job_preempts_and_requeues(cluster: Cluster, no_grace: None, t
     restarts = tmp_path / "restarts"
     script = f"echo ${{SLURM_RESTART_COUNT:-0}} >> {restarts}; sleep 600"
     preempted = submit(cluster, script, "--partition=main", "--nodes=4", "--exclusive")
-    wait_until(restarts.exists)
+    wait_for(restarts.exists)
     urgent = submit(cluster, "sleep 600", "--partition=urgent", "--nodes=4", "--exclusive")
     try:
-        wait_until(in_state(cluster, urgent, "RUNNING"))
-        assert record(cluster, preempted)["JobState"] == "PENDING"
-        assert record(cluster, preempted)["Restarts"] == "1"
+        wait_for(in_state(cluster, urgent, "RUNNING"))
+        assert cluster.job(preempted)["JobState"] == "PENDING"
+        assert cluster.job(preempted)["Restarts"] == "1"
         cluster.run("scancel", urgent)
-        wait_until(lambda: restarts.read_text().split() == ["0", "1"])
-        assert record(cluster, preempted)["JobState"] == "RUNNING"
+        wait_for(lambda: restarts.read_text().split() == ["0", "1"])
+        assert cluster.job(preempted)["JobState"] == "RUNNING"
     finally:
         cluster.run("scancel", urgent, preempted)
 
@@ -150,7 +139,7 @@ def test_two_clusters_stand_side_by_side(cluster: Cluster) -> None:
         assert sorted(second.run("srun", "--nodes=2", "hostname").split()) == ["n1", "n2"]
         assert not set(second.hosts.values()) & set(cluster.hosts.values())
         job = submit(second, "sleep 600")
-        wait_until(in_state(second, job, "RUNNING"))
+        wait_for(in_state(second, job, "RUNNING"))
         assert cluster.run("squeue", "--noheader") == ""
     assert not remains(str(second.folder), second.bridge)
     assert sorted(cluster.run("srun", "--nodes=4", "hostname").split()) == list(cluster.hosts)
@@ -182,7 +171,7 @@ def test_a_killed_owner_leaves_nothing_behind(cluster: Cluster, watcher_dies_too
         owner.kill()
     if watcher_dies_too:
         reap()  # as the next start does
-    wait_until(lambda: not remains(folder, bridge) and not any(map(running, (watcher, *pids))))
+    wait_for(lambda: not remains(folder, bridge) and not any(map(running, (watcher, *pids))))
     assert cluster.run("sinfo", "--noheader", "--states=idle", "--partition=main", "--format=%D") == "4"
 
 
@@ -192,7 +181,7 @@ def test_accounting_remembers_a_job() -> None:
     with Cluster.start(hosts=1, accounting=True) as cluster:
         job = submit(cluster, "exit 3")
         listing = ("sacct", "--noheader", "--allocations", "--parsable2", "--format=state,exitcode")
-        wait_until(lambda: cluster.run(*listing, f"--jobs={job}") == "FAILED|3:0")
+        wait_for(lambda: cluster.run(*listing, f"--jobs={job}") == "FAILED|3:0")
 
 
 def test_a_recycled_process_id_matches_no_process() -> None:

@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 from test_jobs import Site, read
-from test_scripts import site, wait_until  # noqa: F401  (site is a fixture)
 
 from tests.scripts.frameworks import CLIENTS, ON_SLURM, Client, named, require, resumes_and_equals_one_process
 from tests.scripts.loops import losses_alone, printed_losses
+from tests.waiting import wait_for
 
 SHOW = """
 import json, os, pathlib
@@ -22,13 +22,13 @@ pytestmark = [pytest.mark.full, pytest.mark.slurm, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize("client", [*CLIENTS, ON_SLURM], ids=named)
-def test_a_framework_resumes_after_a_kill_and_equals_one_process(client: Client, site: Site) -> None:  # noqa: F811
+def test_a_framework_resumes_after_a_kill_and_equals_one_process(client: Client, site: Site) -> None:
     start = partial(site.run, "launcher=slurm", "launcher.wait=true", timeout_s=900)
     resumes_and_equals_one_process(client, start=start, home=site.home)
 
 
 @pytest.mark.parametrize("name", ["USR1", "USR2"])
-def test_lightning_saves_and_requeues_the_job_itself(name: str, site: Site) -> None:  # noqa: F811
+def test_lightning_saves_and_requeues_the_job_itself(name: str, site: Site) -> None:
     """Slurm sends USR2, as before a time limit: Lightning's own handler saves and requeues the job."""
     require(ON_SLURM)
     words = ("nodes=2", "launcher=slurm", f"script.stop_signal=SIG{name}", "run_dir=run", "--")
@@ -37,19 +37,19 @@ def test_lightning_saves_and_requeues_the_job_itself(name: str, site: Site) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     folder = site.home / "run"
     out = folder / "logs" / "rank-0.out"
-    wait_until(lambda: out.exists() and "step 5 loss" in out.read_text(), within_s=600)
+    wait_for(lambda: out.exists() and "step 5 loss" in out.read_text(), within_s=600)
     job_id = read(folder, "owner.json")["job_id"]
-    wait_until(lambda: "waiting" in (folder / "logs" / "rank-1.out").read_text(), within_s=600)
+    wait_for(lambda: "waiting" in (folder / "logs" / "rank-1.out").read_text(), within_s=600)
     site.cluster.run("scancel", "--signal=USR2", job_id)
-    wait_until((folder / "out" / "hpc_ckpt_1.ckpt").exists)
-    wait_until(lambda: "step 8 loss" in out.read_text(), within_s=600)
-    wait_until((folder / "summary.json").exists)
+    wait_for((folder / "out" / "hpc_ckpt_1.ckpt").exists)
+    wait_for(lambda: "step 8 loss" in out.read_text(), within_s=600)
+    wait_for((folder / "summary.json").exists)
     summary = read(folder, "summary.json")
     assert (summary["outcome"], summary["restarts"], summary["job_ids"]) == ("completed", 1, [job_id])
     assert printed_losses(folder) == pytest.approx(losses_alone(ON_SLURM.file), rel=1e-5)
 
 
-def test_slurms_variables_reach_the_script_as_slurm_set_them(site: Site) -> None:  # noqa: F811
+def test_slurms_variables_reach_the_script_as_slurm_set_them(site: Site) -> None:
     """Those with which the task began: what submitit removes is there again."""
     (site.home / "show.py").write_text(SHOW)
     words = ("nodes=2", "launcher=slurm", "launcher.wait=true", "run_dir=run")

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster import clusters, unavailable_reason
-from test_jobs import wait_for
+
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.full]
 

@@ -24,6 +24,7 @@ from hpc_parallel.record.attempts import starts
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from tests.marks import in_full
+from tests.waiting import PATIENCE_S, wait_for
 from tests.workers import Workers
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -36,7 +37,6 @@ SHELL = {
     "SQUEUE_FORMAT": "%T", "SQUEUE_PARTITION": "none", "SQUEUE_STATES": "BOOT_FAIL", "SACCT_FORMAT": "State",
     "SCANCEL_PARTITION": "none", "SCANCEL_STATE": "SUSPENDED", "SINFO_PARTITION": "none",
 }  # fmt: skip
-PATIENCE_S = 240  # with what never happens; other tests run beside these
 SMALL = (
     "training.steps=10",
     "training.log_every=1",
@@ -69,16 +69,17 @@ class Site:
     cluster: Cluster
     home: Path
 
-    def run(self, *words: str, timeout_s: float = 400) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *words: str, module: str = "hpc_parallel.run", timeout_s: float = 400, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """The command of the project, with stdout and stderr apart."""
         return subprocess.run(
-            [sys.executable, "-m", "hpc_parallel.run", *words],
-            cwd=self.home,
-            env=self.environment | SHELL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
+            [sys.executable, "-m", module, *words], cwd=self.home, env=self.environment | SHELL | variables,
+            capture_output=True, text=True, timeout=timeout_s,
+        )  # fmt: skip
+
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return self.run(*words, module="hpc_parallel")
 
     def pasted(self, line: str) -> subprocess.CompletedProcess[str]:
         """A line that the project printed, as a shell takes it."""
@@ -100,21 +101,12 @@ class Site:
         return {**os.environ, **self.cluster.environment}
 
     def record(self, job_id: str) -> dict[str, str]:
-        """Slurm's own words on a job."""
-        words = self.cluster.run("scontrol", "--oneliner", "show", "job", job_id).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        return self.cluster.job(job_id)
 
     def ended(self, job_id: str, *, within_s: float = PATIENCE_S) -> dict[str, str]:
-        deadline = time.monotonic() + within_s
-        while (record := self.record(job_id))["JobState"] in ("PENDING", "RUNNING", "COMPLETING"):
-            assert time.monotonic() < deadline, record
-            time.sleep(0.5)
-        return record
-
-
-@pytest.fixture
-def site(cluster: Cluster, tmp_path: Path) -> Site:
-    return Site(cluster, tmp_path)
+        live = ("PENDING", "RUNNING", "COMPLETING")
+        wait_for(lambda: self.record(job_id)["JobState"] not in live, within_s=within_s)
+        return self.record(job_id)
 
 
 def read(folder: Path, name: str) -> dict[str, object]:
@@ -136,6 +128,7 @@ def only_run(site: Site) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("beside")
 @pytest.mark.timeout(1600)  # eight ranks on two cores
 @pytest.mark.parametrize(
     ("words", "small", "hosts", "ranks"),
@@ -153,15 +146,15 @@ def only_run(site: Site) -> Path:
 )
 def test_a_job_completes_and_equals_the_local_curve(
     site: Site,
-    workers: Workers,
+    alone: Callable[..., list[float]],
     words: tuple[str, ...],
     small: tuple[str, ...],
     hosts: int,
     ranks: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("SBATCH_EXPORT", "NONE")  # the kept code is what runs nevertheless
-    done = site.run(*words, *small, "launcher=slurm", "launcher.wait=true", timeout_s=1500)
+    # NONE: the kept code is what runs nevertheless. One thread for each rank, which no variable says then.
+    line = (*words, *small, "cluster.cpus_per_device=1", "launcher=slurm", "launcher.wait=true")
+    done = site.run(*line, timeout_s=1500, SBATCH_EXPORT="NONE")
     assert done.returncode == 0, done.stdout + done.stderr
     folder = only_run(site)
     summary = read(folder, "summary.json")
@@ -189,8 +182,7 @@ def test_a_job_completes_and_equals_the_local_curve(
     assert (transport["backend"], transport["expected"], transport["problem"]) == ("gloo", "tcp", None)
     assert len(transport["devices"]) == hosts
     assert environment["slurm"]["SLURM_JOB_ID"] == job_id
-    alone = workers.train("strategy=single", *small).losses
-    assert losses(folder) == pytest.approx(alone, rel=1e-5)
+    assert losses(folder) == pytest.approx(alone(*small), rel=1e-5)
 
 
 @pytest.mark.full
@@ -208,10 +200,7 @@ def test_a_required_fabric_that_is_not_there_stops_the_job(site: Site) -> None:
 def test_a_proof_goes_through_slurm(site: Site) -> None:
     """Losses, gradients and weights of a job on two hosts against those of a job on one."""
     words = ("strategy=tile", "nodes=2", *SMALL_IMAGES, "precision=float64", "run_dir=proof")
-    done = subprocess.run(
-        [sys.executable, "-m", "hpc_parallel", "parity", *words, "launcher=slurm", "launcher.wait=true"],
-        cwd=site.home, env=site.environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = site.command("parity", *words, "launcher=slurm", "launcher.wait=true")
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = read(site.home / "proof", "parity.json")["rows"]
     assert (row["word"], row["layout"]) == ("equal", "tile 2")
@@ -220,8 +209,34 @@ def test_a_proof_goes_through_slurm(site: Site) -> None:
     assert read(folder, "summary.json")["job_ids"]
 
 
-def test_submission_prints_job_folder_and_commands(site: Site) -> None:
-    done = site.run("strategy=data", "nodes=2", *SMALL, "training.steps=2")  # launcher=auto
+PYTHON = """#!/bin/sh
+case "$*" in *submitit.core._submit*) echo "$CONDA_PREFIX" >> {calls} ;; esac
+exec {python} "$@"
+"""
+HOOK = """
+conda() { [ "$1" = activate ] && [ -d "$2/conda-meta" ] && export CONDA_PREFIX="$2" PATH="$2/bin:$PATH"; }
+"""
+
+
+def conda_environment(base: Path, *, calls: Path) -> Path:
+    """An environment `torch` with the hook that `conda activate` needs, and a Python that takes notes."""
+    folder = base / "envs" / "torch"
+    for place in (base / "etc/profile.d", base / "bin", folder / "bin", folder / "conda-meta"):
+        place.mkdir(parents=True)
+    (base / "etc/profile.d/conda.sh").write_text(HOOK)
+    (base / "bin/conda").touch(mode=0o755)
+    python = folder / "bin/python"
+    python.write_text(PYTHON.format(calls=shlex.quote(str(calls)), python=shlex.quote(sys.executable)))
+    python.chmod(0o755)
+    return folder
+
+
+@pytest.mark.usefixtures("beside")
+def test_submission_prints_job_folder_and_commands_and_conda_is_activated(site: Site) -> None:
+    base, calls = site.home / "my conda", site.home / "calls"
+    environment = conda_environment(base, calls=calls)
+    words = ("strategy=data", "nodes=2", *SMALL, "training.steps=2", "launcher.conda=torch")  # launcher=auto
+    done = site.run(*words, CONDA_EXE=str(base / "bin/conda"))
     assert done.returncode == 0, done.stderr
     assert "launcher slurm: sbatch is here and Slurm's controller answers" in done.stdout
     folder = only_run(site)
@@ -234,6 +249,8 @@ def test_submission_prints_job_folder_and_commands(site: Site) -> None:
     assert str(folder) in done.stdout
     assert folder.stat().st_mode & 0o777 == 0o700
     assert site.ended(job_id)["JobState"] == "COMPLETED"
+    assert read(folder, "summary.json")["outcome"] == "completed"
+    assert calls.read_text().splitlines() == [str(environment)] * 2
     # what Slurm was given is what is kept, and what the payload holds is a name and a path
     kept = site.cluster.run("scontrol", "write", "batch_script", job_id, "-")
     assert (folder / "batch_script.sh").read_text().strip() == kept.strip()
@@ -244,12 +261,14 @@ def test_submission_prints_job_folder_and_commands(site: Site) -> None:
     assert not any("cloudpickle" in name for name in names)  # nothing pickled by value
 
 
+@pytest.mark.usefixtures("beside")
 def test_dry_run_prints_the_submitted_script(site: Site) -> None:
-    words = ("strategy=pipeline", "nodes=2", *SMALL, "run_dir=runs/same/one", "+launcher.extra.hold=true")
+    words = ("strategy=pipeline", "nodes=2", *SMALL, "run_dir=runs/same/one", "name=dry",
+             "+launcher.extra.hold=true")  # fmt: skip
     shown = site.run(*words, "launcher=slurm", "dry_run=true")
     assert shown.returncode == 0
     assert not (site.home / "runs").exists()
-    assert not site.cluster.run("squeue", "-h", "--states=PD,R", "--name=pipeline")
+    assert not site.cluster.run("squeue", "-h", "--states=PD,R", "--name=dry")
     done = site.run(*words, "launcher=slurm")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (site.home / "runs/same/one/batch_script.sh").read_text().strip() == shown.stdout.strip()
@@ -257,11 +276,12 @@ def test_dry_run_prints_the_submitted_script(site: Site) -> None:
 
 def hand_submitted(site: Site) -> tuple[str, str]:
     """State and job id of the site's only run, as `status` has them."""
-    (row,) = json.loads(site.pasted("python -m hpc_parallel status --json").stdout)
+    (row,) = json.loads(site.command("status", "--json").stdout)
     return row["state"], row["job_id"]
 
 
-def test_a_written_script_runs_by_sbatch(site: Site, workers: Workers) -> None:
+@pytest.mark.usefixtures("beside")
+def test_a_written_script_runs_by_sbatch(site: Site, alone: Callable[..., list[float]]) -> None:
     awkward = 'runs/a "quoted" $(touch pwned) name'
     done = site.run("strategy=data", "nodes=2", *SMALL, "launcher=script", f"run_dir='{awkward}'")
     assert done.returncode == 0, done.stderr
@@ -275,10 +295,11 @@ def test_a_written_script_runs_by_sbatch(site: Site, workers: Workers) -> None:
     assert site.ended(job_id)["JobState"] == "COMPLETED"
     folder = site.home / awkward
     assert read(folder, "summary.json")["outcome"] == "completed"
-    assert losses(folder) == pytest.approx(workers.train("strategy=single", *SMALL).losses, rel=1e-5)
+    assert losses(folder) == pytest.approx(alone(*SMALL), rel=1e-5)
     assert not list(site.home.rglob("pwned"))
 
 
+@pytest.mark.usefixtures("beside")
 def test_a_wrong_partition_is_refused_with_slurms_message(site: Site) -> None:
     done = site.run("strategy=data", "nodes=2", *SMALL, "launcher=slurm", "launcher.partition=gpux")
     assert done.returncode == 3
@@ -308,13 +329,14 @@ def test_a_resume_that_slurm_refuses_leaves_the_run_as_it_was(site: Site, worker
     assert read(folder, "summary.json")["steps"] == 20
 
 
+@pytest.mark.usefixtures("beside")
 def test_too_many_nodes_are_refused_with_slurms_message(site: Site) -> None:
-    done = site.run("strategy=data", "nodes=8", *SMALL, "launcher=slurm")
+    done = site.run("strategy=data", "nodes=8", *SMALL, "launcher=slurm", "name=eight")
     assert done.returncode == 3
     assert re.search(r"Requested node configuration is not available \(Partition\w+\)", done.stderr)
     assert "main (4 nodes)" in done.stderr
     assert not list(site.home.glob("runs/*/*"))
-    assert not site.cluster.run("squeue", "-h", "--states=PD,R", "--name=data")
+    assert not site.cluster.run("squeue", "-h", "--states=PD,R", "--name=eight")
 
 
 def test_hosts_that_are_down_only_delay_a_job(site: Site) -> None:
@@ -329,6 +351,7 @@ def test_hosts_that_are_down_only_delay_a_job(site: Site) -> None:
         site.cluster.run("scancel", "--name=waits")
 
 
+@pytest.mark.usefixtures("beside")
 def test_a_failing_setup_line_ends_the_job_with_its_text(site: Site) -> None:
     setup = "launcher.setup=['export FINE=1','echo here; ls /no/such/place','touch never']"
     done = site.run("strategy=data", "nodes=2", *SMALL, "launcher=slurm", setup, "launcher.wait=true")
@@ -356,13 +379,6 @@ def worker_of(folder: Path, rank: int) -> psutil.Process | None:
         except psutil.Error:
             continue
     return None
-
-
-def wait_for(what: Callable[[], object], *, within_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not what():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.2)
 
 
 @pytest.mark.full
@@ -450,9 +466,7 @@ def test_a_rank_that_never_arrives_is_named_with_its_host(site: Site) -> None:
     words = ("strategy=data", "nodes=2", *SMALL, "cluster.start_timeout_s=6", "run_dir=absent")
     following = site.follow(*words)
     folder = site.home / "absent"
-    wait_for(lambda: worker_of(folder, rank=1))
-    worker = worker_of(folder, rank=1)
-    assert worker is not None
+    worker = wait_for(lambda: worker_of(folder, rank=1))
     worker.suspend()  # it is importing torch: the others will wait for it in vain
     output, _ = following.communicate(timeout=PATIENCE_S)
     assert following.returncode == 1
@@ -460,6 +474,7 @@ def test_a_rank_that_never_arrives_is_named_with_its_host(site: Site) -> None:
     assert read(folder, "failure.json")["kind"] == "start"
 
 
+@pytest.mark.usefixtures("beside")
 def test_inside_an_allocation_local_is_chosen(site: Site) -> None:
     script = (
         f"cd {shlex.quote(str(site.home))} && {sys.executable} -m hpc_parallel.run strategy=data "
@@ -468,31 +483,3 @@ def test_inside_an_allocation_local_is_chosen(site: Site) -> None:
     output = site.cluster.run("salloc", "--quiet", "--nodes=1", "--gpus-per-node=2", "bash", "-c", script)
     assert "launcher local: already inside the allocation of job" in output
     assert read(site.home / "inside", "summary.json")["outcome"] == "completed"
-
-
-PYTHON = """#!/bin/sh
-case "$*" in *submitit.core._submit*) echo "$CONDA_PREFIX" >> {calls} ;; esac
-exec {python} "$@"
-"""
-HOOK = """
-conda() { [ "$1" = activate ] && [ -d "$2/conda-meta" ] && export CONDA_PREFIX="$2" PATH="$2/bin:$PATH"; }
-"""
-
-
-def test_the_ranks_run_the_python_of_a_conda_environment(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an installation of the test: the hook that `conda activate` needs, and a Python that takes notes."""
-    base, calls = site.home / "my conda", site.home / "calls"
-    folder = base / "envs" / "torch"
-    for place in (base / "etc/profile.d", base / "bin", folder / "bin", folder / "conda-meta"):
-        place.mkdir(parents=True)
-    (base / "etc/profile.d/conda.sh").write_text(HOOK)
-    (base / "bin/conda").touch(mode=0o755)
-    python = folder / "bin/python"
-    python.write_text(PYTHON.format(calls=shlex.quote(str(calls)), python=shlex.quote(sys.executable)))
-    python.chmod(0o755)
-    words = ("strategy=data", "nodes=2", "launcher=slurm", "launcher.wait=true", "launcher.conda=torch")
-    monkeypatch.setenv("CONDA_EXE", str(base / "bin/conda"))
-    done = site.run(*words, *SMALL, timeout_s=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert calls.read_text().splitlines() == [str(folder)] * 2
-    assert read(only_run(site), "summary.json")["outcome"] == "completed"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
-from cluster import Cluster
 from test_jobs import SMALL, Site, losses, read
 
 from tests.distributed.test_rerun import MODEL
@@ -18,11 +16,6 @@ WORDS = (
     "data.max_bytes=100000", "data.sequence_length=8", "training.measure_steps=0", "launcher=slurm",
     "training.precision=float32",  # the hosts of the tests claim GPUs, whose default is bfloat16
 )  # fmt: skip
-
-
-@pytest.fixture
-def site(cluster: Cluster, tmp_path: Path) -> Site:
-    return Site(cluster, tmp_path)
 
 
 def job_of(stdout: str) -> str:
@@ -69,6 +62,7 @@ def test_any_name_is_a_name(site: Site) -> None:
     assert not list(site.home.rglob("pwned"))
 
 
+@pytest.mark.usefixtures("beside")
 def test_a_folder_that_others_took_over_is_not_run(site: Site) -> None:
     """Held until the run folder is open to others: nothing in it is unpickled or imported."""
     held = site.run(*WORDS, *SMALL, "run_dir=open", "+launcher.extra.hold=true")

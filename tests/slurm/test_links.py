@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 
-import psutil
 import pytest
-from cluster import Cluster
-from test_jobs import SMALL, Site, losses, read, wait_for
+from test_jobs import SMALL, Site, losses, read, worker_of
 
+from tests.waiting import wait_for
 from tests.workers import Workers
 
 pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 CUT = "n4"
-
-
-@pytest.fixture
-def site(cluster: Cluster, tmp_path: Path) -> Site:
-    return Site(cluster, tmp_path)
 
 
 def test_a_link_cut_for_a_moment_changes_nothing(site: Site, workers: Workers) -> None:
@@ -55,7 +48,7 @@ def test_a_lost_link_is_named(site: Site) -> None:
     site.cluster.cut(CUT)
     try:
         wait_for(lambda: len(list((folder / "logs").glob("rank-*.hang.json"))) == 2)
-        wait_for(lambda: not working(folder))
+        wait_for(lambda: not worker_of(folder, rank=0) and not worker_of(folder, rank=1))
     finally:
         site.cluster.mend(CUT)  # for Slurm itself, which else waits for the host's slurmd
     output, _ = following.communicate(timeout=240)
@@ -68,12 +61,3 @@ def test_a_lost_link_is_named(site: Site) -> None:
         failure["line"],
     )
     assert output.strip().splitlines()[-1] == failure["line"]
-
-
-def working(folder: Path) -> list[int]:
-    """The run's worker processes."""
-    return [
-        found.pid
-        for found in psutil.process_iter(["cmdline"])
-        if {"hpc_parallel.worker.main", str(folder)} <= set(found.info["cmdline"] or [])
-    ]

@@ -28,11 +28,6 @@ WORDS = ("strategy=data", f"nodes={HOSTS}", *SMALL, "training.steps=2", "launche
 PACKAGE = "xxhash"
 
 
-@pytest.fixture
-def site(cluster: Cluster, tmp_path: Path) -> Site:
-    return Site(cluster, tmp_path)
-
-
 def findings(site: Site, *words: str, code: int = 0) -> list[dict[str, Any]]:
     """What the checks of a run on all four hosts have found."""
     done = site.run(*WORDS, *words, "run_dir=run", timeout_s=200)
@@ -59,38 +54,36 @@ def mounted(cluster: Cluster, target: Path, *options: str) -> Iterator[None]:
         inside(cluster, "umount", "--lazy", str(target))
 
 
-def test_a_full_disk_and_another_package_are_found_by_name(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def full_disk(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary folder of all hosts, which has no room on the bad one."""
     scratch = site.home / "scratch"
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))
+    with mounted(site.cluster, scratch, "-t", "tmpfs", "-o", "size=64k", "tmpfs"):
+        yield scratch
+
+
+def test_a_full_disk_and_another_package_are_found_by_name(site: Site, full_disk: Path) -> None:
     package = importlib.metadata.distribution(PACKAGE)
     metadata = Path(str(package.locate_file(""))) / f"{PACKAGE}-{package.version}.dist-info" / "METADATA"
     older = site.home / "METADATA"
     older.write_text(metadata.read_text().replace(f"Version: {package.version}", "Version: 0.1"))
-    with (
-        mounted(site.cluster, scratch, "-t", "tmpfs", "-o", "size=64k", "tmpfs"),
-        mounted(site.cluster, metadata, "--bind", str(older)),
-    ):
+    with mounted(site.cluster, metadata, "--bind", str(older)):
         found = findings(site, "preflight.act=stop", code=1)
     assert {finding["host"] for finding in found} == {BAD}
     assert [finding["what"] for finding in found] == [
         f"other packages: {PACKAGE} 0.1",
-        f"temporary folder {scratch}: No space left on device",
+        f"temporary folder {full_disk}: No space left on device",
     ]
     failed = read(site.home / "run", "failure.json")
     assert (failed["kind"], failed["host"]) == ("preflight", BAD)
     assert f"Try launcher.exclude={BAD}, or preflight.act=report" in failed["line"]
 
 
-def test_an_accused_host_is_left_out_of_the_next_start(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    scratch = site.home / "scratch"
-    scratch.mkdir()
-    monkeypatch.setenv("TMPDIR", str(scratch))
+def test_an_accused_host_is_left_out_of_the_next_start(site: Site, full_disk: Path) -> None:
     words = (*WORDS, "nodes=3", "preflight.act=exclude", "run_dir=run")
-    with mounted(site.cluster, scratch, "-t", "tmpfs", "-o", "size=64k", "tmpfs"):
-        done = site.run(*words, timeout_s=250)
+    done = site.run(*words, timeout_s=250)
     assert done.returncode == 0, done.stdout + done.stderr
     ends = attempts.recent_ends(RunFolder(site.home / "run"))
     assert [(end.how, end.host) for end in ends] == [("preflight", BAD)]
@@ -98,13 +91,9 @@ def test_an_accused_host_is_left_out_of_the_next_start(site: Site, monkeypatch: 
     assert hosts == {"n1", "n2", "n4"}
 
 
-def test_a_job_for_which_too_few_hosts_are_left_ends(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_for_which_too_few_hosts_are_left_ends(site: Site, full_disk: Path) -> None:
     """Slurm would let it wait forever."""
-    scratch = site.home / "scratch"
-    scratch.mkdir()
-    monkeypatch.setenv("TMPDIR", str(scratch))
-    with mounted(site.cluster, scratch, "-t", "tmpfs", "-o", "size=64k", "tmpfs"):
-        found = findings(site, "preflight.act=exclude", code=1)
+    found = findings(site, "preflight.act=exclude", code=1)
     assert {finding["host"] for finding in found} == {BAD}
     (log,) = (site.home / "run" / "slurm").glob("*_0_log.out")
     line = f"not requeued: without {BAD} partition main has {HOSTS - 1} hosts, and the job needs {HOSTS}. "

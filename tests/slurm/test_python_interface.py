@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +11,10 @@ from cluster import Cluster
 from test_jobs import SMALL
 
 import hpc_parallel
+from tests.waiting import PATIENCE_S, wait_for
 from tests.workers import Workers
 
 pytestmark = pytest.mark.slurm
-
-PATIENCE_S = 240  # with what never happens; other tests run beside these
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +59,7 @@ def test_a_job_equals_the_local_curve(
 @pytest.mark.full
 def test_a_running_job_is_cancelled_and_saves_its_state() -> None:
     run = submit("strategy=data", "nodes=2", "training.steps=100000", "training.validate_every=null")
-    deadline = time.monotonic() + PATIENCE_S
-    while not run.metrics():
-        assert time.monotonic() < deadline, run.state
-        time.sleep(0.1)
+    wait_for(run.metrics)
     run.cancel()
     assert run.wait(timeout_s=PATIENCE_S)["outcome"] == "cancelled"
     assert list((run.path / "checkpoints").glob("step-*"))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from test_jobs import Site, is_over, read
-from test_scripts import wait_until
+
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.full, pytest.mark.slurm, pytest.mark.timeout(1200)]
 STEPS, HELD = 16, 6
@@ -70,11 +70,6 @@ def home(site: Site) -> Path:
     return site.home
 
 
-@pytest.fixture
-def site(cluster: object, tmp_path: Path) -> Site:
-    return Site(cluster, tmp_path)  # type: ignore[arg-type]
-
-
 def test_the_time_limit_of_slurm(site: Site, home: Path) -> None:
     words = ("launcher.time_minutes=1", "launcher.grace_s=20")
     job_id = started(site, *words)
@@ -84,10 +79,10 @@ def test_the_time_limit_of_slurm(site: Site, home: Path) -> None:
 def test_an_urgent_job_takes_the_hosts(site: Site, home: Path) -> None:
     job_id = started(site)
     out = home / "run" / "logs" / "rank-0.out"
-    wait_until(lambda: out.exists() and f"step {HELD} " in out.read_text())
+    wait_for(lambda: out.exists() and f"step {HELD} " in out.read_text())
     words = ("--partition=urgent", "--nodes=4", "--exclusive", "--wrap=sleep 600")
     urgent = site.cluster.run("sbatch", "--parsable", "--output=/dev/null", *words)
-    wait_until(in_state(site, urgent, "RUNNING"), within_s=300)
+    wait_for(lambda: site.record(urgent)["JobState"] == "RUNNING", within_s=300)
     assert site.record(job_id)["JobState"] == "PENDING"
     site.cluster.run("scancel", urgent)
     assert_equals_the_undisturbed_run(site, job_id)
@@ -103,13 +98,9 @@ def started(site: Site, *words: str) -> str:
     return str(read(site.home / "run", "owner.json")["job_id"])
 
 
-def in_state(site: Site, job_id: str, state: str) -> Callable[[], bool]:
-    return lambda: site.record(job_id)["JobState"] == state
-
-
 def assert_equals_the_undisturbed_run(site: Site, job_id: str) -> None:
     """It was requeued under its number, and each step of each start has the loss of a run without a stop."""
-    wait_until(lambda: is_over(site.home / "run"), within_s=600)
+    wait_for(lambda: is_over(site.home / "run"), within_s=600)
     site.ended(job_id)
     summary = read(site.home / "run", "summary.json")
     assert (summary["outcome"], summary["job_ids"]) == ("completed", [job_id])

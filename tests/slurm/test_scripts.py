@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from cluster import Cluster
 from test_jobs import Site, only_run, read
 from test_starts import words_of
 
 from tests.marks import in_full
-from tests.scripts.loops import CLIENTS, losses_alone, printed_losses
+from tests.scripts.loops import losses_alone, printed_losses
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 
-@pytest.fixture
-def site(cluster: Cluster, tmp_path: Path) -> Site:
-    """A folder with the clients, and nothing else."""
-    for client in CLIENTS.glob("*.py"):
-        shutil.copy(client, tmp_path)
-    return Site(cluster, tmp_path)
-
-
+@pytest.mark.usefixtures("beside")
 @pytest.mark.parametrize("start", ["ranks", pytest.param("torchrun", marks=pytest.mark.full)])
 def test_a_failing_rank_is_named_with_its_host_and_line(start: str, site: Site) -> None:
     words = ("nodes=2", "launcher=slurm", "launcher.wait=true", f"script.start={start}")
@@ -74,17 +63,32 @@ OWN_TORCHRUN = (
 )  # fmt: skip
 
 
+@pytest.mark.usefixtures("beside")
 @pytest.mark.parametrize(
-    ("words", "before", "logs"),
+    ("words", "devices", "before", "logs"),
     [
-        (("script.start=torchrun", "script.torchrun=[--max-restarts=0]"), (), 4),
-        *in_full([(("script.start=node",), OWN_TORCHRUN, 2), (("script.start=ranks",), (), 4)]),
+        (("script.start=torchrun", "script.torchrun=[--max-restarts=0]"), 1, (), 2),
+        *in_full(
+            [
+                (("script.start=torchrun",), 2, (), 4),
+                (("script.start=node",), 2, OWN_TORCHRUN, 2),
+                (("script.start=ranks",), 2, (), 4),
+            ]
+        ),
     ],
 )
 def test_the_loss_curve_of_two_hosts_equals_that_of_one_process(
-    site: Site, words: tuple[str, ...], before: tuple[str, ...], logs: int
+    site: Site, words: tuple[str, ...], devices: int, before: tuple[str, ...], logs: int
 ) -> None:
-    line = (*words, "nodes=2", "gpus_per_node=2", "launcher=slurm", "launcher.wait=true", "--", *before)
+    line = (
+        *words,
+        "nodes=2",
+        f"gpus_per_node={devices}",
+        "launcher=slurm",
+        "launcher.wait=true",
+        "--",
+        *before,
+    )
     done = site.run(*line, "ddp.py", "--steps", "4")
     assert done.returncode == 0, done.stdout + done.stderr
     folder = only_run(site)
@@ -101,6 +105,7 @@ def test_the_loss_curve_of_two_hosts_equals_that_of_one_process(
     assert (record["JobState"], record["NumNodes"], record["NumTasks"]) == ("COMPLETED", "2", str(logs))
 
 
+@pytest.mark.usefixtures("beside")
 @pytest.mark.parametrize("start", ["openmpi", pytest.param("mpich", marks=pytest.mark.full)])
 def test_a_plain_mpi_program_runs_under_mpirun(start: str, site: Site) -> None:
     words = ("nodes=2", "gpus_per_node=2", "launcher=slurm", "launcher.wait=true", *words_of(start, site))
@@ -111,7 +116,8 @@ def test_a_plain_mpi_program_runs_under_mpirun(start: str, site: Site) -> None:
     failed = site.run(*words, "run_dir=failed", "--", "mpi_sum.py", "--fail")
     assert failed.returncode == 1
     line = read(site.home / "failed", "failure.json")["line"]
-    assert re.fullmatch(r"rank 1 on n1 failed first: the script ended with exit code 3.*", line), line
+    host = site.record(*read(site.home / "failed", "summary.json")["job_ids"])["BatchHost"]
+    assert re.fullmatch(rf"rank 1 on {host} failed first: the script ended with exit code 3.*", line), line
 
 
 SAVES = """
@@ -129,6 +135,7 @@ time.sleep(200)
 """
 
 
+@pytest.mark.usefixtures("beside")
 @pytest.mark.parametrize(
     "start", ["ranks", *(pytest.param(start, marks=pytest.mark.full) for start in ("torchrun", "openmpi"))]
 )
@@ -141,14 +148,14 @@ def test_a_stop_signal_lets_the_script_save_and_the_job_starts_again(start: str,
     assert site.run(*words, resume, "--", "saves.py", "{run}/saved").returncode == 0
     folder = site.home / "run"
     outs = [folder / "logs" / f"rank-{rank}.out" for rank in (0, 1)]
-    wait_until(lambda: all(out.exists() and "ready" in out.read_text() for out in outs))
+    wait_for(lambda: all(out.exists() and "ready" in out.read_text() for out in outs))
     job_id = read(folder, "owner.json")["job_id"]
-    (row,) = json.loads(site.pasted("python -m hpc_parallel status run --json").stdout)
+    (row,) = json.loads(site.command("status", "run", "--json").stdout)
     assert (row["state"], row["last_line"], row["time_left_s"]) == ("running", "ready", None)
     assert 0 < row["job_left_s"] <= 3600  # launcher.time_minutes is 60
     site.cluster.run("scancel", "--signal=USR2", *(["--batch"] if start == "openmpi" else []), job_id)
-    wait_until(lambda: "resumed from signal 10" in outs[0].read_text(), within_s=300)
-    wait_until((folder / "summary.json").exists)
+    wait_for(lambda: "resumed from signal 10" in outs[0].read_text(), within_s=300)
+    wait_for((folder / "summary.json").exists)
     summary = read(folder, "summary.json")
     assert (summary["outcome"], summary["restarts"], summary["job_ids"]) == ("completed", 1, [job_id])
 
@@ -177,18 +184,18 @@ def test_ranks_on_two_hosts_stop_at_the_same_step_and_the_job_starts_again(site:
     assert site.run(*words).returncode == 0
     folder = site.home / "run"
     outs = [folder / "logs" / f"rank-{rank}.out" for rank in (0, 1)]
-    wait_until(lambda: all(out.exists() and "step 2" in out.read_text() for out in outs))
+    wait_for(lambda: all(out.exists() and "step 2" in out.read_text() for out in outs))
     job_id = read(folder, "owner.json")["job_id"]
     site.cluster.run("scancel", f"--signal={signal}", job_id)
-    wait_until(lambda: all((folder / "checkpoints" / rank).exists() for rank in "01"))
+    wait_for(lambda: all((folder / "checkpoints" / rank).exists() for rank in "01"))
     steps = {(folder / "checkpoints" / rank).read_text() for rank in "01"}
     assert len(steps) == 1
     if signal == "TERM":  # by hand it is no preemption, so the run is cancelled
-        wait_until((folder / "summary.json").exists)
+        wait_for((folder / "summary.json").exists)
         assert read(folder, "summary.json")["outcome"] == "cancelled"
         return
-    wait_until(lambda: all("start 1" in out.read_text() for out in outs), within_s=300)
-    wait_until((folder / "summary.json").exists)
+    wait_for(lambda: all("start 1" in out.read_text() for out in outs), within_s=300)
+    wait_for((folder / "summary.json").exists)
     assert read(folder, "summary.json")["outcome"] == "completed"
 
 
@@ -210,10 +217,3 @@ load() if os.environ["RANK"] == "0" else wait()
     )
     stacks = [(site.home / f"run/logs/rank-{rank}.stacks").read_text() for rank in (0, 1)]
     assert ["in load" in stacks[0], "in wait" in stacks[1]] == [True, True]
-
-
-def wait_until(condition: Callable[[], object], *, within_s: float = 120) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.3)

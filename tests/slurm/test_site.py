@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
-from cluster import Cluster
 from test_jobs import SMALL, Site, read
 
 pytestmark = pytest.mark.slurm
-
-
-@pytest.fixture
-def site(cluster: Cluster, tmp_path: Path) -> Site:
-    return Site(cluster, tmp_path)
 
 
 def command(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
@@ -26,6 +19,7 @@ def command(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("beside")
 def test_a_profile_of_this_cluster(site: Site) -> None:
     written = command(site, "init-cluster", "mine")
     assert written.returncode == 0, written.stderr

@@ -5,27 +5,21 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import psutil
 import pytest
-from cluster import PMIX, Cluster
+from cluster import PMIX
 from test_jobs import SMALL, Site, losses, read
 
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.run_folder import RunFolder
+from tests.waiting import wait_for
 from tests.workers import Workers
 
 pytestmark = [pytest.mark.slurm, pytest.mark.full, pytest.mark.timeout(600)]
 
 ROOT = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 PROGRAM = {"openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich"}
-
-
-@pytest.fixture
-def site(cluster: Cluster, tmp_path: Path) -> Site:
-    return Site(cluster, tmp_path)
 
 
 def words_of(start: str, site: Site) -> list[str]:
@@ -90,13 +84,13 @@ def test_signals_and_deaths(start: str, site: Site) -> None:
     assert site.run(*words, *words_of(start, site)).returncode == 0
     folder = RunFolder(site.home / "run")
     job = str(read(folder.path, "owner.json")["job_id"])
-    until(lambda: folder.metrics.exists() and folder.metrics.stat().st_size > 0)
+    wait_for(lambda: folder.metrics.exists() and folder.metrics.stat().st_size > 0)
     batch = ["--batch"] if start != "torchrun" else []  # Slurm's own choice, by #SBATCH --signal
     site.cluster.run("scancel", "--signal=USR2", *batch, job)
-    until(lambda: site.record(job)["Restarts"] == "1" and site.record(job)["JobState"] == "RUNNING")
+    wait_for(lambda: site.record(job)["Restarts"] == "1" and site.record(job)["JobState"] == "RUNNING")
     saved = [checkpoint.step for checkpoint in complete(folder.checkpoints)]
     assert saved
-    until(lambda: folder.metrics.exists() and max(steps(folder), default=0) > saved[-1] + 2)
+    wait_for(lambda: folder.metrics.exists() and max(steps(folder), default=0) > saved[-1] + 2)
     victim = next(
         pid for host in ("n2",) for pid in site.cluster.pids(host)
         if "hpc_parallel.worker.main" in " ".join(command_line(pid))
@@ -116,11 +110,3 @@ def command_line(pid: int) -> list[str]:
         return psutil.Process(pid).cmdline()
     except psutil.Error:
         return []
-
-
-def until(condition: object, within_s: float = 240) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.3)

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster
-from test_jobs import SMALL, Site, read, wait_for, worker_of
+from test_jobs import SMALL, Site, read, worker_of
 
 from hpc_parallel.record.sweep_folder import Sweep, read_sweep
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]  # beside tests of eight ranks
 
@@ -93,9 +94,7 @@ def test_a_sweep_is_one_array_for_each_shape_and_resumes_failed_runs(site: Count
         assert re.search(rf"{run.run_dir.name} .* {run.nodes} +{run.job_id} ", done.stdout)
     # one is killed: its array's other run is not touched
     killed = next(run for run in sweep.runs if {"strategy=pipeline", "nodes=2"} <= set(run.overrides))
-    wait_for(lambda: worker_of(killed.run_dir, rank=1))
-    worker = worker_of(killed.run_dir, rank=1)
-    assert worker is not None
+    worker = wait_for(lambda: worker_of(killed.run_dir, rank=1))
     worker.send_signal(signal.SIGKILL)
     for run in sweep.runs:
         site.ended(run.job_id or "")
@@ -163,9 +162,10 @@ def test_parallelism_limits_an_array(site: CountedSite) -> None:
     assert "3 completed" in done.stdout.splitlines()
 
 
-def test_a_shape_that_can_never_start_is_refused_and_the_others_stay(site: CountedSite) -> None:
-    words = ("-m", "nodes=1,8", "seed=1,2", *SMALL, "launcher=slurm")
-    done = site.run(*words)
+@pytest.mark.usefixtures("beside")
+def test_a_shape_that_can_never_start_is_refused_and_the_others_stay(site: Site) -> None:
+    (site.home / "show.py").write_text("print('shown')\n")
+    done = site.run("-m", "nodes=1,8", "seed=1,2", "launcher=slurm", "--", "show.py")
     assert done.returncode == 3
     assert "nodes=8 gpus_per_node=1 (nodes=8 seed=1 and 1 more): Slurm refused the job" in done.stderr
     folder, sweep = only_sweep(site)
