@@ -82,7 +82,7 @@ class Reference(Results):
     rounds: bool = False
 
 
-class Rounding(DispatchMode):
+class PrecisionLoss(DispatchMode):
     """Detects whether an operator converts float64 to a lower precision."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ def _train_alone(run: SmallRun, model: LayeredModel) -> Reference:
         model, model=model, loss=model.loss, terms=LossTerms(model), microbatches=run.microbatches
     )
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    results, rate, rounding = Results(), 0.0, Rounding()
+    results, rate, rounding = Results(), 0.0, PrecisionLoss()
     for step in range(STEPS):
         rows = run.all_rows(step)
         model.sample_indices.begin_batch(rows, device=run.device)

@@ -20,7 +20,7 @@ from hpc_parallel.config.build import build
 from hpc_parallel.data.dataset import as_data
 from hpc_parallel.data.sampler import to_device
 from hpc_parallel.proof.compare import ROUNDED
-from hpc_parallel.proof.small_results import Rounding
+from hpc_parallel.proof.small_results import PrecisionLoss
 from hpc_parallel.record.safe_write import replacing
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled
@@ -47,7 +47,7 @@ def prove(context: TaskContext) -> None:
     if context.config.devices == 1 and context.config.training.precision == "float64":
         data = as_data(build(context.config.data, key="data"))
         first_samples = data.train.batch(np.arange(2, dtype=np.int64) % len(data.train))
-        with Rounding() as rounding:
+        with PrecisionLoss() as rounding:
             trained.build_schedule(1).evaluate(*to_device(first_samples, context.device))
         if rounding.seen:
             (folder / ROUNDED).touch()

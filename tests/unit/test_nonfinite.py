@@ -43,7 +43,7 @@ def guarded(policy: str, *, steps: int = 6) -> tuple[list[nn.Parameter], Guard, 
         total, each = norm()
         guard.note(norm=total, norms=each, loss=torch.tensor(2.5))
         optimizer.step()
-        counts.append(0.0 if guard.skipped is None else guard.skipped.item())
+        counts.append(0.0 if guard.skipped is None else guard.skipped[0].item())
     return ours, guard, counts
 
 
