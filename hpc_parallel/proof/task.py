@@ -21,7 +21,7 @@ from hpc_parallel.data.dataset import as_data
 from hpc_parallel.data.sampler import to_device
 from hpc_parallel.proof.compare import ROUNDED
 from hpc_parallel.proof.small_results import PrecisionLoss
-from hpc_parallel.record.safe_write import replacing
+from hpc_parallel.record.safe_write import replacing, write_text
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.training.checkpoint import statistics
@@ -50,7 +50,7 @@ def prove(context: TaskContext) -> None:
         with PrecisionLoss() as rounding:
             trained.build_schedule(1).evaluate(*to_device(first_samples, context.device))
         if rounding.seen:
-            (folder / ROUNDED).touch()
+            write_text(folder / ROUNDED, "")
 
 
 def full_arrays(tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
