@@ -71,16 +71,25 @@ def _sbatch(script: Path, *flags: str, waits_s: Sequence[float | None] = (None,)
     answer = run("sbatch", "--parsable", *flags, str(script), waits_s=waits_s, environment=environment)
     if answer.returncode != 0:
         raise SiteRefusedError(answer.stderr.strip())
-    return replace(job_in(answer.stdout), submitted_s=began_s)
+    return replace(job_in(answer.stdout, scripts=script.parent), submitted_s=began_s)
 
 
-def job_in(output: str) -> Job:
-    """The job in the output of sbatch, where a site may add other lines. Raises SiteRefusedError."""
+def job_in(output: str, *, scripts: Path) -> Job:
+    """The job in the output of sbatch, where a site may add other lines, or print JSON.
+
+    If the output does not tell, it is the only job with a script in the folder `scripts`.
+
+    Raises SiteRefusedError.
+    """
     jobs = _JOB.findall(output)
     ids, clusters = {job for job, _ in jobs}, {cluster for _, cluster in jobs if cluster}
     if len(ids) != 1 or len(clusters) > 1:
-        excerpt = " ".join(output.split())[:200] or "nothing"
-        raise SiteRefusedError(f"{_UNCLEAR}. It printed: {excerpt}")
+        excerpt = f"{_UNCLEAR}. It printed: {' '.join(output.split())[:200] or 'nothing'}"
+        clusters, ids = set(), {job.partition("_")[0] for job in _jobs_of(scripts) or ()}
+        ids.discard(os.environ.get("SLURM_JOB_ID", ""))  # a job that ends, and submits its script again
+        if len(ids) != 1:
+            raise SiteRefusedError(excerpt)
+        print(f"warning     {excerpt}. Slurm has one job of this script, {next(iter(ids))}", file=sys.stderr)
     return Job(ids.pop(), clusters.pop() if clusters else None)
 
 

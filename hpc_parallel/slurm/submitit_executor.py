@@ -39,7 +39,8 @@ class Executor(SlurmExecutor):
         return ["env", *unset, "sbatch", str(submission_file_path)]
 
     def _get_job_id_from_submission_command(self, string: bytes | str) -> str:  # type: ignore[override]
-        self._job = job_in(string if isinstance(string, str) else string.decode(errors="replace"))
+        output = string if isinstance(string, str) else string.decode(errors="replace")
+        self._job = job_in(output, scripts=Path(self.folder))
         return self._job.id
 
     def submit_call(self, function: Callable[..., object], *arguments: str) -> Job:

@@ -246,13 +246,16 @@ def test_the_end_of_a_job_is_seen(
         ("", "?"), (BANNER, "?"), ("12\n13\n", "?"), ("12;a\n12;b\n", "?"), (JSON.out, "?"),
     ],
 )  # fmt: skip
-def test_the_job_of_a_submission(output: str, cluster: str | None, tmp_path: Path) -> None:
-    """A banner is no job, and without a job nothing is guessed."""
+def test_the_job_of_a_submission(slurm: Slurm, output: str, cluster: str | None, tmp_path: Path) -> None:
+    """A banner is no job. If the output does not tell, the job of the script is the one."""
     if cluster == "?":
+        elsewhere = f"11|11|PENDING|None|{tmp_path / 'other' / 'batch_script.sh'}\n"
+        slurm.answers["scripts"] = elsewhere
         with pytest.raises(SiteRefusedError, match="sbatch did not say which job it has submitted"):
-            job_in(output)
-        return
-    assert job_in(output) == Job("12", cluster)
+            job_in(output, scripts=tmp_path)
+        slurm.answers["scripts"] = elsewhere + f"12|12|RUNNING|None|{tmp_path / 'batch_script.sh'}\n"
+        cluster = None
+    assert job_in(output, scripts=tmp_path) == Job("12", cluster)
     assert (
         Executor(tmp_path, script="", time_minutes=1)._get_job_id_from_submission_command(output.encode())
         == "12"
