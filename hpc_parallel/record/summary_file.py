@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hpc_parallel.record.run_folder import RunFolder
@@ -10,7 +10,6 @@ from hpc_parallel.record.typed import read_if_possible, read_record
 
 COMPLETED = "completed"
 PREEMPTED = "preempted"  # the run starts again
-OTHER_STATISTICS = "runs with another number (training.microbatch_size) have other losses"
 INITIAL = "initial"  # weights that were not read from a file
 
 
@@ -73,6 +72,27 @@ class Summary:
     def read(cls, folder: RunFolder) -> Summary | None:
         """None if there is no file. Raises DamagedError."""
         return read_record(cls, folder.summary)
+
+
+def other_statistics(runs: Iterable[tuple[int | None, str]]) -> str:
+    """That the losses of runs can't be compared, if BatchNorm sees other numbers of samples; empty otherwise.
+
+    runs: over how many samples a run takes its statistics (None without BatchNorm), and its name.
+    """
+    names: dict[int, list[str]] = {}
+    for count, name in runs:
+        if count:
+            names.setdefault(count, []).append(name)
+    if len(names) < 2:
+        return ""
+    each = "; ".join(
+        f"{count} samples in {', '.join(several[:3])}{' ...' * (len(several) > 3)}"
+        for count, several in sorted(names.items())
+    )
+    return (
+        f"Losses can't be compared: BatchNorm takes its statistics over {each}. training.microbatch_size "
+        "(times the replicas) decides it."
+    )
 
 
 def has_final_summary(folder: RunFolder) -> bool:

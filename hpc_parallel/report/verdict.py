@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 
 from hpc_parallel.record.metrics_file import own_metrics_of
+from hpc_parallel.record.summary_file import other_statistics
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row, identity, without
 from hpc_parallel.report.labels import RUN_KEYS
@@ -77,15 +78,17 @@ def verdicts(rows: Sequence[Row]) -> list[VerdictLine]:
 
 
 def scope(rows: Sequence[Row]) -> str:
-    """Which runs the verdict is about; empty if it is about all that completed."""
+    """Which runs the verdict is about, if not about all that completed; and losses that can't be compared."""
     same, completed = _largest_group(rows)
+    statistics = other_statistics((row.run.totals.statistics_samples, row.label) for row in rows)
     if len(same) == completed:
-        return ""
-    return (
+        return statistics
+    about = (
         f"The verdict is about {len(same)} of {completed} completed runs: those with the same settings "
         "(model, data, task, global batch, precision, optimizer, device). For a verdict on other runs, make "
         "a report on their folders only."
     )
+    return f"{about} {statistics}".strip()
 
 
 def _largest_group(rows: Sequence[Row]) -> tuple[list[Row], int]:

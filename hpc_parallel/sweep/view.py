@@ -13,6 +13,8 @@ from rich.progress import TaskID
 from rich.table import Table
 from rich.text import Text
 
+from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.layout.holdings import model_facts
 from hpc_parallel.problems import printable
 from hpc_parallel.record.endings import Failure, Stop
 from hpc_parallel.record.metrics_file import (
@@ -26,7 +28,7 @@ from hpc_parallel.record.metrics_file import (
 from hpc_parallel.record.names import command_on, from_here
 from hpc_parallel.record.phase import read_phase
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.summary_file import Summary
+from hpc_parallel.record.summary_file import Summary, other_statistics
 from hpc_parallel.record.sweep_folder import SkippedRun, common
 from hpc_parallel.slurm.jobs import JobState
 from hpc_parallel.sweep.earlier import resume_command
@@ -176,11 +178,18 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 
 def notes(plan: SweepPlan) -> list[str]:
-    """Lines about what was left out: impossible combinations with their reasons, and duplicates."""
+    """Lines about impossible combinations, duplicates, and losses that can't be compared."""
     lines = skipped(plan.skipped, [planned.overrides for planned in plan.runs])
     if plan.duplicates:
         lines.append(f"dropped {plan.duplicates} duplicate{'s' * (plan.duplicates > 1)}")
-    return lines
+    statistics = other_statistics((_statistics_samples(planned.run), planned.label) for planned in plan.runs)
+    return [*lines, statistics] if statistics else lines
+
+
+def _statistics_samples(run: PreparedRun) -> int | None:
+    """Over how many samples BatchNorm takes its statistics; None without it, or if only the job knows."""
+    has_statistics = run.config.task.name == "train" and model_facts(run.config.model).batch_norm
+    return run.plan.batch.samples_per_microbatch if has_statistics else None
 
 
 def skipped(impossible: Sequence[SkippedRun], runs: Sequence[Sequence[str]]) -> list[str]:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from hpc_parallel.record import attempts
 from hpc_parallel.record.checkpoint_index import clear, set_aside_after
 from hpc_parallel.record.metrics_file import MetricsReader
-from hpc_parallel.record.summary_file import OTHER_STATISTICS
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.device_traffic import figures, ring_all_reduce
@@ -78,7 +77,8 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
         on_saved=observers.callbacks.checkpoint,
     )  # fmt: skip
     if dist.get_rank() == 0 and (count := session.statistics_samples) is not None:
-        print(f"BatchNorm takes its statistics over {count} samples: {OTHER_STATISTICS}", flush=True)
+        other = "runs with another number (training.microbatch_size) have other losses"
+        print(f"BatchNorm takes its statistics over {count} samples: {other}", flush=True)
     limit = time_limit_of(context.environment, save_s=lambda: saver.save_s) if dist.get_rank() == 0 else None
     stop = StopFlag(step=steps_done, time_limit=limit)
     step = step_of(session, optimizer=optimizer, on_gradients=on_gradients)

@@ -98,6 +98,18 @@ def test_another_sweeper_chooses_the_runs() -> None:
     ) is None  # fmt: skip
 
 
+@pytest.mark.parametrize("sizes", ["2,4", "2"])
+def test_losses_of_other_statistics_of_batch_norm_are_named(
+    sizes: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two replicas share the statistics of a microbatch."""
+    words = ("strategy=data", "nodes=2", "model=convnet", "data=digits", "seed=1,2", "launcher=script")
+    assert main(["-m", *words, f"training.microbatch_size={sizes}", "dry_run=true"]) == 0
+    told = capsys.readouterr().out
+    assert ("over 4 samples in seed=1 training.microbatch_size=2, " in told) == (sizes == "2,4")
+    assert ("Losses can't be compared" in told) == (sizes == "2,4")
+
+
 def test_impossible_ones_are_listed_and_skipped_and_duplicates_dropped(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

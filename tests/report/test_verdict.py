@@ -251,3 +251,16 @@ def test_a_name_in_the_verdict_is_text(tmp_path: Path, new: Callable[[], Path]) 
 
 def test_gathered_without_runs_has_no_verdict() -> None:
     assert verdicts(Gathered([], []).rows) == []
+
+
+def test_losses_of_other_statistics_of_batch_norm_are_not_compared(
+    tmp_path: Path, new: Callable[[], Path]
+) -> None:
+    ended(new(), *DATA)  # without BatchNorm
+    for words, count in ((DATA, 12), (DATA, 12), (PIPELINE, 2)):
+        ended(new(), *words, statistics_samples=count)
+    told = scope(rows(tmp_path))
+    assert told.startswith("Losses can't be compared: BatchNorm takes its statistics over 2 samples in pipe")
+    assert "; 12 samples in data" in told
+    assert told.endswith("training.microbatch_size (times the replicas) decides it.")
+    assert told in page.render(gather([tmp_path / "runs"])).markdown.replace("\\", "")
