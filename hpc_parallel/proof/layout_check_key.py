@@ -1,13 +1,18 @@
-"""The key of a layout check: a hash of everything that decides whether a layout equals one device."""
+"""Layout checks that were passed: one small file for each in this user's cache, named by a key.
+
+The key is a hash of everything that decides whether a layout equals one device.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -15,6 +20,8 @@ from torch import Tensor
 
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.proof.small_model import SmallRun
+from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.trust import UntrustedError, require_private
 
 TECHNIQUES = ("strategies", "models", "proof", "worker")  # folders of this package
 
@@ -73,3 +80,27 @@ def _digest(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         return str(path)
+
+
+def proofs_folder(environment: Mapping[str, str]) -> Path:
+    """The folder of the proofs, below XDG_CACHE_HOME or ~/.cache."""
+    cache = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache, "hpc_parallel", "proofs")
+
+
+def is_proven(key: str, *, folder: Path) -> bool:
+    """Whether the proof `key` (hexadecimal) is recorded, in a folder that only this user can change."""
+    try:
+        require_private(folder)
+        return (folder / f"{key}.json").is_file()
+    except (OSError, UntrustedError):
+        return False
+
+
+def record_proof(key: str, *, folder: Path, about: Mapping[str, object]) -> None:
+    """Record the proof. If the folder can't be written, the next run only takes a few seconds longer."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json(folder / f"{key}.json", {**about, "time": datetime.now(UTC).isoformat()})
+    except OSError:
+        pass
