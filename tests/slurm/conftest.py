@@ -21,7 +21,7 @@ from test_jobs import Site
 from tests.scripts.loops import CLIENTS
 from tests.workers import Train, Trained, Workers
 
-BESIDE = "beside"  # the fixture of the tests that run beside each other
+BESIDE = "beside_others"  # the fixture of the tests that run beside each other
 THREADS = 4  # of them
 
 
@@ -61,7 +61,7 @@ def new_site(cluster: Cluster, home: Path) -> Site:
 
 
 @pytest.fixture(scope="session")
-def beside(
+def beside_others(
     request: pytest.FixtureRequest, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[pytest.Item, Future[None]]]:
     """The tests that harm nobody and only wait for their jobs: they run in threads, their jobs in one Slurm.

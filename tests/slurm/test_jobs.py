@@ -128,7 +128,7 @@ def only_run(site: Site) -> Path:
     return folder
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside_others")
 @pytest.mark.timeout(1600)  # eight ranks on two cores
 @pytest.mark.parametrize(
     ("words", "small", "hosts", "ranks"),
@@ -231,7 +231,7 @@ def conda_environment(base: Path, *, calls: Path) -> Path:
     return folder
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside_others")
 def test_submission_prints_job_folder_and_commands_and_conda_is_activated(site: Site) -> None:
     base, calls = site.home / "my conda", site.home / "calls"
     environment = conda_environment(base, calls=calls)
@@ -261,7 +261,7 @@ def test_submission_prints_job_folder_and_commands_and_conda_is_activated(site: 
     assert not any("cloudpickle" in name for name in names)  # nothing pickled by value
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside_others")
 def test_dry_run_prints_the_submitted_script(site: Site) -> None:
     words = ("strategy=pipeline", "nodes=2", *SMALL, "run_dir=runs/same/one", "name=dry",
              "+launcher.extra.hold=true")  # fmt: skip
@@ -280,7 +280,7 @@ def hand_submitted(site: Site) -> tuple[str, str]:
     return row["state"], row["job_id"]
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside_others")
 def test_a_written_script_runs_by_sbatch(site: Site, alone: Callable[..., list[float]]) -> None:
     awkward = 'runs/a "quoted" $(touch pwned) name'
     done = site.run("strategy=data", "nodes=2", *SMALL, "launcher=script", f"run_dir='{awkward}'")
@@ -299,7 +299,7 @@ def test_a_written_script_runs_by_sbatch(site: Site, alone: Callable[..., list[f
     assert not list(site.home.rglob("pwned"))
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside_others")
 def test_a_wrong_partition_is_refused_with_slurms_message(site: Site) -> None:
     done = site.run("strategy=data", "nodes=2", *SMALL, "launcher=slurm", "launcher.partition=gpux")
     assert done.returncode == 3
@@ -329,7 +329,7 @@ def test_a_resume_that_slurm_refuses_leaves_the_run_as_it_was(site: Site, worker
     assert read(folder, "summary.json")["steps"] == 20
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside_others")
 def test_too_many_nodes_are_refused_with_slurms_message(site: Site) -> None:
     done = site.run("strategy=data", "nodes=8", *SMALL, "launcher=slurm", "name=eight")
     assert done.returncode == 3
@@ -351,7 +351,7 @@ def test_hosts_that_are_down_only_delay_a_job(site: Site) -> None:
         site.cluster.run("scancel", "--name=waits")
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside_others")
 def test_a_failing_setup_line_ends_the_job_with_its_text(site: Site) -> None:
     setup = "launcher.setup=['export FINE=1','echo here; ls /no/such/place','touch never']"
     done = site.run("strategy=data", "nodes=2", *SMALL, "launcher=slurm", setup, "launcher.wait=true")
@@ -474,7 +474,7 @@ def test_a_rank_that_never_arrives_is_named_with_its_host(site: Site) -> None:
     assert read(folder, "failure.json")["kind"] == "start"
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside_others")
 def test_inside_an_allocation_local_is_chosen(site: Site) -> None:
     script = (
         f"cd {shlex.quote(str(site.home))} && {sys.executable} -m hpc_parallel.run strategy=data "

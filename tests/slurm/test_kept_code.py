@@ -62,7 +62,7 @@ def test_any_name_is_a_name(site: Site) -> None:
     assert not list(site.home.rglob("pwned"))
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside_others")
 def test_a_folder_that_others_took_over_is_not_run(site: Site) -> None:
     """Held until the run folder is open to others: nothing in it is unpickled or imported."""
     held = site.run(*WORDS, *SMALL, "run_dir=open", "+launcher.extra.hold=true")

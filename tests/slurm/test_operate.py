@@ -36,7 +36,7 @@ def submitted(site: Site, *words: str) -> str:
     return line.split()[1]
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside_others")
 def test_jobs_are_looked_after_from_elsewhere(site: Site) -> None:
     ends = submitted(site, "nodes=1", "name=ends")
     long = submitted(site, "nodes=2", "training.steps=100000", "name=long", *SLOW)

@@ -16,7 +16,7 @@ from tests.waiting import wait_for
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside_others")
 @pytest.mark.parametrize("start", ["ranks", pytest.param("torchrun", marks=pytest.mark.full)])
 def test_a_failing_rank_is_named_with_its_host_and_line(start: str, site: Site) -> None:
     words = ("nodes=2", "launcher=slurm", "launcher.wait=true", f"script.start={start}")
@@ -63,7 +63,7 @@ OWN_TORCHRUN = (
 )  # fmt: skip
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside_others")
 @pytest.mark.parametrize(
     ("words", "devices", "before", "logs"),
     [
@@ -105,7 +105,7 @@ def test_the_loss_curve_of_two_hosts_equals_that_of_one_process(
     assert (record["JobState"], record["NumNodes"], record["NumTasks"]) == ("COMPLETED", "2", str(logs))
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside_others")
 @pytest.mark.parametrize("start", ["openmpi", pytest.param("mpich", marks=pytest.mark.full)])
 def test_a_plain_mpi_program_runs_under_mpirun(start: str, site: Site) -> None:
     words = ("nodes=2", "gpus_per_node=2", "launcher=slurm", "launcher.wait=true", *words_of(start, site))
@@ -135,7 +135,7 @@ time.sleep(200)
 """
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside_others")
 @pytest.mark.parametrize(
     "start", ["ranks", *(pytest.param(start, marks=pytest.mark.full) for start in ("torchrun", "openmpi"))]
 )

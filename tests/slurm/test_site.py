@@ -19,7 +19,7 @@ def command(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside_others")
 def test_a_profile_of_this_cluster(site: Site) -> None:
     written = command(site, "init-cluster", "mine")
     assert written.returncode == 0, written.stderr

@@ -162,7 +162,7 @@ def test_parallelism_limits_an_array(site: CountedSite) -> None:
     assert "3 completed" in done.stdout.splitlines()
 
 
-@pytest.mark.usefixtures("beside")
+@pytest.mark.usefixtures("beside_others")
 def test_a_shape_that_can_never_start_is_refused_and_the_others_stay(site: Site) -> None:
     (site.home / "show.py").write_text("print('shown')\n")
     done = site.run("-m", "nodes=1,8", "seed=1,2", "launcher=slurm", "--", "show.py")
