@@ -24,7 +24,7 @@ def watched() -> Iterator[Counter[Seen]]:
         """Knows the peer of a send that it counts."""
 
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.arguments = traffic.operator_arguments(function, args, kwargs)
+            self.call = function, args, kwargs
             return super().__torch_dispatch__(function, types, args, kwargs)
 
         def _count(self, kind: str, moved: traffic.Moved, group: dist.ProcessGroup) -> None:
@@ -32,7 +32,8 @@ def watched() -> Iterator[Counter[Seen]]:
             ranks = tuple(dist.get_process_group_ranks(group))
             if kind == "send":
                 if moved.sent:
-                    seen[kind, (dist.get_rank(), ranks[self.arguments["dst"]])] += 1
+                    peer = traffic.operator_arguments(*self.call)["dst"]
+                    seen[kind, (dist.get_rank(), ranks[peer])] += 1
             elif moved.sent or moved.received:
                 seen[kind, ranks] += 1
 

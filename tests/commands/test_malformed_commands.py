@@ -366,6 +366,8 @@ IMAGES = [
           offers="data.width=64"),
     wrong("model=segmenter data=cells strategy=tile nodes=4 strategy.tile=2 strategy.shard=-1",
           "strategy.shard = 2", "strategy.tile = 2", offers="strategy.shard=1 strategy.replicate=-1"),
+    wrong("strategy=expert nodes=2 model=convnet data=digits", "strategy.expert = 2",
+          "none (model=moe_tiny has)", offers="strategy.expert=1 strategy.replicate=-1"),
     wrong("strategy=expert nodes=2", "strategy.expert = 2", "none (model=moe_tiny has)",
           offers="strategy.expert=1 strategy.replicate=-1"),
     wrong("model=moe_tiny strategy=expert nodes=6", "strategy.expert = 6", "model.experts = 8",

@@ -66,7 +66,7 @@ def _experts(config: RunConfig, layout: Layout) -> Problems:
     if layout.expert == 1:
         return
     experts = count(config, "experts")[1]
-    if experts is None and class_path(config.model) in KEYS:
+    if experts is None and (class_path(config.model) in KEYS or reads(config.model) == "images"):
         rule = "splits the experts of a model, and this model has none (model=moe_tiny has)"
         yield without_axis("expert", rule, config=config, layout=layout)
     elif experts is not None and experts % layout.expert:
