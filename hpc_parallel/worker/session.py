@@ -30,9 +30,8 @@ from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
 from hpc_parallel.layout.shares import MEASURED
 from hpc_parallel.record import attempts
 from hpc_parallel.record.endings import Stop
-from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.provenance import read_environment
-from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import read_yaml
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.start.start_times import measured_shares
