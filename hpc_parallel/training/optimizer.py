@@ -19,6 +19,7 @@ from hpc_parallel.config.optimizer_rules import Settings, applies, settings_for
 from hpc_parallel.config.schema import OptimizerConfig
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies import exchange
+from hpc_parallel.strategies.gradients import match_strides
 from hpc_parallel.torch_internals import hold_updates_by
 from hpc_parallel.training.optimizer_trial import require_usable
 from hpc_parallel.training.whole_weights import SharedWeight, share
@@ -44,6 +45,7 @@ class Update:
         return isinstance(self.optimizer, SKIPS_ON_DEVICE) and bool(self.optimizer.defaults["fused"])
 
     def step(self) -> None:
+        match_strides(self.weights.values())
         self.optimizer.step()
 
 
