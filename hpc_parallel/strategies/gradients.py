@@ -39,22 +39,6 @@ def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
     return gradients
 
 
-def match_strides(weights: Iterable[Parameter]) -> None:
-    """Give gradients the strides of their weights, as backward() does unless it is split or compiled.
-
-    On CPUs the fused AdamW of torch 2.13 assumes that both have the same strides.
-    """
-    for weight in weights:
-        gradient = weight.grad if weight.is_leaf else None
-        if gradient is not None and local_stride(gradient) != local_stride(weight):
-            weight.grad = torch.empty_like(weight).copy_(gradient)
-
-
-def local_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of this rank's part."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).stride()
-
-
 @torch.no_grad()
 def _sum_replicated(parameters: Iterable[Parameter]) -> None:
     """Add up the partial gradients of weights that are whole on one axis, in a flat buffer for each dtype."""
