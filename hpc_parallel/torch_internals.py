@@ -149,16 +149,6 @@ def allow_recompiles(count: int) -> None:
     limits.recompile_limit = max(limits.recompile_limit, count)
 
 
-def guard_sharded_modules() -> None:
-    """Let torch.compile guard on the attributes of modules that fully_shard has wrapped.
-
-    By default torch.compile assumes that all such modules have the same attributes, except for the weights.
-    Blocks of one class share their code, so the later blocks would use the dropout keys of the first one.
-    """
-    guards: Any = torch._dynamo.config
-    guards.skip_fsdp_guards = False
-
-
 def wrap_integers() -> None:
     """Let compiled code for CPUs wrap integers around, as torch does elsewhere.
 

@@ -35,14 +35,13 @@ from hpc_parallel.failure.root_cause import (
 )
 from hpc_parallel.failure.summary import summarise
 from hpc_parallel.record import attempts
-from hpc_parallel.record.endings import Failure, Follower, Stop
+from hpc_parallel.record.endings import Failure, Follower, Stop, Summary
 from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.recorded_slow_ranks import accusations
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_tail
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.record.values import texts
 from hpc_parallel.slurm.jobs import job_of
 from hpc_parallel.user_code import hint

@@ -35,11 +35,9 @@ from hpc_parallel.layout.layout import processes_per_node, recorded_strategy
 from hpc_parallel.machine.fabric import site_variables
 from hpc_parallel.machine.world import World
 from hpc_parallel.record import owner
-from hpc_parallel.record.endings import Failure
-from hpc_parallel.record.phase import note_phase
-from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.endings import Failure, Summary
+from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_tail
-from hpc_parallel.record.summary_file import Summary
 
 Entry = Callable[[str], int]
 Processes = tuple[dict[int, int], object]  # rank -> process; the object that owns and reaps them

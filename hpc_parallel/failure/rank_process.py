@@ -23,8 +23,7 @@ from hpc_parallel.failure.nvidia_profiler import ProfilerError, profiler_words
 from hpc_parallel.failure.supervisor import Supervisor, watching
 from hpc_parallel.machine.fabric import site_variables
 from hpc_parallel.machine.world import World
-from hpc_parallel.record.phase import note_phase
-from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.run_folder import RunFolder, note_phase
 
 SCRIPT = "hpc_parallel.script.script_process:run_script"  # what runs in place of a worker
 WORKER = (sys.executable, "-u", "-m", "hpc_parallel.worker.main")

@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import Any
 
 from hpc_parallel.layout.layout import layout_of, processes_per_node, recorded_strategy
+from hpc_parallel.record.endings import INITIAL
 from hpc_parallel.record.metrics_file import VALIDATION
 from hpc_parallel.record.provenance import PREDICTED
-from hpc_parallel.record.summary_file import INITIAL
 from hpc_parallel.record.values import table
 
 MEASURED = (

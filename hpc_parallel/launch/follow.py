@@ -20,7 +20,7 @@ from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import printable, quoted
 from hpc_parallel.record import owner
 from hpc_parallel.record.checkpoint_index import complete
-from hpc_parallel.record.endings import Failure, Stop
+from hpc_parallel.record.endings import Failure, Stop, Summary, has_final_summary
 from hpc_parallel.record.metrics_file import (
     SEPARATOR,
     MetricsLine,
@@ -30,12 +30,10 @@ from hpc_parallel.record.metrics_file import (
     fitting,
 )
 from hpc_parallel.record.names import RUN_COMMAND, command_on, from_here
-from hpc_parallel.record.phase import read_phase
 from hpc_parallel.record.rank_output import OutputTail, is_noise
 from hpc_parallel.record.results import results
-from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.run_folder import RunFolder, read_phase
 from hpc_parallel.record.safe_read import read_tail, size_of
-from hpc_parallel.record.summary_file import Summary, has_final_summary
 from hpc_parallel.slurm.jobs import SILENT, UNKNOWN, Job, JobState, job_state
 from hpc_parallel.terminal import progress_bars, room_beside_bar
 

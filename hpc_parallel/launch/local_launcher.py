@@ -18,9 +18,9 @@ from hpc_parallel.failure.failure import signal_name
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.launch.run_files import undo_write, write
 from hpc_parallel.record import owner
+from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import open_append
-from hpc_parallel.record.summary_file import Summary
 
 AGENT = ("-m", "hpc_parallel.job", "agent")
 PERIOD_S = 0.1

@@ -32,12 +32,12 @@ from hpc_parallel.layout.model_data_schema import (
 )
 from hpc_parallel.problems import ConfigError, Problem, Problems, nearest, quoted
 from hpc_parallel.record.checkpoint_index import complete
+from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.find import near_runs, path_of
 from hpc_parallel.record.recorded_start import grants_trust, key_of, read_start
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.safe_read import DamagedError, parse_json
 from hpc_parallel.record.safetensors_header import read_header
-from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
 from hpc_parallel.record.values import flatten, integer, number, table, text
 from hpc_parallel.shell import warn_on_stderr

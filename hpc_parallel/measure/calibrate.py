@@ -30,10 +30,10 @@ from hpc_parallel.planning.collective_times import ACROSS, INSIDE, with_measured
 from hpc_parallel.planning.device_fit import PRODUCT, DeviceRow, Machine, device_hardware, rate
 from hpc_parallel.planning.hardware import MEASURED_BY, Hardware, hardware_text, named_hardware
 from hpc_parallel.record import attempts
+from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
-from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.record.task_files import CalibrationFile
 from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
 from hpc_parallel.training.writers import FileWriter

@@ -44,9 +44,9 @@ from hpc_parallel.measure.machine_profile import compare, machine_profile
 from hpc_parallel.planning.collective_times import bus_factor
 from hpc_parallel.record import attempts
 from hpc_parallel.record.collectives_file import CollectiveRow, Collectives, as_csv, full_table
+from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.results import first_line, results
 from hpc_parallel.record.safe_write import write_text
-from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.start.start_times import synchronize
 from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
 from hpc_parallel.strategies.groups import backend_of

@@ -21,7 +21,7 @@ from hpc_parallel.measure.storage_rates import copy_rates, read_rates
 from hpc_parallel.planning.collective_times import bus_factor
 from hpc_parallel.profiling.links import Rates, fastest_s, link_rates, rounds, slow_hosts, slow_pairs
 from hpc_parallel.record import attempts
-from hpc_parallel.record.phase import note_phase
+from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.recorded_preflight import (
     COPIES,
     DirectReads,
@@ -31,8 +31,7 @@ from hpc_parallel.record.recorded_preflight import (
     machine_lines,
 )
 from hpc_parallel.record.results import results
-from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.summary_file import Summary
+from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.start.start_checks import act_on
 from hpc_parallel.start.start_times import SIDES, matrix_times_s
 from hpc_parallel.strategies import exchange

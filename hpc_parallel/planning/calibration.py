@@ -21,10 +21,10 @@ from hpc_parallel.planning.hardware import FITTED_BY, Hardware, coefficient, har
 from hpc_parallel.planning.step_time import step_time
 from hpc_parallel.planning.work import Work, unplanned, work_of_run
 from hpc_parallel.problems import ConfigError, Problem, printable
+from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.environment_file import Environment
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.safe_read import DamagedError
-from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.record.typed import read_record
 
 LEAST_RUNS, LEAST_STEPS = 4, 3  # runs, and different steps among them

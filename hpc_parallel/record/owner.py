@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+from hpc_parallel.record.endings import has_final_summary
 from hpc_parallel.record.run_folder import RunFolder, locked
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.record.summary_file import has_final_summary
 from hpc_parallel.record.trust import UntrustedError, require_private
 from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import job_id as job_id_of

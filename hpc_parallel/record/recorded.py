@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from hpc_parallel.record import attempts
 from hpc_parallel.record.attempts import History
-from hpc_parallel.record.endings import Failure, Stop
+from hpc_parallel.record.endings import Failure, Stop, Summary
 from hpc_parallel.record.environment_file import Environment
 from hpc_parallel.record.metrics_file import MetricsLine, last_line, read_metrics
 from hpc_parallel.record.owner import Owner
@@ -31,7 +31,6 @@ from hpc_parallel.record.safe_read import (
     read_text,
     read_yaml,
 )
-from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.record.sweep_folder import MANIFEST, sweep_of
 from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import integer, table, text

@@ -12,11 +12,11 @@ from hpc_parallel.record.collectives_file import (
     rows_of,
     short_table,
 )
+from hpc_parallel.record.endings import INITIAL, Latency, Summary
 from hpc_parallel.record.metrics_file import aligned, milliseconds, per_second, read_metrics
 from hpc_parallel.record.recorded_preflight import MeasuredMachine, machine_lines
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import list_folder
-from hpc_parallel.record.summary_file import INITIAL, Latency, Summary
 from hpc_parallel.record.task_files import CalibrationFile, Continued
 from hpc_parallel.record.values import integer, table
 

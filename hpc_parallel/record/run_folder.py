@@ -13,8 +13,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.record.safe_read import read_text, read_yaml
+from hpc_parallel.problems import printable
+from hpc_parallel.record.safe_read import DamagedError, read_head, read_text, read_yaml
 from hpc_parallel.record.safe_write import write_text
+
+_MOST_PHASE_BYTES = 100
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,10 @@ class RunFolder:
 
     @property
     def phase(self) -> Path:
-        """What the run does at its start and at its end, in one line (`record/phase.py`)."""
+        """What the run does at its start and end, outside its steps: one line, which each phase replaces.
+
+        First the process that starts the ranks writes it, and then rank 0. Anyone may have written it.
+        """
         return self.path / "phase"
 
     @property
@@ -267,6 +273,22 @@ def unreadable(path: Path) -> str | None:
                 owner = "another user"
             return f"{part} belongs to {owner}, and you may not read it."
     return None
+
+
+def note_phase(folder: RunFolder, text: str) -> None:
+    """Record what begins now. A full disk must not end a run, so errors are ignored."""
+    with suppress(OSError):
+        write_text(folder.phase, f"{text}\n")
+
+
+def read_phase(folder: RunFolder) -> str | None:
+    """What the run does now; None if the run has not recorded it."""
+    try:
+        content = read_head(folder.phase, limit_bytes=_MOST_PHASE_BYTES)
+    except (OSError, DamagedError):
+        return None
+    lines = content.decode(errors="replace").splitlines()
+    return printable(lines[0]) if lines else None
 
 
 def new_run_id(now: datetime | None = None) -> str:

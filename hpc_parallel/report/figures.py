@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_parallel.record.summary_file import RankState, Summary
+from hpc_parallel.record.endings import RankState, Summary
 from hpc_parallel.record.values import number as finite
 
 MAX_COUNT = 2**31  # of devices, samples of a batch, degrees of an axis, steps

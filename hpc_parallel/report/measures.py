@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_parallel.record.summary_file import RankState
+from hpc_parallel.record.endings import RankState
 from hpc_parallel.report.figures import NOISE, rank_states
 from hpc_parallel.report.gather import Row
 from hpc_parallel.report.tables import COLUMNS, Series, digits, spread_text, unit_of

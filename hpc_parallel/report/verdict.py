@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
+from hpc_parallel.record.endings import other_statistics
 from hpc_parallel.record.metrics_file import own_metrics_of
-from hpc_parallel.record.summary_file import other_statistics
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row, identity, without
 from hpc_parallel.report.labels import RUN_KEYS

@@ -22,9 +22,8 @@ from hpc_parallel.record import attempts
 from hpc_parallel.record.endings import Stop
 from hpc_parallel.record.metrics_file import last_line
 from hpc_parallel.record.owner import hold_by_job
-from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.provenance import installed_packages
-from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.slurm.jobs import job_of

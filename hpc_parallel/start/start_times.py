@@ -19,7 +19,6 @@ from hpc_parallel.config.checks.layout_checks import MOST_RATIO, shares_batch_pr
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.batch_plan import batch_of
 from hpc_parallel.layout.layout import Layout, servers
-from hpc_parallel.layout.shares import MEASURED
 from hpc_parallel.machine.host_findings import SLOW
 from hpc_parallel.problems import spell
 from hpc_parallel.strategies import exchange
@@ -86,24 +85,22 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def with_measured_shares(config: RunConfig, layout: Layout, *, device: torch.device) -> RunConfig:
-    """Replace `strategy.shares=measured` by the speed of each part of the layout; a collective call.
+def measured_shares(config: RunConfig, layout: Layout, *, device: torch.device) -> list[float]:
+    """Returns the speed of each part of the layout, for `strategy.shares=measured`; a collective call.
 
     All devices compute matrix products at the same time, so processes that share cores slow each other as
     they do in the training. Rank 0 prints the shares.
     """
-    if config.strategy.shares != MEASURED:
-        return config
     dist.barrier()
     time_s = median(product_times_s(device, rounds=SHARES_ROUNDS))
     (times_s,) = exchange.all_gather_numbers([time_s], device=torch.device("cpu"))
     shares = shares_of(times_s[servers(config.strategy) :], layout)
-    measured = replace(config, strategy=replace(config.strategy, shares=shares))
     if dist.get_rank() == 0:
+        measured = replace(config, strategy=replace(config.strategy, shares=shares))
         print(f"strategy.shares={spell(shares)} was measured", flush=True)
         for problem in shares_batch_problems(measured, batch_of(measured, layout)):
             print(f"WARNING: {problem}", file=sys.stderr, flush=True)
-    return measured
+    return shares
 
 
 def shares_of(times_s: Sequence[float], layout: Layout) -> list[float]:

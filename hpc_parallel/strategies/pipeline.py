@@ -125,20 +125,8 @@ class Stage(PipelineStage):
             return
         with busy(self.stage_index, "average"):
             super().perform_reduce_grad(*arguments)
-        if self.has_backward:
-            match_strides(self.submod)
-            if self.average is not None:
-                self.average.start()
-
-
-def match_strides(module: Module) -> None:
-    """Give gradients the strides of their weights, as backward() does but a split backward pass does not.
-
-    On CPUs the fused AdamW of torch 2.13 assumes that both have the same strides.
-    """
-    for weight in module.parameters():
-        if weight.is_leaf and weight.grad is not None and weight.grad.stride() != weight.stride():
-            weight.grad = torch.empty_like(weight).copy_(weight.grad)
+        if self.has_backward and self.average is not None:
+            self.average.start()
 
 
 def delay_averaging(runners: Sequence[Module]) -> None:

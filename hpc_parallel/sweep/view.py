@@ -16,7 +16,7 @@ from rich.text import Text
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.layout.holdings import model_facts
 from hpc_parallel.problems import printable
-from hpc_parallel.record.endings import Failure, Stop
+from hpc_parallel.record.endings import Failure, Stop, Summary, other_statistics
 from hpc_parallel.record.metrics_file import (
     MetricsLine,
     MetricsReader,
@@ -26,9 +26,7 @@ from hpc_parallel.record.metrics_file import (
     per_second,
 )
 from hpc_parallel.record.names import command_on, from_here
-from hpc_parallel.record.phase import read_phase
-from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.summary_file import Summary, other_statistics
+from hpc_parallel.record.run_folder import RunFolder, read_phase
 from hpc_parallel.record.sweep_folder import SkippedRun, common
 from hpc_parallel.slurm.jobs import JobState
 from hpc_parallel.sweep.earlier import resume_command

@@ -19,9 +19,9 @@ from hpc_parallel.models.drawn_weights import own_slice
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.checkpoint_index import Checkpoint
+from hpc_parallel.record.endings import INITIAL
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safetensors_header import read_header
-from hpc_parallel.record.summary_file import INITIAL
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled

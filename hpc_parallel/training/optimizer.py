@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class Update:
         return isinstance(self.optimizer, SKIPS_ON_DEVICE) and bool(self.optimizer.defaults["fused"])
 
     def step(self) -> None:
+        _match_strides(self.weights.values())
         self.optimizer.step()
 
 
@@ -134,6 +135,23 @@ class ModelOptimizer:
                     size, dtype = sizes[full_name]
                     value = _zeros(size, dtype or weight.dtype, like=weight, group=group)
                     update.optimizer.state[weight][full_name.rpartition("/")[2]] = value
+
+
+@torch.no_grad()  # else to_local records itself
+def _match_strides(weights: Iterable[Parameter]) -> None:
+    """Give gradients the strides of their weights, as backward() does unless it is split or compiled.
+
+    On CPUs the fused AdamW of torch 2.13 assumes that both have the same strides.
+    """
+    for weight in weights:
+        gradient = weight.grad
+        if gradient is not None and _local_stride(gradient) != _local_stride(weight):
+            weight.grad = torch.empty_like(weight).copy_(gradient)
+
+
+def _local_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of this rank's part."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).stride()
 
 
 def _zeros(size: torch.Size, dtype: torch.dtype, *, like: Parameter, group: Mapping[str, Any]) -> Tensor:

@@ -20,8 +20,8 @@ from hpc_parallel.config.tasks import encoded_prompts, total_steps
 from hpc_parallel.data.codec import decode, reads_bytes
 from hpc_parallel.models.drawn_weights import tensor_seed
 from hpc_parallel.record import attempts
+from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.results import results
-from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.record.task_files import Continued, write_generated
 from hpc_parallel.start.start_times import synchronize
 from hpc_parallel.strategies import exchange

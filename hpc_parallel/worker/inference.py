@@ -18,8 +18,8 @@ from hpc_parallel.data.sampler import to_device
 from hpc_parallel.layout.batch_plan import BatchPlan, plan_batch
 from hpc_parallel.layout.schedules import schedule_of
 from hpc_parallel.record import attempts
+from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.results import results
-from hpc_parallel.record.summary_file import Summary
 from hpc_parallel.start.start_times import synchronize
 from hpc_parallel.strategies.exchange import all_gather_numbers
 from hpc_parallel.strategies.forward_backward import ForwardBackward

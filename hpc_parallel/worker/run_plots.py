@@ -9,8 +9,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
-from hpc_parallel.record.phase import note_phase
-from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.run_folder import RunFolder, note_phase
 
 MODULE = "hpc_parallel.report.run_plot"
 SHORTEST_S = 10.0  # matplotlib takes a second or two, which is too long for a shorter run

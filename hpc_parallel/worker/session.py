@@ -25,16 +25,16 @@ from hpc_parallel.failure.error_place import located
 from hpc_parallel.failure.summary import summarise
 from hpc_parallel.layout.batch_plan import BatchPlan, Plan, batch_of
 from hpc_parallel.layout.counts import fitting_samples
-from hpc_parallel.layout.layout import Layout, layout_of, share_of
+from hpc_parallel.layout.layout import layout_of, share_of
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
+from hpc_parallel.layout.shares import MEASURED
 from hpc_parallel.record import attempts
 from hpc_parallel.record.endings import Stop
-from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.provenance import read_environment
-from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import read_yaml
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.start.start_times import with_measured_shares
+from hpc_parallel.start.start_times import measured_shares
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.groups import Groups, make_groups
@@ -102,22 +102,17 @@ class Session:
 
         Raises ConfigError if the model or the data do not fit the layout, which only building them can show.
         """
-        config = config if trains else forward_only(config)
         torch.manual_seed(config.seed)  # for the user's code; this package draws from named seeds only
-        layout = layout_of(config.strategy, devices=config.devices)
-        groups = make_groups(config, layout, device_type=device.type)
-        config = with_measured_shares(config, layout, device=device)
-        config, plan = planned(config, layout, device=device)
-        strategy = config.strategy
-        replica, _ = share_of(dist.get_rank(), layout=layout, strategy=strategy)
+        config, plan, groups = decide(config, device=device, trains=trains)
+        replica, _ = share_of(dist.get_rank(), layout=plan.layout, strategy=config.strategy)
         on_phase("reading the data")
         data = as_data(build(config.data, key="data"))
         require_equal_data(data.digest)
         on_phase("building the model")
         model = build_model(config)
         dtype = data.train.batch(np.zeros(1, dtype=np.int64))[0].dtype
-        require(model, config=config, layout=layout, sample_shape=data.sample_shape, dtype=dtype)
-        if is_own(config) or strategy.verify == "always":
+        require(model, config=config, layout=plan.layout, sample_shape=data.sample_shape, dtype=dtype)
+        if is_own(config) or config.strategy.verify == "always":
             on_phase("comparing the layout with one device")
         comparison = resolve_name(LAYOUT_CHECK)(config, plan=plan, data=data, groups=groups, device=device)
         has_statistics = any(isinstance(module, BatchNorm) for module in model.modules())
@@ -202,35 +197,33 @@ def note_stop(
     dist.barrier()  # srun treats a rank that ends long before the others as lost
 
 
-def planned(config: RunConfig, layout: Layout, *, device: torch.device) -> tuple[RunConfig, Plan]:
-    """Plan the run. If `cluster.device_memory_gb` is not set, set it to the least memory of all GPUs.
+def decide(recorded: RunConfig, *, device: torch.device, trains: bool) -> tuple[RunConfig, Plan, Groups]:
+    """Returns the configuration of this start, with what only the ranks know, and its plan and groups.
 
-    A collective call. The default microbatch depends on the memory; rank 0 prints both. On CPUs the memory
-    stays unknown.
+    A collective call. `strategy.shares=measured` becomes the measured speeds. An unset
+    `cluster.device_memory_gb` becomes the least memory of all GPUs, on which the default microbatch depends;
+    on CPUs it stays unknown. Rank 0 prints both.
     """
-    if device.type != "cuda" or config.cluster.device_memory_gb is not None:
-        return config, Plan(layout, batch_of(config, layout))
-    memory_gb = torch.cuda.get_device_properties(device).total_memory / 2**30
-    (all_gb,) = exchange.all_gather_numbers([memory_gb], device=device)
-    config = replace(config, cluster=replace(config.cluster, device_memory_gb=min(all_gb)))
+    strategy, cluster = recorded.strategy, recorded.cluster
+    # Other schedules differ from GPipe only in when backward passes run. The naive schedule is kept, because
+    # its microbatches wait for each other in forward passes too.
+    if not trains and not schedule_of(strategy).in_turn:
+        cuts = strategy.cuts if stages_per_rank(strategy) == 1 else None
+        strategy = replace(strategy, schedule="gpipe", stages_per_rank=1, cuts=cuts)
+    layout = layout_of(strategy, devices=recorded.devices)
+    groups = make_groups(replace(recorded, strategy=strategy), layout, device_type=device.type)
+    if strategy.shares == MEASURED:
+        strategy = replace(strategy, shares=measured_shares(recorded, layout, device=device))
+    if device.type == "cuda" and cluster.device_memory_gb is None:
+        memory_gb = torch.cuda.get_device_properties(device).total_memory / 2**30
+        (all_gb,) = exchange.all_gather_numbers([memory_gb], device=device)
+        cluster = replace(cluster, device_memory_gb=min(all_gb))
+    config = replace(recorded, strategy=strategy, cluster=cluster)
     plan, fitting = Plan(layout, batch_of(config, layout)), fitting_samples(config, layout)
-    if dist.get_rank() == 0 and fitting is not None:
-        line = f"batch: {plan.batch}; about {fitting} samples fit in {min(all_gb):.0f} GB at once"
-        print(line, flush=True)
-    return config, plan
-
-
-def forward_only(config: RunConfig) -> RunConfig:
-    """Returns `config` for forward passes only: the GPipe schedule with one stage per rank.
-
-    Other schedules differ from GPipe only in when backward passes run. The naive schedule is kept, because
-    its microbatches wait for each other in forward passes too.
-    """
-    strategy = config.strategy
-    if schedule_of(strategy).in_turn:
-        return config
-    cuts = strategy.cuts if stages_per_rank(strategy) == 1 else None
-    return replace(config, strategy=replace(strategy, schedule="gpipe", stages_per_rank=1, cuts=cuts))
+    if dist.get_rank() == 0 and cluster is not recorded.cluster and fitting is not None:
+        fit = f"about {fitting} samples fit in {cluster.device_memory_gb:.0f} GB at once"
+        print(f"batch: {plan.batch}; {fit}", flush=True)
+    return config, plan, groups
 
 
 def require_equal_data(digest: str) -> None:

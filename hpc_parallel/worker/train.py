@@ -53,10 +53,10 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     writes `stopped.json` instead of `summary.json`. Raises what `Session.open` raises, and SaveError if the
     last checkpoint can't be written.
     """
-    config, folder, device = context.config, context.folder, context.device
+    folder, device = context.folder, context.device
     on_phase = phases_of(folder, rank=dist.get_rank())
-    session = Session.open(config, device=device, on_phase=on_phase)
-    assembled = session.assembled
+    session = Session.open(context.config, device=device, on_phase=on_phase)
+    config, assembled = session.config, session.assembled
     split = bool(weight_axes(assembled.mesh))
     optimizer = build_optimizer(assembled.named_parameters(), config.optimizer, split=split)
     state = partial(state_of, assembled, optimizer)

@@ -17,9 +17,9 @@ from hpc_parallel.planning.device_fit import (
     UPDATE,
 )
 from hpc_parallel.planning.hardware import read_hardware
+from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.summary_file import Summary
 from tests.workers import Workers
 
 

@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from hpc_parallel import torch_internals
-from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models import transformer
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies import checkpointing, compiling, precision, shard, working_weights
+from hpc_parallel.strategies import checkpointing, compiling, precision, working_weights
 from hpc_parallel.strategies.dropout import counted_dropout
 from hpc_parallel.strategies.dropout.dropout_shapes import whole_shapes
 from hpc_parallel.training.nonfinite_trace import trace
@@ -108,40 +105,6 @@ def test_a_memory_budget_keeps_less_and_changes_nothing(monkeypatch: pytest.Monk
     torch._dynamo.reset()
     assert kept_bytes[1] < 0.7 * kept_bytes[0]
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-12)
-
-
-def sharded_output(*, compiled: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output and the gradients of sharded blocks with dropout, on one rank."""
-    device, tokens = torch.device("cpu"), (torch.arange(64) * 37 % 256).reshape(4, 16)
-    with torch.device("meta"):
-        model = Tokens(layers=3, width=16, rate=0.3)
-    shapes = whole_shapes(model, sample_shape=(16,))
-    counted_dropout.apply(model, shapes=shapes, part=counted_dropout.SamplePart(), seed=0, device=device)
-    if compiled:
-        compiling.apply(model)
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
-    shard.apply(model, mesh=mesh, options=StrategyConfig(name="fsdp"), precision="float64")
-    materialise(model, seed=0, device=device, dtype=torch.float64)
-    model.sample_indices.begin_batch(torch.arange(4), device=device)
-    output = model(tokens)
-    model.loss(output, tokens).backward()
-    named = model.named_parameters()
-    return output.detach(), {name: weight.grad.full_tensor() for name, weight in named}  # type: ignore[union-attr]
-
-
-def test_compiled_sharded_blocks_have_dropouts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their code is shared; torch 2.13 guards what each holds, with `skip_fsdp_guards` and without."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    torch._dynamo.reset()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        output, gradients = sharded_output(compiled=True)
-        expected, expected_gradients = sharded_output(compiled=False)
-    finally:
-        dist.destroy_process_group()
-        torch._dynamo.reset()
-    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(gradients, expected_gradients, rtol=0, atol=1e-11)
 
 
 def test_blocks_of_one_shape_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,10 +159,14 @@ def merged(words: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 
 def with_samples_of(workers: Workers, run: Sequence[str], words: Sequence[str]) -> list[str]:
-    """`words`, accepted, with as many samples in a BatchNorm as in `run`."""
-    batch = workers.prepare(*run).plan.batch
+    """`words`, accepted, with as many samples in a BatchNorm as in `run`: on one device if replicas can't."""
+    samples = workers.prepare(*run).plan.batch.samples_per_microbatch
     words = accepted(workers, merged(words, ["training.microbatch_size=null"]))
-    size = batch.data * batch.microbatch_size // workers.prepare(*words).plan.batch.data
+    size, rest = divmod(samples, workers.prepare(*words).plan.batch.data)
+    if rest:
+        return with_samples_of(
+            workers, run, merged(words, [*LAYOUTS["single"], "nodes=1", "gpus_per_node=1"])
+        )
     return merged(words, [f"training.microbatch_size={size}"])
 
 

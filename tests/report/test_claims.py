@@ -11,9 +11,9 @@ import yaml
 
 from hpc_parallel.config.compose import compose_cells
 from hpc_parallel.config.places import find_folder
+from hpc_parallel.record.endings import RankState, Summary
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json, write_text
-from hpc_parallel.record.summary_file import RankState, Summary
 from hpc_parallel.record.typed import build
 from hpc_parallel.report.claims import APPROACHES, judged
 from hpc_parallel.report.figures import fullest, rank_states

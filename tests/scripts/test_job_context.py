@@ -19,7 +19,7 @@ from hpc_parallel.job_context import Agreement, has_agreed, request_stop
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.script import script_metrics
 from hpc_parallel.script.script_metrics import EventFiles, MetricsWriter
-from tests.scripts.test_local_scripts import ROOT, TWO_NODES, command, ended, only_run, run, started
+from tests.scripts.test_local_scripts import HERE, ROOT, TWO_NODES, command, ended, only_run, run, started
 from tests.waiting import wait_for
 
 GUIDE = Path(ROOT) / "docs/own-script.md"
@@ -175,7 +175,7 @@ for step in range(1, 4):
 writer.close()
 pathlib.Path(sys.argv[1], "events.out.tfevents.0.damaged").write_bytes(b"\\xff" * 5000)
 """)
-    done = run(home, "launcher=local", "--", "script.py", "{run}/board")
+    done = run(home, *HERE, "--", "script.py", "{run}/board")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "completed: step 3, loss 0.3333" in done.stdout
     lines = metrics_of(only_run(home))

@@ -26,7 +26,8 @@ from tests.waiting import wait_for
 
 pytestmark = pytest.mark.processes
 ROOT = str(Path(__file__).resolve().parents[2])
-TWO_NODES = ("nodes=2", "launcher=local")
+HERE = ("launcher=local", "launcher.snapshot=false")  # copies of 900 files take a third of a short run
+TWO_NODES = ("nodes=2", *HERE)
 VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "OF_THE_USER",
 )  # fmt: skip
@@ -86,7 +87,8 @@ def test_each_rank_has_the_variables_of_torchrun_and_the_kept_source(home: Path)
     (home / "show.py").write_text(SHOW)
     (home / "beside.py").write_text("VALUE = 1\n")
     words = ("script.arguments.lr=3e-4", "script.arguments.out={run}/{rank}/{seed}", "seed=7")
-    done = run(home, *TWO_NODES, "gpus_per_node=2", *words, "--", "show.py", "a b", "$x", OF_THE_USER="kept")
+    shape = ("nodes=2", "gpus_per_node=2", "launcher=local")
+    done = run(home, *shape, *words, "--", "show.py", "a b", "$x", OF_THE_USER="kept")
     assert done.returncode == 0, done.stdout + done.stderr
     folder = only_run(home)
     assert (folder / "code" / home.name / "show.py").exists()
@@ -162,7 +164,7 @@ def test_a_later_edit_changes_neither_a_module_that_runs_nor_its_repetition(home
 )
 def test_a_failure_is_one_clear_line(home: Path, body: str, line: str) -> None:
     (home / "script.py").write_text(body)
-    done = run(home, "launcher=local", "--", "script.py")
+    done = run(home, *HERE, "--", "script.py")
     assert done.returncode == 1
     outcome, recorded = ended(home)
     assert outcome == "failed"
@@ -181,7 +183,7 @@ def main():
 main()
 """
     (home / "script.py").write_text(body)
-    done = run(home, "launcher=local", "--", "script.py")
+    done = run(home, *HERE, "--", "script.py")
     assert done.stdout.splitlines()[-1].endswith("failed first: KeyError: 'the key' (script.py:7)")
 
 
@@ -201,7 +203,7 @@ import subprocess, sys
 subprocess.Popen(["sleep", "{marker}"], start_new_session=True)
 sys.exit({int(way == "fails")})
 """)
-    assert run(home, "launcher=local", "--", "script.py").returncode == int(way == "fails")
+    assert run(home, *HERE, "--", "script.py").returncode == int(way == "fails")
     assert processes_of(f"sleep {marker}") == []
 
 
@@ -270,7 +272,7 @@ if rank == "1":
 
 def test_new_starts_end_after_the_allowed_number(home: Path) -> None:
     (home / "script.py").write_text("raise SystemExit(75)\n")
-    words = ("launcher=local", "script.requeue_codes=[75]", "launcher.max_requeues=1")
+    words = (*HERE, "script.requeue_codes=[75]", "launcher.max_requeues=1")
     done = run(home, *words, "--", "script.py")
     assert done.returncode == 1
     outcome, line = ended(home)

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts.test_local_scripts import ended, only_run, processes_of, run, started
+from tests.scripts.test_local_scripts import TWO_NODES, ended, only_run, processes_of, run, started
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.processes
-TWO_NODES = ("nodes=2", "launcher=local")
 DAEMON = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -16,9 +16,8 @@ from hpc_parallel.launch.follow import RunFollower
 from hpc_parallel.record.checkpoint_index import MARKER
 from hpc_parallel.record.collectives_file import CollectiveRow, row_cells
 from hpc_parallel.record.metrics_file import SEPARATOR, MetricsLine, MetricsReader, described, figure, fitting
-from hpc_parallel.record.phase import note_phase
 from hpc_parallel.record.rank_output import OutputTail
-from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_write import write_json
 
 LINE = {"step": 120, "samples": 1920, "loss": 2.41318, "samples_per_s": 512.4}

@@ -17,10 +17,10 @@ from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.measure.machine_profile import compare, machine_profile
 from hpc_parallel.planning.collective_times import bus_factor, predict
 from hpc_parallel.record.collectives_file import CollectiveRow, as_csv, full_table, short_table
+from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.record.summary_file import Summary
 
 LATENCY_S, RATE = 1e-3, 1e9
 FACTORS = {  # of nccl-tests (PERFORMANCE.md) for n ranks

@@ -56,6 +56,18 @@ def test_warm_up_stable_and_decay(step: int, share: float) -> None:
     assert learning_rate(step, steps=100, config=config) == pytest.approx(2.0 * share)
 
 
+def test_a_gradient_of_another_order_in_memory_updates_its_own_weight() -> None:
+    """Compiled convolutions give such gradients, and the fused AdamW read each number as another's."""
+    weights = []
+    for order in (torch.contiguous_format, torch.channels_last):
+        weight = nn.Parameter(torch.zeros(3, 4, 2, 2, dtype=torch.float64))
+        weight.grad = torch.arange(-24.0, 24.0, dtype=torch.float64).reshape(3, 4, 2, 2)
+        weight.grad = weight.grad.contiguous(memory_format=order)
+        build_optimizer({"weight": weight}, AdamWConfig()).step()
+        weights.append(weight.detach())
+    assert torch.equal(*weights)
+
+
 def test_a_function_decides_every_step() -> None:
     config = replace(COSINE, schedule="tests.optimizers.triangle", warmup_steps=None)
     rates = [learning_rate(step, steps=8, config=config) for step in (1, 2, 4, 7, 8)]

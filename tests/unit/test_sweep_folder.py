@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 
 from hpc_parallel.launch.run_files import write
-from hpc_parallel.record.phase import note_phase
+from hpc_parallel.record.run_folder import note_phase
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import (
     SkippedRun,

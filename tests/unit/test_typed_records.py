@@ -12,11 +12,10 @@ import pytest
 
 from hpc_parallel.failure.summary import summarise
 from hpc_parallel.record import attempts
-from hpc_parallel.record.endings import Failure, Follower, Stop
+from hpc_parallel.record.endings import Failure, Follower, Latency, RankState, Stop, Summary
 from hpc_parallel.record.environment_file import Environment
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError
-from hpc_parallel.record.summary_file import Latency, RankState, Summary
 from hpc_parallel.record.typed import WHOLE, build, first, read_record
 
 
