@@ -7,6 +7,7 @@ for the system. `scontrol show node` says what jobs can have.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,14 +21,16 @@ _PATIENCE_S = 5.0  # short, because the answer is only for a warning or a defaul
 _KIND_OF_NODE = re.compile(
     r"^([^|\n]+)\|(\d+)\|(\d+)\+?\|?([^|\n]*)\|?([^|\n]*)\|?(\d*)\+?\|?([^|\n]*)", re.MULTILINE
 )
+_HOST = re.compile(r"^host=(\S+)\s*$", re.MULTILINE)
 _UNSET_MB = 1  # Slurm shows this if the site has not configured the memory of a node
 
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes of one partition that sinfo joins in one line.
+    """Nodes of one partition that sinfo joins in one line, with the same CPUs and memory for jobs.
 
-    If the nodes differ in a number, it is the smallest. time: the partition's limit, as Slurm writes it.
+    If only sinfo tells these and the nodes differ, they are the smallest. time: the partition's limit, as
+    Slurm writes it.
     """
 
     partition: str
@@ -116,7 +119,8 @@ def partitions() -> list[str]:
 
 def hosts_of(partition: str) -> set[str]:
     """All hosts of one or more partitions, those that are down too; empty if sinfo does not answer."""
-    return set((printed("sinfo", "-h", "-N", "-o", "%N", "-p", partition) or "").split())
+    listing = printed("sinfo", "-h", "-N", "-o", "host=%N", "-p", partition) or ""
+    return set(_HOST.findall(listing))  # a site may print other lines
 
 
 def _nodes_by_partition(kinds: list[NodeKind]) -> dict[str, int]:
@@ -127,13 +131,15 @@ def _nodes_by_partition(kinds: list[NodeKind]) -> dict[str, int]:
 
 
 def node_kinds() -> Iterator[NodeKind]:
-    """The lines of sinfo; none if it does not answer. Slurm is asked once a minute."""
+    """The lines of sinfo, in parts by what scontrol says of their nodes; Slurm is asked once a minute."""
     for name, count, memory, time, gres, cpus, hosts in _KIND_OF_NODE.findall(_sinfo(minute())):
-        nodes = _nodes_named(hosts)
-        memory_mb = min((node.memory_mb for node in nodes if node.memory_mb is not None), default=int(memory))
-        usable = min((node.cpus for node in nodes), default=int(cpus or 0))
-        is_default = name.endswith("*")
-        yield NodeKind(name.rstrip("*"), is_default, int(count), memory_mb, time, gres, usable)
+        of_sinfo = (int(cpus or 0), int(memory))
+        kinds = Counter((node.cpus, node.memory_mb or of_sinfo[1]) for node in _nodes_named(hosts))
+        kinds[of_sinfo] += max(0, int(count) - kinds.total())  # the nodes that scontrol does not show
+        for (usable, memory_mb), nodes in kinds.items():
+            if nodes:
+                is_default = name.endswith("*")
+                yield NodeKind(name.rstrip("*"), is_default, nodes, memory_mb, time, gres, usable)
 
 
 def _nodes_named(hosts: str) -> list[SlurmNode]:

@@ -67,7 +67,9 @@ def test_the_share_leaves_out_what_the_site_keeps(monkeypatch: pytest.MonkeyPatc
     assert share_of_a_gpu(partition=None, gpu_type=None) == NodeShare(14, 796_000 * 9 // 10 // 4 // 1024)
     assert share_of_a_gpu(partition="old", gpu_type=None).cpus == 16  # scontrol does not show it
     most = limits.limits(partition="gpu")
-    assert (most.cpus, most.memory_mb) == (56, 796_000)
+    assert (most.cpus, most.memory_mb, most.nodes) == (64, 900_000, 3)  # of the largest node
+    monkeypatch.setattr(limits, "_sinfo", lambda minute: "gpu*|1|800000|1:00|gpu:4|64|g2\n")
+    assert limits.limits(partition=None) == limits.Limits(1, 796_000, 1, 4, 56)
 
 
 def test_a_job_asks_for_the_share_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
