@@ -18,6 +18,7 @@ _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w/]*)=(\S*)")
 _SETTING = re.compile(r"^(\w+)\s+= ?(.*)$", re.MULTILINE)
 _SHOW = (("show", "config"), ("--oneliner", "show", "partition"), ("--oneliner", "show", "node"))
 _ACCOUNTING_S = 5.0  # how long a line of `check` may wait
+_RELEASE = re.compile(r"^slurm\S* \d\S*", re.MULTILINE)
 _NO_NAMES = ("", "(null)", "ALL")
 _UNSET_MB = 1  # RealMemory of nodes for which the site has set none
 
@@ -81,8 +82,9 @@ def ask_records() -> SlurmRecords | None:
 
 def accounts_of(user: str) -> list[str]:
     """The accounts of a user; empty on a site without accounting."""
-    arguments = ("--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
-    return list(dict.fromkeys((printed("sacctmgr", *arguments) or "").split()))
+    arguments = ("--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=user,account")
+    rows = [line.split("|") for line in (printed("sacctmgr", *arguments) or "").splitlines()]
+    return list(dict.fromkeys(row[1] for row in rows if len(row) == 2 and row[0] == user))
 
 
 def has_accounting() -> bool:
@@ -90,8 +92,8 @@ def has_accounting() -> bool:
 
 
 def release() -> str:
-    """Slurm's name and version, as sbatch prints it."""
-    return (printed("sbatch", "--version") or "").strip() or "slurm"
+    """Slurm's name and version, as sbatch prints it, perhaps among lines of the site."""
+    return next(iter(_RELEASE.findall(printed("sbatch", "--version") or "")), "slurm")
 
 
 def max_array_size() -> int | None:
