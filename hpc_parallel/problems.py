@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _FEW = 64
+_ESCAPED_BYTE = re.compile(r"\\udc([89a-f][0-9a-f])")  # as repr writes a byte that is no UTF-8
 _PLAIN_PATH = re.compile(r"/[\w./-]*", re.ASCII)
 
 
@@ -60,29 +61,34 @@ def spell(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{','.join(f'{key}:{spell(item)}' for key, item in value.items())}}}"
     text = str(value)
-    return text if text and text.isprintable() and not set(text) & set(" '\"$`\\") else repr(text)
+    if text and text.isprintable() and not set(text) & set(" '\"$`\\"):
+        return text
+    return _ESCAPED_BYTE.sub(r"\\x\1", repr(text))
 
 
 def printable(text: object, *, keep: str = "") -> str:
     """Escape everything in a text that a terminal would not just show.
 
     Control characters, line ends, characters that change the text direction, and lone surrogates become
-    escapes such as \\x1b.
+    escapes such as \\x1b. A byte that is no UTF-8 becomes \\xc3: Python keeps it as the surrogate \\udcc3.
 
     keep: characters that stay as they are.
     """
     escaped = str(text)
     if escaped.isprintable():
         return escaped
-    escapes = {char: _escape(char) for char in set(escaped) - set(keep) if not char.isprintable()}
+    escapes = {char: escape(char) for char in set(escaped) - set(keep) if not char.isprintable()}
     if len(escapes) > _FEW:
-        return escaped.translate({ord(char): escape for char, escape in escapes.items()})
-    for char, escape in escapes.items():  # ten times as fast for megabytes of one character
-        escaped = escaped.replace(char, escape)
+        return escaped.translate({ord(char): sequence for char, sequence in escapes.items()})
+    for char, sequence in escapes.items():  # ten times as fast for megabytes of one character
+        escaped = escaped.replace(char, sequence)
     return escaped
 
 
-def _escape(char: str) -> str:
+def escape(char: str) -> str:
+    """A character as an escape such as \\x1b."""
+    if "\udc80" <= char <= "\udcff":  # a byte of the command line or of a file's name (PEP 383)
+        return f"\\x{ord(char) - 0xDC00:02x}"
     return char.encode("unicode_escape").decode()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
+PUBLIC = "other users may write there; try chmod go-w"
 _COMMANDS = ("hpc_parallel", "hpc_parallel.run")
 _ENDINGS = (".py", ".pyc", ".so")
 # No code names these modules, but they are imported: Hydra's plugins, and what packages register with torch.

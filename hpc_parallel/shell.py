@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import codecs
 import contextlib
 import io
 import os
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TextIO
 
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
-from hpc_parallel.problems import ConfigError, printable
+from hpc_parallel.problems import ConfigError, escape, printable
 from hpc_parallel.record.safe_read import DamagedError
 
 
@@ -109,7 +110,17 @@ def _escape_what_streams_cannot_encode() -> None:
     """Print `\\u2026` instead of an error if the terminal's encoding (LC_ALL=C) lacks the character."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors=_ESCAPING)
+
+
+def _escaping(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(map(escape, error.object[error.start : error.end])), error.end
+
+
+_ESCAPING = "hpc_parallel_escape"
+codecs.register_error(_ESCAPING, _escaping)
 
 
 def _require_folder() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from inspect import signature
 from typing import Any
 
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.shadowing import PUBLIC, is_private
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _INSTALLED = {"site-packages", "dist-packages"}  # also of another Python, and also in the home folder
@@ -106,7 +108,7 @@ def failure_of(key: str, table: dict[str, Any], *, advice: str = "") -> str | No
     try:
         target = _find(path)
     except BaseException as error:  # also SystemExit of a script
-        return f"{described(error)}, {raised}. {advice}".rstrip()
+        return f"{described(error)}, {raised}. {_unseen(error) or advice}".rstrip()
     if table.get("_partial_") or not callable(target):
         return None if callable(target) else f"{path} ({key}) is not a class or a function."
     arguments = {name: value for name, value in table.items() if not name.startswith("_")}
@@ -117,6 +119,23 @@ def failure_of(key: str, table: dict[str, Any], *, advice: str = "") -> str | No
     except ValueError:  # some classes in C have no signature
         pass
     return None
+
+
+def _unseen(error: BaseException) -> str:
+    """Why Python does not find a module that lies in the working folder; empty if it lies elsewhere."""
+    folder = os.getcwd()
+    if not isinstance(error, ModuleNotFoundError) or folder in map(os.path.abspath, sys.path):
+        return ""
+    name = str(error.name).partition(".")[0]
+    found = [entry for entry in (f"{name}.py", name) if os.path.exists(os.path.join(folder, entry))]
+    if not found:
+        return ""
+    if not is_private(folder):
+        return f"{found[0]} lies in {folder}, and Python imports nothing from there: {PUBLIC}."
+    return (
+        f"{found[0]} lies in {folder}, where Python does not look with PYTHONSAFEPATH, -P or -I. "
+        f"Try without them, or PYTHONPATH={folder}."
+    )
 
 
 def _find(path: str) -> Any:

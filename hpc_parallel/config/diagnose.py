@@ -39,8 +39,8 @@ from hpc_parallel.config.key_suggestions import (
 )
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.places import OWN_SITES
-from hpc_parallel.config.resolve import REQUIRED, flat, missing_keys, resolve, unknown_keys
-from hpc_parallel.config.typed_config import choices_of
+from hpc_parallel.config.resolve import REQUIRED, as_switch, flat, missing_keys, resolve, unknown_keys
+from hpc_parallel.config.typed_config import choices_of, kind_of
 from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.problems import ConfigError, Problem, nearest, spell
 
@@ -108,12 +108,23 @@ def _refusal(overrides: list[str], composer: Composer) -> Exception | None:
         config = composer.compose(overrides)
         if unknown_keys(config):
             return HydraException("Could not override")
-        devices = None if OmegaConf.is_interpolation(config, "gpus_per_node") else config.gpus_per_node
-        if isinstance(devices, str) and devices != AUTO and not re.fullmatch(r"[+-]?\d+", devices):
-            raise HydraException("no count") from ValidationError("no count")  # the type accepts any text
+        if not _is_typed(config):
+            raise HydraException("another type") from ValidationError("another type")
     except COMPOSE_ERRORS as error:
         return error
     return None
+
+
+def _is_typed(config: DictConfig) -> bool:
+    """Whether the keys whose type also takes `auto`, so any text, have a value of their own type."""
+    devices = None if OmegaConf.is_interpolation(config, "gpus_per_node") else config.gpus_per_node
+    compiles = AUTO if OmegaConf.is_interpolation(config.training, "compile") else config.training.compile
+    try:
+        if compiles != AUTO:
+            as_switch(compiles)
+    except ValidationError:
+        return False
+    return not isinstance(devices, str) or devices == AUTO or bool(re.fullmatch(r"[+-]?\d+", devices))
 
 
 def _remaining_problems(composer: Composer, accepted: list[str]) -> list[Problem | str]:
@@ -299,17 +310,9 @@ def _type_in_schema(plain: DictConfig, key: str) -> str:
     return next((str(f.type) for f in fields(schema) if f.name == name), "") if is_dataclass(schema) else ""
 
 
-_KINDS = {
-    "int": "a whole number", "float": "a number", "bool": "true or false", "str": "one text",
-    "list[int]": "a list of whole numbers [a,b]", "list[float]": "a list of numbers [a,b]",
-    "list": "a list [a,b] of texts", "dict": "a table {key: value}",
-}  # fmt: skip
-
-
 def _kind(plain: DictConfig, key: str) -> str:
     """Describe the type that the schema requires at `key`."""
-    required = _type_in_schema(plain, key)
-    return next((text for start, text in _KINDS.items() if required.startswith(start)), "a value of its type")
+    return kind_of(_type_in_schema(plain, key))
 
 
 def _near(plain: DictConfig, *, key: str, value: str) -> tuple[Any, ...]:
@@ -327,6 +330,6 @@ def _near(plain: DictConfig, *, key: str, value: str) -> tuple[Any, ...]:
         return (list(default) or ([value] if is_plain else []),)
     if OmegaConf.is_dict(default):
         return (dict(default),)
-    if isinstance(default, bool):
+    if required.startswith("bool"):
         return (True, False)
     return (default,) if default is not None or "None" in required else ()

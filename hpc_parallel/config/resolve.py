@@ -122,13 +122,15 @@ def _set_gpu_defaults(config: DictConfig) -> None:
     config.training.precision = config.training.precision or default_precision(values)
     compiles = config.training.compile
     with suppress(ValidationError):  # neither true nor false, which `typed` reports
-        config.training.compile = (
-            config.training.speed == "max" if compiles == AUTO
-            else OmegaConf.create({"compile": BooleanNode(compiles)}).compile
-        )  # fmt: skip
+        config.training.compile = config.training.speed == "max" if compiles == AUTO else as_switch(compiles)
     for key, value in {"cpus_per_device": share.cpus, "memory_gb_per_device": share.memory_gb}.items():
         if config.cluster[key] is None:
             config.cluster[key] = value
+
+
+def as_switch(value: Any) -> bool:
+    """True or false for all that OmegaConf reads as such. Raises ValidationError."""
+    return bool(OmegaConf.create({"switch": BooleanNode(value)}).switch)
 
 
 def _set_script(config: DictConfig) -> None:

@@ -265,7 +265,7 @@ class ComposedTraining(TrainingConfig):
 
     global_batch_size: int | None = None  # type: ignore[assignment]  # null: chosen by `resolve.py`
     precision: str | None = None  # type: ignore[assignment]  # null: chosen by `node_devices.py`
-    compile: Any = "auto"
+    compile: bool | int | str = "auto"  # type: ignore[assignment]
 
 
 @dataclass

@@ -84,12 +84,12 @@ class ClusterConfig:
     hardware: str | None = None  # The file of `conf/hardware/` that describes the nodes, for plans of runs.
     # What an hour of one device costs, in your currency, for the cost in plans; null: no cost.
     device_hour_price: float | None = key(None, at_least(0), legal=2.5)
-    # CPU cores for each device, if `launcher.cpus_per_device` is not set; null: a node's cores (from sinfo)
-    # divided by its GPUs, or 1 if sinfo does not say.
+    # CPU cores for each device, if `launcher.cpus_per_device` is not set; null: the CPUs of a node that
+    # jobs can have, divided by its GPUs, or 1 if Slurm does not say.
     cpus_per_device: int | None = key(None, count())
     # Memory for each device in GB, if `launcher.memory_gb` is not set. null: if `cluster.cpus_per_device` is
-    # null, nine tenths of a node's memory (from sinfo) divided by its GPUs; otherwise, or if sinfo does not
-    # say, the partition's default.
+    # null, nine tenths of the memory of a node that jobs can have, divided by its GPUs; otherwise, or if
+    # Slurm does not say, the partition's default.
     memory_gb_per_device: float | None = key(None, above(0), legal=16)
     modules: list[str] = field(default_factory=list)  # Names for `module load`, before `launcher.modules`.
     setup: list[str] = field(default_factory=list)  # Shell commands of every job, before `launcher.setup`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
@@ -13,7 +14,7 @@ from hpc_parallel.config.schema import GROUPS, OPTIMIZERS, OptimizerConfig, RunC
 from hpc_parallel.config.task_schema import TASKS, TaskConfig
 from hpc_parallel.layout.axes import MISSING
 from hpc_parallel.problems import ConfigError, Problem
-from hpc_parallel.rules import rules_of
+from hpc_parallel.rules import default_of, rules_of
 
 _T = TypeVar("_T")
 
@@ -65,20 +66,44 @@ def _typed(schema: type[_T], values: Any, prefix: str = "") -> _T:
     chosen: Any = _VARIANTS.get(schema, {}).get(str(values.get("name")), schema)
     hints = _hints(chosen)
     arguments: dict[str, Any] = {}
+    problems: list[Problem | str] = []
     for name, value in values.items():
-        if name not in hints:
-            raise MistypedError([f"{prefix}{name}: there is no such key."])
-        hint = hints[name]
-        if isinstance(hint, type) and is_dataclass(hint):
-            value = _typed(hint, value, f"{prefix}{name}.")
+        hint = hints.get(name)
+        if hint is None:
+            problems.append(f"{prefix}{name}: there is no such key.")
+        elif isinstance(hint, type) and is_dataclass(hint):
+            try:
+                arguments[name] = _typed(hint, value, f"{prefix}{name}.")
+            except MistypedError as error:
+                problems += error.problems
         else:
-            value = _as_floats(value, hint)
-            if hint is not Any and not _is(value, hint):
-                kind = hint.__name__ if isinstance(hint, type) and not get_args(hint) else hint
-                raise MistypedError([Problem(f"{prefix}{name}", value, f"is not of the type {kind}")])
-        arguments[name] = value
+            arguments[name] = _as_floats(value, hint)
+            if hint is not Any and not _is(arguments[name], hint):
+                problems.append(_mistyped(f"{prefix}{name}", value, schema=chosen))
+    if problems:
+        raise MistypedError(problems)
     made: _T = chosen(**arguments)
     return made
+
+
+_KINDS = {
+    "int": "a whole number", "float": "a number", "bool": "true or false", "str": "one text",
+    "list[int]": "a list of whole numbers [a,b]", "list[float]": "a list of numbers [a,b]",
+    "list": "a list [a,b] of texts", "dict": "a table {key: value}",
+}  # fmt: skip
+
+
+def kind_of(required: str) -> str:
+    """What a value of this type is, in words. required: the type as the schema's source spells it."""
+    return next((text for start, text in _KINDS.items() if required.startswith(start)), "a value of its type")
+
+
+def _mistyped(key: str, value: Any, *, schema: type) -> Problem:
+    field = next(field for field in fields(schema) if field.name == key.rpartition(".")[2])
+    default = default_of(field)
+    known = default is not NO_DEFAULT and default != MISSING
+    legal = (True, False) if field.type == "bool" else (default,) * known
+    return Problem(key, value, f"is not {kind_of(str(field.type))}", legal)
 
 
 @cache

@@ -7,6 +7,7 @@ because the library's decoders may open other files.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from hpc_parallel.data.dataset import DatasetData
 from hpc_parallel.data.table_files import find_files, is_parquet, row_count, with_rows
 from hpc_parallel.data.tokens import Description, sampled_digest
 from hpc_parallel.data.windows import Windows
+from hpc_parallel.user_code import causes
 
 if TYPE_CHECKING:
     from hpc_parallel.data.sampler import Samples
@@ -82,10 +84,26 @@ def open_rows(files: Sequence[Path], *, columns: Sequence[str]) -> datasets.Data
     datasets.disable_progress_bars()
     names = [str(file) for file in files]
     if is_parquet(files[0]):
-        rows = datasets.Dataset.from_parquet(names, columns=list(columns))
+        try:
+            rows = datasets.Dataset.from_parquet(names, columns=list(columns))
+        except Exception as error:
+            _raise_if_full(error)
+            raise
     else:
         rows = datasets.concatenate_datasets([datasets.Dataset.from_file(name) for name in names])
     return rows.select_columns(list(columns)).with_format("arrow")
+
+
+def _raise_if_full(error: Exception) -> None:
+    """Raise OSError with the folder and a remedy if the library's cache is full, which it does not name."""
+    for cause in (error, *causes(error)):
+        number = cause.errno if isinstance(cause, OSError) else None
+        if number is None and "Not enough disk space" in str(cause):  # it asks before it writes
+            number = errno.ENOSPC
+        if number in (errno.ENOSPC, errno.EDQUOT):
+            cache = str(datasets.config.HF_DATASETS_CACHE)
+            remedy = "Rows of parquet files are written there once. Try export HF_DATASETS_CACHE=FOLDER"
+            raise OSError(number, f"{os.strerror(number)}. {remedy} on a larger disk", cache) from error
 
 
 def _require_numbers(rows: datasets.Dataset, files: Sequence[Path]) -> None:

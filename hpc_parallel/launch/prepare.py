@@ -310,7 +310,9 @@ def _kept_notes(script: ScriptConfig, *, snapshot: Snapshot | None) -> Iterator[
     """A line for a script that the run does not keep, and for one that may write beside its own file."""
     for text in _paths(script).values():
         if snapshot is not None and _kept(text, snapshot) is None:
-            yield f"not kept    {text} (git ignores it, or it is too large): later edits change the run"
+            folders = (why for path, why in snapshot.unkept.items() if absolute(text).is_relative_to(path))
+            reason = next(folders, "(git ignores it, or it is too large): later edits change the run")
+            yield f"not kept    {text} {reason}"
         elif snapshot is not None and mentions(absolute(text), _OWN_FILE):
             yield (
                 f"in a copy   {text} uses __file__: what it writes there is not in the copy of the next run. "

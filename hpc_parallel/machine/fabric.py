@@ -201,15 +201,39 @@ def own_address(environment: Mapping[str, str]) -> str:
     return addresses[0] if addresses else socket.gethostname()
 
 
-def choose_device(setting: str, *, world: World, visible: int, available: bool, devices: int = 1) -> str:
+def use_own_slice(environment: MutableMapping[str, str], *, world: World) -> dict[str, str]:
+    """Let this rank see its own slice of a GPU (MIG) if its host lists several.
+
+    CUDA shows a process the first slice of the list only (MIG user guide, "CUDA_VISIBLE_DEVICES"), so all
+    ranks of a host would compute on the same one. Call this before the first use of CUDA.
+
+    Returns the reason for each variable that was set. Raises DeviceError if there are too few slices.
+    """
+    slices = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if len(slices) < 2 or not all(name.startswith("MIG-") for name in slices):
+        return {}
+    if world.local_world_size > len(slices):
+        raise DeviceError(
+            f"{world.local_world_size} ranks share the {len(slices)} slices (MIG) that CUDA_VISIBLE_DEVICES "
+            f"lists on {world.host}. Try gpus_per_node={len(slices)}, or device=cpu."
+        )
+    environment["CUDA_VISIBLE_DEVICES"] = slices[world.local_rank]
+    reasons = {"CUDA_VISIBLE_DEVICES": "CUDA shows a process one slice of a GPU (MIG)"}
+    return reasons | share_gpu(environment, rank=world.rank)
+
+
+def choose_device(
+    setting: str, *, world: World, visible: int, available: bool, devices: int = 1, bound: bool = False
+) -> str:
     """Choose the first device of this process: `cpu` or `cuda:<index>`.
 
     If a task sees a single GPU, Slurm assigned it, with index 0. If a simulated cluster has more ranks than
     GPUs, auto runs all ranks on the CPU, and cuda lets them share (`shares_device`, `share_gpu`).
-    CUDA_VISIBLE_DEVICES belongs to Slurm and is not changed.
+    CUDA_VISIBLE_DEVICES belongs to Slurm and is not changed, except by `use_own_slice`.
 
     setting: `device` of the configuration (auto, cpu, cuda); visible: torch.cuda.device_count();
-    available: torch.cuda.is_available(); devices: how many this process drives.
+    available: torch.cuda.is_available(); devices: how many this process drives; bound: whether
+    `use_own_slice` chose what it sees.
 
     Raises DeviceError.
     """
@@ -221,7 +245,7 @@ def choose_device(setting: str, *, world: World, visible: int, available: bool, 
             f"device=cuda, but torch finds no GPU on {host}. Try device=cpu, or ask for GPUs: gpus_per_node "
             "and a cluster profile with cluster.gpus=true."
         )
-    of_a_job = not may_simulate(world)
+    of_a_job = bound or not may_simulate(world)
     if visible == devices == 1 and of_a_job:
         return "cuda:0"
     if visible >= world.local_world_size * devices:

@@ -29,7 +29,7 @@ from hpc_parallel.record.git_source import (
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder
 from hpc_parallel.record.safe_read import MIB
 from hpc_parallel.record.sweep_folder import sweep_of
-from hpc_parallel.shadowing import is_private
+from hpc_parallel.shadowing import PUBLIC, is_private
 
 _MAX_NAMES = 5  # files in one message
 
@@ -229,6 +229,8 @@ def _sources(
             sources[root] = git_source(root, leave_out=leave_out)
         elif root is None and is_private(str(folder)):
             sources[folder] = loose_source(folder, most_bytes=most_bytes, leave_out=leave_out)
+        elif root is None and any(folder.glob("*.py")):
+            sources[folder] = FolderSource(unkept={folder: f"({PUBLIC}): {EDITS}"})
     kept = {folder: root or folder for folder, root in roots.items()}
     return {folder: root for folder, root in kept.items() if root in sources and sources[root].names}, sources
 

@@ -104,11 +104,13 @@ def _partitions(records: SlurmRecords) -> Iterator[str]:
             continue
         none = 0 if has_gpus and not any(node.gpus for node in nodes) else None
         count = min(partition.nodes or len(nodes), partition.max_nodes or partition.nodes or len(nodes))
+        # What a node has of one type is no limit for jobs that take another one.
+        gpus = (_only(_counts(nodes)) or none) if len(_types(nodes)) < 2 else None
         limits = {
             "nodes": count,
             "time_minutes": partition.time_minutes,
             "memory_gb": max((node.memory_mb or 0 for node in nodes), default=0) // 1024 or None,
-            "gpus_per_node": _only(_counts(nodes)) or none,
+            "gpus_per_node": gpus,
         }
         texts = [
             f"{key}: {value}"
@@ -119,7 +121,7 @@ def _partitions(records: SlurmRecords) -> Iterator[str]:
 
 
 def _gpus(chosen: Partition, nodes: Sequence[SlurmNode], records: SlurmRecords) -> Iterator[str]:
-    types = sum((Counter(node.gpus) for node in nodes), Counter())
+    types = _types(nodes)
     if not types:
         yield _line("gpus: false", "no node of these partitions has a GPU: each device is a process on CPUs")
         yield _line("cpus_per_device: 1", "CPU cores for each process")
@@ -129,30 +131,37 @@ def _gpus(chosen: Partition, nodes: Sequence[SlurmNode], records: SlurmRecords) 
     else:
         yield _line("gpu_flag: gres", "this Slurm does not know --gpus-per-node")
     kind = _usual_type(nodes)
+    devices = _only(_counts(nodes)) if len(types) == 1 else None
+    every = {name: " or ".join(map(str, _counts(nodes, kind=name))) for name in sorted(types)}
     if len(types) > 1:
-        kinds = f"a job takes one type; partition {chosen.name} has {', '.join(sorted(types))}"
-        yield _line(f"gpu_type: {_text(kind)}", kinds)
-    elif kind:
-        yield _line("gpu_type: null", f"{kind}, the only type in {chosen.name}")
-    counts = _counts(nodes)
-    devices = _only(counts)
-    different = f"nodes have {' or '.join(map(str, counts))}: choose gpus_per_node for each run"
-    yield _line(
-        f"gpus_per_node: {devices or 'null'}", "gpus_per_node=auto takes all" if devices else different
-    )
+        listed = ", ".join(f"{counts} x {name or 'gpu'}" for name, counts in every.items())
+        yield _line(f"gpu_type: {_text(kind)}", f"a job takes one type; nodes of {chosen.name} have {listed}")
+        yield _line("gpus_per_node: null", "gpus_per_node=auto asks Slurm how many a node has of gpu_type")
+    else:
+        if kind:
+            yield _line("gpu_type: null", f"{kind}, the only type in {chosen.name}")
+        different = f"nodes have {every[kind]}: choose gpus_per_node for each run"
+        yield _line(
+            f"gpus_per_node: {devices or 'null'}", "gpus_per_node=auto takes all" if devices else different
+        )
     yield from _shares([(node, sum(node.gpus.values())) for node in nodes if node.gpus])
     yield _line("device_memory_gb: null", "memory of one GPU: refuses models that can't fit")
 
 
+def _types(nodes: Sequence[SlurmNode]) -> Counter[str]:
+    """Type -> the GPUs of these nodes; slices of a GPU (MIG) are a type for each size."""
+    return sum((Counter(node.gpus) for node in nodes), Counter())
+
+
 def _usual_type(nodes: Sequence[SlurmNode]) -> str:
     """The type with the most GPUs in these nodes; empty if the site names no type, or without GPUs."""
-    types = sum((Counter(node.gpus) for node in nodes), Counter())
+    types = _types(nodes)
     return types.most_common(1)[0][0] if types else ""
 
 
-def _counts(nodes: Sequence[SlurmNode]) -> list[int]:
-    """The different counts per node of the usual GPU type, ascending. A job uses only one type."""
-    kind = _usual_type(nodes)
+def _counts(nodes: Sequence[SlurmNode], *, kind: str | None = None) -> list[int]:
+    """The different counts per node of a GPU type (None: the usual one), ascending. A job uses one type."""
+    kind = _usual_type(nodes) if kind is None else kind
     return sorted({node.gpus[kind] for node in nodes if kind in node.gpus})
 
 

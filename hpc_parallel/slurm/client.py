@@ -43,6 +43,7 @@ REFUSED = (
 )
 PASSED_ON = "of this shell: passed on to sbatch, because the job's configuration does not set the same flag"
 _SET_FLAG = re.compile(r"^#SBATCH\s+--([a-z-]+)", re.MULTILINE)
+_UP = re.compile(r"\bis UP\b")
 UNANSWERED = 124  # as timeout(1) returns
 MISSING = 127  # as a shell returns
 CONTROL_S = 60.0  # the longest wait for a command that changes a job
@@ -142,7 +143,7 @@ def _answers(path: str | None, slurm_conf: str | None, minute: int) -> bool:
 
 def _ping(*, within_s: float) -> bool:
     answer = run("scontrol", "ping", waits_s=(within_s,))
-    return answer.returncode == 0 and "UP" in answer.stdout
+    return answer.returncode == 0 and _UP.search(answer.stdout) is not None
 
 
 def minute() -> int:

@@ -242,9 +242,15 @@ def scripts_of(jobs: Sequence[Job], slurm: Inquiry) -> dict[str, str] | None:
 
 
 def job_fields(job_id: str) -> dict[str, str] | None:
-    """The controller's record of a job; None if it does not answer or no longer has a record."""
+    """The controller's record of a job; None if it does not answer or no longer has a record.
+
+    A federation may have a second record, of the cluster that does not run the job.
+    """
     answer = Inquiry().ask(*_SHOW, job_id)
-    return _fields(answer.stdout) if answer.returncode == 0 else None
+    records = [_fields(line) for line in answer.stdout.splitlines() if line.startswith("JobId=")]
+    if answer.returncode != 0 or not records:
+        return None
+    return next((record for record in records if record.get("JobState") != "REVOKED"), records[0])
 
 
 def _parsed(lines: Iterable[str]) -> dict[str, JobState]:

@@ -1,29 +1,35 @@
-"""The limits of partitions as sinfo lists them: nodes, memory, time, GPUs and CPUs.
+"""The limits of partitions: nodes, memory, time, GPUs and CPUs.
 
-sinfo may not show this user all nodes.
+sinfo lists them, but may not show this user all nodes, and counts the CPUs and the memory that the site keeps
+for the system. `scontrol show node` says what jobs can have.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from hpc_parallel.slurm.client import minute, printed
-from hpc_parallel.slurm.short_forms import gpu_count, minutes_of
+from hpc_parallel.slurm.records import SlurmNode, read_records
+from hpc_parallel.slurm.short_forms import expand_hosts, gpu_count, minutes_of
 
-_FORMAT = "%P|%D|%m|%l|%G|%c"
+_FORMAT = "%P|%D|%m|%l|%G|%c|%N"
 _PATIENCE_S = 5.0  # short, because the answer is only for a warning or a default
-_KIND_OF_NODE = re.compile(r"^([^|\n]+)\|(\d+)\|(\d+)\+?\|?([^|\n]*)\|?([^|\n]*)\|?(\d*)", re.MULTILINE)
+_KIND_OF_NODE = re.compile(
+    r"^([^|\n]+)\|(\d+)\|(\d+)\+?\|?([^|\n]*)\|?([^|\n]*)\|?(\d*)\+?\|?([^|\n]*)", re.MULTILINE
+)
+_HOST = re.compile(r"^host=(\S+)\s*$", re.MULTILINE)
 _UNSET_MB = 1  # Slurm shows this if the site has not configured the memory of a node
 
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes of one partition that sinfo joins in one line.
+    """Nodes of one partition that sinfo joins in one line, with the same CPUs and memory for jobs.
 
-    If the nodes differ in a number, sinfo prints the smallest and a plus. time: the partition's limit, as
+    If only sinfo tells these and the nodes differ, they are the smallest. time: the partition's limit, as
     Slurm writes it.
     """
 
@@ -113,7 +119,8 @@ def partitions() -> list[str]:
 
 def hosts_of(partition: str) -> set[str]:
     """All hosts of one or more partitions, those that are down too; empty if sinfo does not answer."""
-    return set((printed("sinfo", "-h", "-N", "-o", "%N", "-p", partition) or "").split())
+    listing = printed("sinfo", "-h", "-N", "-o", "host=%N", "-p", partition) or ""
+    return set(_HOST.findall(listing))  # a site may print other lines
 
 
 def _nodes_by_partition(kinds: list[NodeKind]) -> dict[str, int]:
@@ -124,12 +131,36 @@ def _nodes_by_partition(kinds: list[NodeKind]) -> dict[str, int]:
 
 
 def node_kinds() -> Iterator[NodeKind]:
-    """The lines of sinfo; none if it does not answer. It is asked once a minute."""
-    for name, count, memory, time, gres, cpus in _KIND_OF_NODE.findall(_sinfo(minute())):
-        is_default = name.endswith("*")
-        yield NodeKind(name.rstrip("*"), is_default, int(count), int(memory), time, gres, int(cpus or 0))
+    """The lines of sinfo, in parts by what scontrol says of their nodes; Slurm is asked once a minute."""
+    for name, count, memory, time, gres, cpus, hosts in _KIND_OF_NODE.findall(_sinfo(minute())):
+        of_sinfo = (int(cpus or 0), int(memory))
+        kinds = Counter((node.cpus, node.memory_mb or of_sinfo[1]) for node in _nodes_named(hosts))
+        kinds[of_sinfo] += max(0, int(count) - kinds.total())  # the nodes that scontrol does not show
+        for (usable, memory_mb), nodes in kinds.items():
+            if nodes:
+                is_default = name.endswith("*")
+                yield NodeKind(name.rstrip("*"), is_default, nodes, memory_mb, time, gres, usable)
+
+
+def _nodes_named(hosts: str) -> list[SlurmNode]:
+    """What Slurm says of each of these nodes; empty if it does not answer."""
+    try:
+        names = expand_hosts(hosts)
+    except ValueError:
+        return []
+    nodes = _nodes(minute()) if names else {}
+    return [nodes[name] for name in names if name in nodes]
 
 
 @lru_cache(maxsize=1)
 def _sinfo(minute: int) -> str:
     return printed("sinfo", "-h", "-o", _FORMAT, patience_s=_PATIENCE_S) or ""
+
+
+@lru_cache(maxsize=1)
+def _nodes(minute: int) -> dict[str, SlurmNode]:
+    text = printed("scontrol", "--oneliner", "show", "node", patience_s=_PATIENCE_S)
+    try:
+        return read_records(filter(None, [text])).nodes
+    except ValueError:  # of an answer without nodes
+        return {}

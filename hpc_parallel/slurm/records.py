@@ -11,13 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpc_parallel.slurm.client import printed
-from hpc_parallel.slurm.short_forms import gpus_of, minutes_of
+from hpc_parallel.slurm.short_forms import expand_numbers, gpus_of, minutes_of
 
 _RECORD = re.compile(r"^(?=(?:NodeName|PartitionName)=)", re.MULTILINE)
 _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w/]*)=(\S*)")
 _SETTING = re.compile(r"^(\w+)\s+= ?(.*)$", re.MULTILINE)
 _SHOW = (("show", "config"), ("--oneliner", "show", "partition"), ("--oneliner", "show", "node"))
 _ACCOUNTING_S = 5.0  # how long a line of `check` may wait
+_RELEASE = re.compile(r"^slurm\S* \d\S*", re.MULTILINE)
 _NO_NAMES = ("", "(null)", "ALL")
 _UNSET_MB = 1  # RealMemory of nodes for which the site has set none
 
@@ -81,8 +82,9 @@ def ask_records() -> SlurmRecords | None:
 
 def accounts_of(user: str) -> list[str]:
     """The accounts of a user; empty on a site without accounting."""
-    arguments = ("--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
-    return list(dict.fromkeys((printed("sacctmgr", *arguments) or "").split()))
+    arguments = ("--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=user,account")
+    rows = [line.split("|") for line in (printed("sacctmgr", *arguments) or "").splitlines()]
+    return list(dict.fromkeys(row[1] for row in rows if len(row) == 2 and row[0] == user))
 
 
 def has_accounting() -> bool:
@@ -90,8 +92,8 @@ def has_accounting() -> bool:
 
 
 def release() -> str:
-    """Slurm's name and version, as sbatch prints it."""
-    return (printed("sbatch", "--version") or "").strip() or "slurm"
+    """Slurm's name and version, as sbatch prints it, perhaps among lines of the site."""
+    return next(iter(_RELEASE.findall(printed("sbatch", "--version") or "")), "slurm")
 
 
 def max_array_size() -> int | None:
@@ -137,11 +139,27 @@ def _add_text(records: SlurmRecords, text: str) -> None:
 
 def _text_node(fields: Mapping[str, str]) -> SlurmNode:
     return SlurmNode(
-        fields["NodeName"], int(fields.get("CPUEfctv", fields["CPUTot"])),
+        fields["NodeName"], _cpus(fields),
         _memory(int(fields.get("RealMemory", 0)), int(fields.get("MemSpecLimit", 0))),
         gpus_of(fields.get("Gres", "")), _names(fields.get("Partitions")),
         _names(fields.get("ActiveFeatures")),
     )  # fmt: skip
+
+
+def _cpus(fields: Mapping[str, str]) -> int:
+    """The CPUs for jobs. Slurm says so itself since 22.05; older ones name the cores that they keep.
+
+    A CPU is a thread, or a core if the site counts cores. The ids of a `CPUSpecList` go from core to core,
+    and Slurm keeps all CPUs of a core of which it names one (slurm.conf(5), CpuSpecList).
+    """
+    if "CPUEfctv" in fields:
+        return int(fields["CPUEfctv"])
+    cpus = int(fields["CPUTot"])
+    cores = int(fields.get("Sockets", 0)) * int(fields.get("CoresPerSocket", 0))
+    cpus_per_core = max(1, cpus // cores if cores else int(fields.get("ThreadsPerCore", 1)))
+    listed = expand_numbers(fields["CPUSpecList"]) if fields.get("CPUSpecList") else []
+    named = {int(cpu) // cpus_per_core for cpu in listed}
+    return cpus - cpus_per_core * max(int(fields.get("CoreSpecCount", 0)), len(named))
 
 
 def _text_partition(fields: Mapping[str, str]) -> Partition:

@@ -69,12 +69,13 @@ def main(run_folder: str) -> int:
         warn_of_limits(world)
         if config.training.compile:
             reasons |= torch_variables.use_compiler_cache(folder, os.environ)
+        own_slice = fabric.use_own_slice(os.environ, world=world) if config.device != "cpu" else {}
         if config.device != "cpu" and torch.cuda.is_available():
             reasons |= torch_variables.use_expandable_segments(os.environ)
         if config.training.deterministic:
             reasons |= torch_variables.use_fixed_workspaces(os.environ)
-        device = prepare_device(config, world)
-        reasons |= share_gpu(device, world=world)
+        device = prepare_device(config, world, bound=bool(own_slice))
+        reasons |= own_slice or share_gpu(device, world=world)
         if world.rank == 0 and (problem := unused_gpus(config, device, host=world.host)) is not None:
             print(f"WARNING: {problem}", file=sys.stderr, flush=True)
         fabric.require_interfaces(os.environ, host=world.host, nccl=device.type == "cuda")
@@ -130,8 +131,11 @@ def require_devices(config: RunConfig, world: World) -> None:
         )
 
 
-def prepare_device(config: RunConfig, world: World) -> torch.device:
-    """Make this rank's (first) device current and set the number of CPU threads; returns the device."""
+def prepare_device(config: RunConfig, world: World, *, bound: bool = False) -> torch.device:
+    """Make this rank's (first) device current and set the number of CPU threads; returns the device.
+
+    bound: whether the rank sees its own slice of a GPU only.
+    """
     per_node = processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
     name = fabric.choose_device(
         config.device,
@@ -139,6 +143,7 @@ def prepare_device(config: RunConfig, world: World) -> torch.device:
         visible=torch.cuda.device_count(),
         available=torch.cuda.is_available(),
         devices=config.gpus_per_node // per_node,
+        bound=bound,
     )
     device = torch.device(name)
     if device.type == "cuda":

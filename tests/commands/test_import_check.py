@@ -92,6 +92,28 @@ def test_it_is_refused_before_a_submission(here: Path) -> None:
     assert note == "not imported here, because launcher.setup changes the environment: broken.M"
 
 
+@pytest.mark.parametrize(
+    ("mode", "variable", "reason"),
+    [
+        (0o755, "1", "mine.py lies in {}, where Python does not look with PYTHONSAFEPATH, -P or -I. "
+         "Try without them, or PYTHONPATH={}."),
+        (0o777, "", "mine.py lies in {}, and Python imports nothing from there: "
+         "other users may write there; try chmod go-w."),
+    ],
+)  # fmt: skip
+def test_why_a_module_of_the_working_folder_is_not_found(
+    here: Path, monkeypatch: pytest.MonkeyPatch, mode: int, variable: str, reason: str
+) -> None:
+    (here / "mine.py").write_text("class Net: ...\n")
+    here.chmod(mode)
+    monkeypatch.setenv("PYTHONSAFEPATH", variable)  # empty: as if it were not set
+    with pytest.raises(ConfigError) as refused:
+        prepared("launcher=local", "launcher.snapshot=false", "model._target_=mine.Net")
+    (problem,) = map(str, refused.value.problems)
+    assert problem.startswith("ModuleNotFoundError: No module named 'mine', raised by mine.Net (model). ")
+    assert problem.endswith(reason.replace("{}", str(here)))
+
+
 def test_a_missing_interface_hides_no_broken_class(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "cracked.py").write_text("class M(Modul): ...\n")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")

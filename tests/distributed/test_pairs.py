@@ -94,7 +94,7 @@ SHARED = re.compile(
 TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "bfloat16": 0.03, "float16": 0.03}
 LOSSY = {"training.fp8=tensorwise": 0.1, "strategy.gradient_compression=bfloat16": 2e-3}  # 2^-9 and less
 MOST_ADVICE = 12
-OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=\S+")
+OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9-]+)*=\S+")
 
 
 def rows(seed: int) -> Iterator[Row]:

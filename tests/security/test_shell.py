@@ -95,7 +95,19 @@ def test_unencodable_characters_are_escaped(tmp_path: Path) -> None:
 
     with stdout(str(tmp_path / "out"), encoding="ascii"):
         assert shell.run_command(work) == 0
-    assert (tmp_path / "out").read_text() == "caf\\xe9 \\udc80 \\u2026\n"
+    assert (tmp_path / "out").read_text() == "caf\\xe9 \\x80 \\u2026\n"
+
+
+def test_a_byte_that_is_no_utf8_is_shown_as_one(tmp_path: Path) -> None:
+    """Python reads it as a surrogate; with LC_ALL=C, each byte of an accented letter may be one."""
+    word = b"resume=caf\xc3\xa9\xff"
+    for variables in ({"LC_ALL": "C", "PYTHONUTF8": "0"}, {"LC_ALL": "C.UTF-8"}):
+        done = subprocess.run(
+            [sys.executable, "-m", "hpc_parallel.run", word], cwd=tmp_path, capture_output=True,
+            env={"PATH": os.environ["PATH"], **variables},
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert rb"caf\xc3\xa9\xff" in done.stderr.replace("é".encode(), rb"\xc3\xa9"), done.stderr
 
 
 def test_a_deleted_folder_is_reported(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -238,6 +238,12 @@ def test_a_line_that_bash_cannot_read_stops_the_job(node: Node) -> None:
     assert "still on" not in done.stdout
 
 
+def test_slurms_warning_does_not_end_the_setup_lines(node: Node) -> None:
+    """The shell that starts mpirun gets SIGUSR2 before the time limit, also while these lines run."""
+    done = node.run("launcher.setup=['kill -USR2 $$']", then="echo still on")
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["still on"]), done.stderr
+
+
 @pytest.mark.parametrize(("code", "completes"), [(0, True), (0, False), (1, False), (137, True)])
 def test_the_end_is_concluded_and_keeps_its_code(node: Node, code: int, completes: bool) -> None:
     """A job that ends with code 0 has not completed by that: rank 0 writes the summary."""

@@ -164,6 +164,34 @@ def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
             fabric.choose_device(setting, world=world(local_world_size=4), visible=2, available=True)
 
 
+@pytest.mark.parametrize("launcher", ["slurm", "torchrun"])
+def test_each_rank_of_a_host_has_its_own_slice_of_a_gpu(launcher: str) -> None:
+    """CUDA shows a process the first of several slices (MIG) only, so both ranks would take that one."""
+    devices = []
+    for rank in (0, 1):
+        here = replace(world(launcher=launcher), rank=rank, local_rank=rank)
+        environment = {"CUDA_VISIBLE_DEVICES": "MIG-7a, MIG-8b,MIG-9c"}
+        reasons = fabric.use_own_slice(environment, world=here)
+        assert reasons.keys() == environment.keys() == {"CUDA_VISIBLE_DEVICES", "NCCL_HOSTID", "NCCL_NET"}
+        assert environment["NCCL_HOSTID"] == f"rank-{rank}"  # NCCL refuses two ranks of one host and GPU
+        device = fabric.choose_device("auto", world=here, visible=1, available=True, bound=bool(reasons))
+        devices.append((environment["CUDA_VISIBLE_DEVICES"], device))
+    assert devices == [("MIG-7a", "cuda:0"), ("MIG-8b", "cuda:0")]
+
+
+@pytest.mark.parametrize("visible", [None, "", "MIG-7a", "0,1", "GPU-8f,GPU-1a"])
+def test_a_device_that_cuda_finds_by_itself_stays_as_it_is(visible: str | None) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    before = dict(environment)
+    assert fabric.use_own_slice(environment, world=world()) == {}
+    assert environment == before
+
+
+def test_more_ranks_than_slices_are_refused() -> None:
+    with pytest.raises(fabric.DeviceError, match=r"^3 ranks share the 2 slices .* Try gpus_per_node=2, or"):
+        fabric.use_own_slice({"CUDA_VISIBLE_DEVICES": "MIG-7a,MIG-8b"}, world=world(local_world_size=3))
+
+
 def test_backend() -> None:
     assert fabric.backend("cuda:3") == "cpu:gloo,cuda:nccl"
     assert fabric.backend("cpu") == "gloo"

@@ -12,6 +12,7 @@ from hpc_parallel.config.resolve import resolve
 from hpc_parallel.models import attention
 from hpc_parallel.slurm import limits
 from hpc_parallel.slurm.limits import NodeShare, share_of_a_gpu
+from hpc_parallel.slurm.records import SlurmNode
 from hpc_parallel.worker.main import unused_gpus
 from tests.composed import composed, prepared
 
@@ -55,6 +56,20 @@ def test_a_device_gets_its_share_of_the_node(
 ) -> None:
     monkeypatch.setattr(limits, "_sinfo", lambda minute: LISTING)
     assert share_of_a_gpu(partition=partition, gpu_type=gpu_type) == share
+
+
+def test_the_share_leaves_out_what_the_site_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sinfo counts cores and memory that no job can have; scontrol says what the least node has."""
+    listing = "gpu*|3|800000+|1:00|gpu:4|64+|g[1-3]\nold|1|400000|1:00|gpu:4|64|h1\n"
+    nodes = [SlurmNode("g1", 64, 900_000, {}, ()), SlurmNode("g2", 56, 796_000, {}, ())]
+    monkeypatch.setattr(limits, "_sinfo", lambda minute: listing)
+    monkeypatch.setattr(limits, "_nodes", lambda minute: {node.name: node for node in nodes})
+    assert share_of_a_gpu(partition=None, gpu_type=None) == NodeShare(14, 796_000 * 9 // 10 // 4 // 1024)
+    assert share_of_a_gpu(partition="old", gpu_type=None).cpus == 16  # scontrol does not show it
+    most = limits.limits(partition="gpu")
+    assert (most.cpus, most.memory_mb, most.nodes) == (64, 900_000, 3)  # of the largest node
+    monkeypatch.setattr(limits, "_sinfo", lambda minute: "gpu*|1|800000|1:00|gpu:4|64|g2\n")
+    assert limits.limits(partition=None) == limits.Limits(1, 796_000, 1, 4, 56)
 
 
 def test_a_job_asks_for_the_share_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:

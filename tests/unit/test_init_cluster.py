@@ -131,6 +131,22 @@ def test_a_site_without_gpus() -> None:
     assert "gpus_per_node" not in profile
 
 
+def test_slices_of_gpus_are_counted_by_their_size() -> None:
+    """A job takes one type: 7 slices of one size say nothing about the others, and auto asks by type."""
+    gres = {"m1": "gpu:1g.10gb:7", "m2": "gpu:3g.40gb:2,gpu:1g.10gb:1"}
+    Path("all.txt").write_text(
+        "".join(f"NodeName={name} CPUTot=64 Gres={text} Partitions=mig\n" for name, text in gres.items())
+        + "PartitionName=mig MaxTime=UNLIMITED TotalNodes=2 State=UP\n"
+    )
+    assert main(["init-cluster", "mine", "--from", "all.txt"]) == 0
+    text = Path("site/cluster/mine.yaml").read_text()
+    profile = yaml.safe_load(text)
+    assert (profile["gpu_type"], profile["gpus_per_node"]) == ("1g.10gb", None)
+    assert profile["partitions"] == {"mig": {"nodes": 2}}
+    (line,) = [line for line in text.splitlines() if line.startswith("gpu_type")]
+    assert line.endswith("# a job takes one type; nodes of mig have 1 or 7 x 1g.10gb, 2 x 3g.40gb")
+
+
 def test_what_slurm_keeps_for_itself_is_not_for_jobs() -> None:
     text = "NodeName=c1 CPUEfctv=36 CPUTot=40 RealMemory=200000 MemSpecLimit=20000 Partitions=batch\n"
     records = read_records([text])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -66,6 +67,32 @@ def test_all_rows_are_one_row_of_tokens(tmp_path: Path, ending: str) -> None:
         order = RANDOM.permutation(len(wanted))
         for one, other in zip(found.batch(order), wanted.batch(order), strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), errno.EDQUOT),  # of the library's writer
+        (OSError("Not enough disk space. Needed: 9 GiB (generated)"), errno.ENOSPC),  # its own words
+    ],
+)
+def test_a_full_cache_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, number: int
+) -> None:
+    """The library writes to the user's home, and its own message names no folder."""
+    import datasets
+
+    from hpc_parallel.data.parquet import open_rows
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(datasets.arrow_writer.ArrowWriter, "write_table", fail)
+    files = find_files(str(write_texts(tmp_path / "rows", ".parquet")))
+    with pytest.raises(OSError, match=r"Try export HF_DATASETS_CACHE=FOLDER on a larger disk") as full:
+        open_rows(files, columns=["input_ids"])
+    assert (full.value.errno, full.value.filename) == (number, str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("ending", [".parquet", ".arrow"])

@@ -16,7 +16,7 @@ from hpc_parallel.slurm import limits as partition_limits
 from hpc_parallel.slurm.limits import Limits, limits
 from tests.composed import composed
 
-# As sinfo -o "%P|%D|%m|%l|%G|%c": one line for each kind of node, a star at the default partition.
+# As sinfo -o "%P|%D|%m|%l|%G|%c|%N", without hosts: one line for each kind of node, a star at the default.
 SINFO = """main*|3|256000|1-00:00:00
 main*|1|512000+|1-00:00:00
 big|16|1024000|infinite

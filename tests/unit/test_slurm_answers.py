@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -22,9 +23,9 @@ from hpc_parallel.record import owner
 from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.slurm import client, submit
+from hpc_parallel.slurm import client, limits, records, submit
 from hpc_parallel.slurm.client import MISSING, UNANSWERED
-from hpc_parallel.slurm.jobs import Job, job_state, job_states
+from hpc_parallel.slurm.jobs import Job, job_fields, job_state, job_states, never_starting
 from hpc_parallel.slurm.submit import SiteRefusedError, job_in
 from hpc_parallel.slurm.submitit_executor import Executor
 from tests.recorded_runs import finished, started
@@ -276,6 +277,73 @@ def test_a_job_of_another_cluster_is_asked_for_there(slurm: Slurm, tmp_path: Pat
     owner.hand_to_job(folder, made)
     reason = "its job is on another cluster. Try export SLURM_CLUSTERS=big"
     assert owner.living_owner(folder) == f"job 12 ({reason})"
+
+
+PRIMARY = "Slurmctld(primary) at login1 is {}\n"
+BACKUP = "Slurmctld(backup) at login2 is {}\n"
+LOUD = "MAINTENANCE OF THE BACKUP TONIGHT, user=me|x\n" + BANNER
+VERSIONS = ("slurm 20.11.9", "slurm-wlm 22.05.8", "slurm 23.11.4-2.1", "slurm 25.05.0-0rc1")
+ASSOCIATIONS = "me|bio\nme|physics\nme|bio\n"
+HOSTS = "host=n1\nhost=n2\nhost=n1\n"
+RECORD = "JobId=12 JobName=a b JobState={} Reason=None EndTime=2026-11-27T11:00:00 Comment=x=y\n"
+CONFIG = "Configuration data as of 2026\nMaxArraySize            = 1001\nSLURM_VERSION           = 22.05.8\n"
+SINFO = "main*|3|256000|1-00:00:00|gpu:4|64|n[1-3]\nbig|1|512000+|infinite|(null)|128+|b1\n"
+
+# What is asked, the command that is started, its answer -> what it means
+QUESTIONS: list[tuple[Callable[[], Any], str, Text, Any]] = [
+    (lambda: client._ping(within_s=1), "scontrol", PRIMARY.format("UP"), True),
+    (lambda: client._ping(within_s=1), "scontrol", PRIMARY.format("DOWN") + BACKUP.format("UP"), True),
+    (lambda: client._ping(within_s=1), "scontrol", PRIMARY.format("DOWN"), False),
+    (lambda: client._ping(within_s=1), "scontrol", LOUD + PRIMARY.format("DOWN"), False),
+    (lambda: client._ping(within_s=1), "scontrol", Answer(PRIMARY.format("DOWN"), code=1), False),
+    *((records.release, "sbatch", f"{text}\n", text) for text in VERSIONS),
+    *((records.release, "sbatch", f"{LOUD}{text}\n", text) for text in VERSIONS),
+    (records.release, "sbatch", Answer(code=MISSING), "slurm"),
+    (records.has_accounting, "sacct", NOTHING, True),
+    (records.has_accounting, "sacct", LOUD, True),
+    (records.has_accounting, "sacct", NO_ACCOUNTING, False),
+    (records.has_accounting, "sacct", NO_DATABASE, False),
+    (records.has_accounting, "sacct", HANGS, False),
+    (lambda: records.accounts_of("me"), "sacctmgr", ASSOCIATIONS, ["bio", "physics"]),
+    (lambda: records.accounts_of("me"), "sacctmgr", LOUD + ASSOCIATIONS, ["bio", "physics"]),
+    (lambda: records.accounts_of("me"), "sacctmgr", NO_DATABASE, []),
+    (lambda: records.accounts_of("me"), "sacctmgr", NOTHING, []),
+    (records.max_array_size, "scontrol", CONFIG, 1001),
+    (records.max_array_size, "scontrol", LOUD + CONFIG, 1001),
+    (records.max_array_size, "scontrol", DOWN, None),
+    (lambda: limits.hosts_of("main"), "sinfo", HOSTS, {"n1", "n2"}),
+    (lambda: limits.hosts_of("main"), "sinfo", LOUD + HOSTS, {"n1", "n2"}),
+    (lambda: limits.hosts_of("main"), "sinfo", DOWN, set()),
+    (limits.partitions, "sinfo", LOUD + SINFO, ["big (1 nodes)", "main (3 nodes)"]),
+    (limits.partitions, "sinfo", DOWN, []),
+    (lambda: job_fields("12")["EndTime"], "scontrol", RECORD.format("RUNNING"), "2026-11-27T11:00:00"),
+    (lambda: job_fields("12")["JobState"], "scontrol", LOUD + RECORD.format("RUNNING"), "RUNNING"),
+    *((lambda: job_fields("12")["JobState"], "scontrol", "".join(map(RECORD.format, order)), "RUNNING")
+      for order in (("REVOKED", "RUNNING"), ("RUNNING", "REVOKED"))),
+    (lambda: job_fields("12"), "scontrol", INVALID, None),
+    (lambda: job_fields("12"), "scontrol", JSON, None),
+    (lambda: job_fields("12"), "scontrol", DOWN, None),
+    *((lambda: never_starting([Job("12")], within_s=0), "squeue", PENDING.replace("Resources", reason),
+       {Job("12"): reason} if never else {})
+      for reason, never in (("PartitionTimeLimit", True), ("BadConstraints", True), ("Priority", False),
+                            ("ReqNodeNotAvail, UnavailableNodes:n3", False), ("None", False))),
+    (lambda: never_starting([Job("12")], within_s=0), "squeue", DOWN, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ask", "command", "answer", "meaning"), QUESTIONS,
+    ids=[f"{row[1]} {number}" for number, row in enumerate(QUESTIONS)],
+)  # fmt: skip
+def test_what_an_answer_means(
+    slurm: Slurm, ask: Callable[[], Any], command: str, answer: Text, meaning: Any
+) -> None:
+    """Lines of the site, errors and a federation change no answer."""
+    slurm.answers = {command: answer}
+    for kept in (limits._sinfo, limits._nodes):
+        kept.cache_clear()
+    assert ask() == meaning
+    assert slurm.calls[0][0] == command
 
 
 def test_many_jobs_are_asked_for_in_pieces(slurm: Slurm) -> None:

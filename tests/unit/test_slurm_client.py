@@ -123,15 +123,16 @@ def test_a_dry_run_asks_slurm_each_question_once(tmp_path: Path, monkeypatch: py
     """Whether it answers, and what its partitions have, though several parts of the command ask."""
     stub(tmp_path, "sbatch", "exit 0")
     stub(tmp_path, "scontrol", "echo Slurmctld is UP")
-    stub(tmp_path, "sinfo", "echo 'main*|4|512000|infinite|gpu:a100:4|64'")
+    stub(tmp_path, "sinfo", "echo 'main*|4|512000|infinite|gpu:a100:4|64|n[1-4]'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.chdir(tmp_path)
     limits._sinfo.cache_clear()  # kept for a minute
+    limits._nodes.cache_clear()
     words = ("nodes=2", "gpus_per_node=auto", "strategy=data", "dry_run=true", "launcher.snapshot=false")
     assert main([*words, "training.global_batch_size=16"]) == 0
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls == ["scontrol ping", "sinfo -h -o %P|%D|%m|%l|%G|%c"]
+    assert calls == ["scontrol ping", "sinfo -h -o %P|%D|%m|%l|%G|%c|%N", "scontrol --oneliner show node"]
 
 
 def test_a_command_that_does_not_answer_or_is_not_there_has_a_reason(

@@ -48,7 +48,8 @@ def as_text(version: str) -> list[str]:
         f"NodeName={name} Arch=x86_64 CoresPerSocket=64 \n   {efficient}CPUTot={CPUS} CPULoad=0.1\n"
         f"   AvailableFeatures=more ActiveFeatures={','.join(FEATURES[name]) or '(null)'}\n"
         f"   Gres={gres or '(null)'}\n   NodeAddr={name} NodeHostName={name} Version={version}.1\n"
-        f"   RealMemory={memory} AllocMem=0 FreeMem=9 Sockets=2 Boards=1\n   MemSpecLimit={KEPT_MB}\n"
+        f"   RealMemory={memory} AllocMem=0 FreeMem=9 Sockets=2 Boards=1\n   CoreSpecCount={KEPT_CPUS} "
+        f"CPUSpecList=0-{KEPT_CPUS - 1} MemSpecLimit={KEPT_MB}\n"
         f"   State=IDLE ThreadsPerCore=1 TmpDisk=0 Weight=1\n   Partitions={','.join(partitions)} \n"
         for name, (memory, gres, partitions) in NODES.items()
     ]
@@ -65,10 +66,12 @@ def as_text(version: str) -> list[str]:
     return [config, "\n".join(nodes), "\n".join(partitions)]
 
 
-def expected(*, cpus: int) -> dict[str, SlurmNode]:
+def expected() -> dict[str, SlurmNode]:
     gpus = {"c1": {}, "g1": {"a100": 4}, "g2": {"a100": 4}}
     return {
-        name: SlurmNode(name, cpus, memory - KEPT_MB, gpus[name], tuple(partitions), FEATURES[name])
+        name: SlurmNode(
+            name, CPUS - KEPT_CPUS, memory - KEPT_MB, gpus[name], tuple(partitions), FEATURES[name]
+        )
         for name, (memory, _, partitions) in NODES.items()
     }
 
@@ -80,10 +83,32 @@ def plain(records: SlurmRecords) -> dict[str, SlurmNode]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_text(version: str) -> None:
     records = read_records(as_text(version))
-    kept = KEPT_CPUS if since(version, "22.05") else 0
-    assert plain(records) == expected(cpus=CPUS - kept)
+    assert plain(records) == expected()
     assert records.partitions == PARTITIONS
     assert (records.version, records.cluster) == (f"{version}.1", "mine")
+
+
+@pytest.mark.parametrize(
+    ("kept", "cpus", "threads", "jobs"),
+    [
+        ("CoreSpecCount=4", 64, 2, 56),
+        ("CoreSpecCount=4", 32, 2, 28),  # the site counts cores
+        ("CoreSpecCount=4 CPUSpecList=0-7", 64, 2, 56),  # the same cores twice
+        ("CPUSpecList=0-1,32-37", 64, 2, 56),
+        ("CPUSpecList=0,2,33,63", 64, 2, 56),  # one thread of each of four cores
+        ("CPUSpecList=0,2", 32, 1, 30),
+        ("MemSpecLimit=9", 64, 2, 64),
+    ],
+)
+def test_cores_that_a_slurm_before_22_05_keeps(kept: str, cpus: int, threads: int, jobs: int) -> None:
+    """Slurm keeps whole cores; a node of 32 cores has 64 CPUs if threads are counted."""
+    text = (
+        f"NodeName=n1 CoresPerSocket=16 CPUAlloc=0 CPUTot={cpus} Sockets=2 Boards=1 {kept} "
+        f"ThreadsPerCore={threads} Partitions=a"
+    )
+    assert read_records([text]).nodes["n1"].cpus == jobs
+    newer = text.replace("CPUTot", "CPUEfctv=50 CPUTot")
+    assert read_records([newer]).nodes["n1"].cpus == 50
 
 
 def test_what_a_site_may_want_from_every_job() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hpc_parallel.config.task_schema import ScriptConfig
+from hpc_parallel.launch.prepare import _kept_notes
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.snapshot import plan_snapshot
@@ -324,7 +326,12 @@ def test_a_folder_that_is_no_source_is_named(loose: Path, tmp_path: Path) -> Non
 
 def test_a_folder_that_others_can_write_is_not_kept(loose: Path, tmp_path: Path) -> None:
     loose.chmod(0o777)
-    assert loose not in plan_snapshot(tmp_path / "code", working_directory=loose).copies
+    kept = plan_snapshot(tmp_path / "code", working_directory=loose)
+    assert loose not in kept.copies
+    reason = "(other users may write there; try chmod go-w): later edits change the run"
+    assert list(kept.notes) == [f"not kept    {loose} {reason}"]
+    (script,) = _kept_notes(ScriptConfig(file=str(loose / "model_one.py")), snapshot=kept)
+    assert script == f"not kept    {loose}/model_one.py {reason}"  # it is neither ignored nor too large
 
 
 def test_outside_a_checkout_only_the_package_is_kept(tmp_path: Path) -> None:

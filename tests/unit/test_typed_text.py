@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from hpc_parallel import api
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import Cell, compose_cells, compose_run
+from hpc_parallel.config.diagnose import diagnose
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig, register
 from hpc_parallel.config.typed_config import MistypedError, typed
@@ -93,6 +94,32 @@ def test_a_value_of_another_type_is_named(key: str, value: object) -> None:
     table, _, name = key.rpartition(".")
     with pytest.raises(MistypedError, match=f"^{key}( |:)"):
         typed({table: {name: value}} if table else {name: value})
+
+
+def test_a_value_of_another_type_is_refused_with_its_rule_and_legal_values() -> None:
+    values = {"seed": "a", "dry_run": 1, "device": 2, "training": {"compile": "maybe", "clip_norm": []},
+              "launcher": {"setup": "x", "extra": []}, "profile": {"ranks": 0}, "nodes": 2}  # fmt: skip
+    with pytest.raises(MistypedError) as refused:
+        typed(values)
+    assert list(map(str, refused.value.problems)) == [
+        "seed = a is not a whole number. Try seed=0.",
+        "dry_run = 1 is not true or false. Try dry_run=true or dry_run=false.",
+        "device = 2 is not one text. Try device=auto.",
+        "training.compile = maybe is not true or false. Try training.compile=true or training.compile=false.",
+        "training.clip_norm = [] is not a number. Try training.clip_norm=1.",
+        "launcher.setup = x is not a list [a,b] of texts. Try launcher.setup=[].",
+        "launcher.extra = [] is not a table {key: value}. Try launcher.extra={}.",
+        "profile.ranks = 0 is not a list of whole numbers [a,b]. Try profile.ranks=[0].",
+    ]
+
+
+def test_a_switch_that_takes_auto_too_is_refused_beside_the_other_problems() -> None:
+    line = CommandLine.parse([*LOCAL, "training.compile=maybe", "nodes=0"])
+    problems = [str(problem) for problem in diagnose(line.overrides, **line.places)]
+    compiling, nodes = problems
+    legal = "Try training.compile=true or training.compile=false."
+    assert compiling == f"training.compile = maybe is not true or false. {legal}"
+    assert nodes.startswith("nodes = 0 must be at least 1.")
 
 
 @pytest.mark.parametrize("key", ["strategy.name", "strategy", "model", "name", "task.name", "optimizer"])
