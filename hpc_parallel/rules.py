@@ -82,8 +82,13 @@ def _number(allows: Callable[[float], bool], text: str, *, finite: bool = True) 
     return Rule(is_legal, text)
 
 
-def one_of(*choices: str) -> Rule:
-    return Rule(lambda value: value in choices, f"is not one of {', '.join(choices)}", choices[:1], choices)
+def one_of(*choices: str, file: str | None = None) -> Rule:
+    """One of the words, or with `file`, the path of a file that ends in it."""
+    rule = f"is not one of {', '.join(choices)}" + (f", nor a {file} file" if file else "")
+    return Rule(
+        lambda value: value in choices or (file is not None and value.endswith(file)),
+        rule, choices[:1], choices,
+    )  # fmt: skip
 
 
 def matches(pattern: str, text: str) -> Rule:

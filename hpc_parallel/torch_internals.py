@@ -499,6 +499,24 @@ def sends_apart(schedule: Any) -> bool:
     return isinstance(schedule, type) and issubclass(schedule, _PipelineScheduleRuntime)
 
 
+def schedule_of_actions() -> Any:
+    """The class of pipeline schedules that run a table of actions (`set_actions`)."""
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    return _PipelineScheduleRuntime
+
+
+def set_actions(schedule: Any, ranks: Sequence[Sequence[tuple[int, str, int]]]) -> None:
+    """Let a schedule of `schedule_of_actions` run these actions of each rank: (stage, kind, microbatch)."""
+    from torch.distributed.pipelining.schedules import _Action, _ComputationType
+
+    schedule.pipeline_order = {
+        rank: [_Action(stage, _ComputationType.from_str(kind), number) for stage, kind, number in actions]
+        for rank, actions in enumerate(ranks)
+    }
+    schedule._prepare_schedule_with_comms(schedule.pipeline_order)
+
+
 def default_store() -> dist.Store:
     """The store through which the ranks of the default process group have met."""
     return dist.distributed_c10d._get_default_store()

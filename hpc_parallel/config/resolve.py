@@ -26,6 +26,7 @@ from hpc_parallel.config.task_schema import JOB_SECONDS, LOCAL_SECONDS
 from hpc_parallel.config.typed_config import MistypedError, typed
 from hpc_parallel.layout.batch_plan import default_batch_size, usual_batch_size
 from hpc_parallel.layout.layout import DATAPARALLEL, SPMD
+from hpc_parallel.layout.schedules import schedule_named
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.slurm.limits import NodeShare
 
@@ -148,7 +149,12 @@ def _set_script(config: DictConfig) -> None:
 
 
 def _set_batch(config: DictConfig) -> None:
-    """Set a number for `training.global_batch_size`."""
+    """Set a number for `training.global_batch_size`, and the microbatches of a user's schedule."""
+    strategy, training = config.strategy, config.training
+    file = schedule_named(str(strategy.schedule)).file
+    undecided = strategy.microbatches is training.microbatch_size is None
+    if file is not None and strategy.pipeline != 1 and undecided:
+        strategy.microbatches = file.microbatches
     if config.training.global_batch_size is not None:
         return
     values = OmegaConf.to_container(config, resolve=True)

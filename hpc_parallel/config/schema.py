@@ -24,6 +24,7 @@ from hpc_parallel.config.site_schema import (
     PreflightConfig,
 )
 from hpc_parallel.config.task_schema import TASKS, ScriptConfig, TaskConfig
+from hpc_parallel.layout.action_file import SUFFIX
 from hpc_parallel.layout.axes import DegreesConfig
 from hpc_parallel.layout.layout import EXECUTIONS
 from hpc_parallel.layout.model_data_schema import DATA, MODELS
@@ -47,7 +48,8 @@ class StrategyConfig(DegreesConfig):
     # `spmd` starts one process for each device, `dataparallel` one for each node; with `parameter_server`,
     # rank 0 holds the weights and the optimizer, and the workers send it gradients.
     execution: str = key("spmd", one_of(*EXECUTIONS))
-    schedule: str = key("1f1b", one_of(*SCHEDULES))  # The pipeline schedule.
+    # The pipeline schedule, or a CSV file with the actions of each rank, as torch writes it.
+    schedule: str = key("1f1b", one_of(*SCHEDULES, file=SUFFIX))
     # Microbatches in one step of a pipeline; null: four for each rank if that divides the batch.
     microbatches: int | None = key(None, count())
     # Pipeline stages on one rank; null: 1, or 2 if the schedule needs it.

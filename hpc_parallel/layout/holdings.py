@@ -15,7 +15,7 @@ from hpc_parallel.layout.axes import BATCH_AXES, DECLARED, SAMPLE_AXES
 from hpc_parallel.layout.counts import reads
 from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, SPMD, Layout, servers, tile_grid
 from hpc_parallel.layout.model_data_schema import ConvNetConfig, HuggingFaceConfig
-from hpc_parallel.layout.schedules import SCHEDULES, schedule_of, stages_of, stages_per_rank
+from hpc_parallel.layout.schedules import schedule_of, stages_of, stages_per_rank
 
 if TYPE_CHECKING:
     from hpc_parallel.config.schema import StrategyConfig
@@ -62,7 +62,7 @@ class Setup:
         used = [axis for axis in DECLARED if degrees[axis.name] > 1]
         if self.strategy.execution != SPMD and any(axis.name != "replicate" for axis in used):
             return f"execution={self.strategy.execution} has whole replicas only"
-        if self.layout.pipeline > 1 and self.strategy.schedule not in SCHEDULES:
+        if self.layout.pipeline > 1 and not schedule_of(self.strategy).known:
             return "the schedule is unknown"
         if self.layout.tile > 1 and not self._grid_fits:
             return "the grid does not have one tile for each device"

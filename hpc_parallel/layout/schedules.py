@@ -2,13 +2,15 @@
 
 torch.distributed.pipelining raises errors by the same rules; the login node reads them here without torch.
 `strategies/pipeline.py` names the class of each schedule, and `planning/pipeline_orders.py` has the order of
-its actions.
+its actions. A user's schedule is a file of actions (`action_file.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from hpc_parallel.layout import action_file
 
 if TYPE_CHECKING:  # schema.py reads the names of the schedules
     from hpc_parallel.config.schema import StrategyConfig
@@ -25,6 +27,8 @@ class Schedule:
     splits_backward: bool = False  # computes gradients of weights later than those of inputs
     in_turn: bool = False  # a microbatch starts after the previous one has finished
     two_way: bool = False  # sends activations and gradients at the same time, in separate calls
+    file: action_file.ActionFile | None = None  # a user's schedule
+    known: bool = True
 
     @property
     def torch(self) -> tuple[int, int]:
@@ -50,9 +54,21 @@ SCHEDULES = {
 }
 
 
+def schedule_named(name: str) -> Schedule:
+    """The rules of a schedule or of a user's file; defaults for an unknown name, which the checks report."""
+    path = action_file.path_of(name)
+    if path is None:
+        return SCHEDULES.get(name, Schedule(known=False))
+    file = action_file.read(path)
+    return Schedule(
+        (file.per_rank,) * 3, v_shaped=file.v_shaped, splits_backward=file.splits_backward, two_way=True,
+        file=file, known=not file.problems,
+    )  # fmt: skip
+
+
 def schedule_of(strategy: StrategyConfig) -> Schedule:
-    """The rules of `strategy.schedule`; defaults for an unknown name, which the checks report."""
-    return SCHEDULES.get(strategy.schedule, Schedule())
+    """The rules of `strategy.schedule`."""
+    return schedule_named(strategy.schedule)
 
 
 def stages_per_rank(strategy: StrategyConfig) -> int:
@@ -62,6 +78,8 @@ def stages_per_rank(strategy: StrategyConfig) -> int:
 def unfit(strategy: StrategyConfig, *, microbatches: int, ranks: int) -> str | None:
     """Why the schedule can't run this number of microbatches; None if it can."""
     schedule, stages = schedule_of(strategy), ranks * stages_per_rank(strategy)
+    if schedule.file is not None and microbatches != schedule.file.microbatches:
+        return f"is not the number of {strategy.schedule}, {schedule.file.microbatches}"
     if schedule.full and microbatches < stages:
         return f"leaves stages idle: {strategy.schedule} needs at least as many as its {stages} stages"
     rounds = max(1, microbatches // ranks)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from hpc_parallel.config.schema import StrategyConfig
-from hpc_parallel.layout.schedules import SCHEDULES, schedule_of, stages_of, stages_per_rank
+from hpc_parallel.layout import action_file
+from hpc_parallel.layout.schedules import schedule_named, schedule_of, stages_of, stages_per_rank
 
 
 class ActionKind(IntEnum):
@@ -46,13 +47,15 @@ class Pipeline:
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages of a rank, first to last."""
-        v_shaped = SCHEDULES[self.schedule].v_shaped
+        v_shaped = schedule_named(self.schedule).v_shaped
         return stages_of(rank, degree=self.ranks, per_rank=self.per_rank, v_shaped=v_shaped)
 
 
 def orders(pipeline: Pipeline) -> Orders:
     """The actions of each rank, in the order in which it runs them."""
-    rules = SCHEDULES[pipeline.schedule]
+    rules = schedule_named(pipeline.schedule)
+    if rules.file is not None:
+        return [[*_of_file(actions, rules.splits_backward)] for actions in rules.file.ranks]
     if rules.splits_backward:
         return _list_scheduled(pipeline)
     order = {
@@ -60,6 +63,14 @@ def orders(pipeline: Pipeline) -> Orders:
         "1f1b": _one_forward_one_backward, "interleaved": _interleaved,
     }[pipeline.schedule]  # fmt: skip
     return [order(pipeline, rank) for rank in range(pipeline.ranks)]
+
+
+def _of_file(actions: Sequence[action_file.Action], splits_backward: bool) -> Iterator[Action]:
+    """In a schedule that splits backward passes, a whole one is its two halves in turn."""
+    kinds: dict[str, tuple[ActionKind, ...]] = {"F": (FORWARD,), "I": (BACKWARD,), "W": (WEIGHTS,)}
+    kinds["B"] = (BACKWARD, WEIGHTS) if splits_backward else (BACKWARD,)
+    for stage, kind, microbatch in actions:
+        yield from ((one, stage, microbatch) for one in kinds[kind])
 
 
 def _in_turn(pipeline: Pipeline, rank: int) -> list[Action]:
@@ -150,6 +161,8 @@ def live_microbatches(
     if ranks == 1 or schedule_of(strategy).in_turn:
         return (1,) * (1 if ranks == 1 else stages_per_rank(strategy))
     per_rank, name = stages_per_rank(strategy), strategy.schedule
+    if (file := schedule_of(strategy).file) is not None:
+        return _most_live(file.ranks[rank], file.stages_of[rank])
     if name == "1f1b":
         return (min(microbatches, ranks - rank),)
     if schedule_of(strategy).v_shaped:
@@ -159,6 +172,16 @@ def live_microbatches(
         last = ranks if schedule_of(strategy).splits_backward else 2 * (ranks - 1 - rank) + 1
         return _in_rounds(last, ranks=ranks, per_rank=per_rank, microbatches=microbatches)
     return (microbatches,) * per_rank  # gpipe, looped_bfs
+
+
+def _most_live(actions: Sequence[action_file.Action], stages: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of a file, counted action by action."""
+    live, most = Counter[int](), Counter[int]()
+    for stage, kind, _ in actions:
+        live[stage] += {"F": 1, "I": 0}.get(kind, -1)
+        if live.total() > most.total():
+            most = live.copy()
+    return tuple(most[stage] for stage in stages)
 
 
 def _in_rounds(last: int, *, ranks: int, per_rank: int, microbatches: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from itertools import accumulate
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.model_weights import ModelWeights
-from hpc_parallel.layout.schedules import SCHEDULES, stages_per_rank
+from hpc_parallel.layout.schedules import schedule_named, stages_per_rank
 from hpc_parallel.planning.decoder import Kernels
 from hpc_parallel.planning.hardware import Hardware, contended
 from hpc_parallel.planning.layouts import Variants
@@ -39,7 +39,7 @@ class _Times:
 
     def before_s(self, schedule: str | None) -> float:
         """The wait of a rank for one block of the stages before its first stage."""
-        splits = schedule is not None and SCHEDULES[schedule].splits_backward
+        splits = schedule is not None and schedule_named(schedule).splits_backward
         return self.forward_s if splits else self.block_s
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
-from hpc_parallel.layout.schedules import SCHEDULES
+from hpc_parallel.layout.schedules import schedule_named
 from hpc_parallel.planning.decoder import Kernels, Share, Term, Terms
 from hpc_parallel.planning.exchange_times import ExchangeTimes
 from hpc_parallel.planning.hardware import Hardware, Loads, contended, pipelines_at_once
@@ -198,7 +198,7 @@ class StepTerms:
 
     def _action_s(self, kind: ActionKind, stage: int) -> float:
         """The time of an action. The host launches its operations in order; the device runs them in order."""
-        if not SCHEDULES[self.work.schedule].splits_backward:
+        if not schedule_named(self.work.schedule).splits_backward:
             return 0.0 if kind is WEIGHTS else self._whole_s(kind, stage)
         if kind is FORWARD:
             return self._whole_s(kind, stage)

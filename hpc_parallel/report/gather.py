@@ -18,6 +18,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.failure.run_state import states
 from hpc_parallel.failure.summary import summarise
+from hpc_parallel.layout.action_file import SUFFIX
 from hpc_parallel.layout.axes import AXES, with_all_axes
 from hpc_parallel.layout.layout import Layout, layout_of, recorded_strategy
 from hpc_parallel.problems import printable
@@ -104,9 +105,14 @@ class Row:
         """Whether the run's devices were processes on a CPU; False if unknown."""
         return self.run.ran_on.cuda is None
 
-    @property
+    @cached_property
     def config(self) -> dict[str, Any]:
-        return self.run.config or {}
+        """The recorded values; a user's schedule without its folder, because its name tells its contents."""
+        config = self.run.config or {}
+        strategy = config.get("strategy")
+        if not isinstance(strategy, dict) or not str(strategy.get("schedule")).endswith(SUFFIX):
+            return config
+        return config | {"strategy": strategy | {"schedule": Path(strategy["schedule"]).name}}
 
     def section(self, name: str) -> dict[str, Any]:
         """A section of the configuration; empty if the file has none."""

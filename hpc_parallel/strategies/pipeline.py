@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpc_parallel import torch_internals
 from hpc_parallel.config.checks.pipeline_checks import version_problem
-from hpc_parallel.layout.schedules import SCHEDULES
+from hpc_parallel.layout.schedules import schedule_named
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss, part_of
 from hpc_parallel.problems import ConfigError
@@ -250,6 +250,8 @@ class PipelineDriver:
         """
         if problem := version_problem(schedule, legal=("interleaved" if len(stages) > 1 else "1f1b",)):
             raise ConfigError([problem])
+        rules = schedule_named(schedule)
+        kind = KINDS[schedule] if rules.file is None else torch_internals.schedule_of_actions()
         delay_averaging(runners)
         axis = groups.mesh["pipeline"]
         models, count = list(stages.values()), axis.size() * len(stages)
@@ -259,7 +261,7 @@ class PipelineDriver:
         ]
         self._averages = [] if replicas is None else [average_of(model, axis=replicas) for model in models]
         for part, model in zip(self._parts, models, strict=True):
-            part.gradients_group = groups.gradients if torch_internals.sends_apart(KINDS[schedule]) else None
+            part.gradients_group = groups.gradients if torch_internals.sends_apart(kind) else None
             if model.sample_indices.used:
                 part.begin_microbatch = partial(model.sample_indices.begin_microbatch, count=microbatches)
         for part, average in zip(self._parts, self._averages, strict=False):
@@ -271,11 +273,13 @@ class PipelineDriver:
         self._first = min(stages) == 0
         self._last = max(stages) == count - 1
         self._device = device
-        self._tied = TiedEnds(models, group=groups.ends, v_shaped=SCHEDULES[schedule].v_shaped)
+        self._tied = TiedEnds(models, group=groups.ends, v_shaped=rules.v_shaped)
         self.copies: Sequence[Parameter] = self._tied.copies
-        self._passes = microbatches if SCHEDULES[schedule].in_turn else 1
+        self._passes = microbatches if rules.in_turn else 1
         self._per_pass = microbatches // self._passes
-        self._schedule = self._build_schedule(KINDS[schedule])
+        self._schedule = self._build_schedule(kind)
+        if rules.file is not None:
+            torch_internals.set_actions(self._schedule, rules.file.ranks)
 
     def _build_schedule(self, kind: Callable[..., Any]) -> Any:
         single_stage = "stage" in inspect.signature(kind).parameters  # differs between releases of torch

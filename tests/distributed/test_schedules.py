@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.marks import in_full
 from tests.parity import follow_one_device, opened
 from tests.workers import Train, Workers
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "schedule.csv"
 TWO_BY_TWO = ("strategy=pipeline", "nodes=4", "strategy.pipeline=2", "model.layers=4")
 LAYOUTS = {
     **{
@@ -63,6 +65,13 @@ LAYOUTS = {
         "strategy=pipeline", "nodes=2", "strategy.schedule=interleaved_zero_bubble",
         "training.activation_checkpointing=full", "strategy.microbatches=4", "model.layers=4",
     ),
+    "a file of actions": (
+        "strategy=pipeline", "nodes=2", f"strategy.schedule={EXAMPLE}", "model.layers=4",
+    ),
+    "a file of actions 2 x shard 2": (
+        *TWO_BY_TWO, f"strategy.schedule={EXAMPLE}", "strategy.shard=2", "strategy.reshard=false",
+    ),
+    "a file of actions 2 x tensor 2": (*TWO_BY_TWO, f"strategy.schedule={EXAMPLE}", "strategy.tensor=2"),
     "cuts [1,2,6]": ("strategy=pipeline", "nodes=4", "strategy.cuts=[1,2,6]", "model.layers=8"),
     "cuts [1,2,6] in a V": (
         "strategy=pipeline", "nodes=2", "strategy.schedule=zbv", "strategy.cuts=[1,2,6]", "model.layers=8",

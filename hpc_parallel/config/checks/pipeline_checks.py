@@ -10,7 +10,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.batch_plan import BatchPlan, batch_of
 from hpc_parallel.layout.counts import count
 from hpc_parallel.layout.layout import Layout, divisors
-from hpc_parallel.layout.schedules import SCHEDULES, Schedule, schedule_of, stages_per_rank, unfit
+from hpc_parallel.layout.schedules import schedule_named, schedule_of, stages_per_rank, unfit
 from hpc_parallel.layout.stage_cuts import cuts_problem
 from hpc_parallel.problems import Problem, Problems
 
@@ -18,6 +18,11 @@ from hpc_parallel.problems import Problem, Problems
 def find_problems(config: RunConfig, layout: Layout) -> Problems:
     """Every stage needs a block, and the schedule limits the number of stages per rank."""
     strategy = config.strategy
+    file = schedule_of(strategy).file
+    if file is not None and file.problems:
+        for rule in file.problems:
+            yield Problem("strategy.schedule", strategy.schedule, rule, ("1f1b",))
+        return
     if layout.pipeline == 1:
         if strategy.cuts is not None:
             rule = "cuts a pipeline, but there is one stage"
@@ -26,6 +31,10 @@ def find_problems(config: RunConfig, layout: Layout) -> Problems:
     if strategy.static_graph:
         rule = "can't be used in a pipeline, which accumulates gradients from its first step on"
         yield Problem("strategy.static_graph", True, rule, (False,))
+    if file is not None and len(file.ranks) != layout.pipeline:
+        rule = f"is not the number of ranks in {strategy.schedule}, {len(file.ranks)}"
+        yield Problem("strategy.pipeline", layout.pipeline, rule, (len(file.ranks),))
+        return
     per_rank = stages_per_rank(strategy)
     fewest, most, usual = schedule_of(strategy).stages_per_rank
     if per_rank < fewest or (most is not None and per_rank > most):
@@ -70,7 +79,7 @@ def _runnable(config: RunConfig, layout: Layout) -> Problems:
 
 def version_problem(name: str, *, legal: tuple[str, ...] = ()) -> Problem | None:
     """Returns a problem if the installed torch is too old for the schedule."""
-    rule = too_old(SCHEDULES.get(name, Schedule()).torch)
+    rule = too_old(schedule_named(name).torch)
     return None if rule is None else Problem("strategy.schedule", name, rule, legal)
 
 
@@ -98,10 +107,11 @@ def batch_problems(config: RunConfig, layout: Layout, plan: BatchPlan) -> Proble
     if fitting:
         yield _microbatches_problem(config, plan, rule, near(plan.microbatches, fitting))
     else:
-        stages = ranks * stages_per_rank(strategy)
-        rule = f"gives a replica {samples} samples, too few for {stages} microbatches of {strategy.schedule}"
+        file = schedule_of(strategy).file
+        least = ranks * stages_per_rank(strategy) if file is None else file.microbatches
+        rule = f"gives a replica {samples} samples, too few for {least} microbatches of {strategy.schedule}"
         batch = config.training.global_batch_size
-        yield Problem("training.global_batch_size", batch, rule, (stages * layout.data,))
+        yield Problem("training.global_batch_size", batch, rule, (least * layout.data,))
 
 
 def _microbatches_problem(config: RunConfig, plan: BatchPlan, rule: str, legal: tuple[int, ...]) -> Problem:
