@@ -116,18 +116,7 @@ class DegreesConfig:
         )
     )  # fmt: skip
     # The number of devices that share each layer.
-    tensor: int = _degree(
-        Axis(
-            Splits.MODEL,
-            conflicts=(
-                Conflict(
-                    "training.activation_checkpointing", "full",
-                    "compiled code can't save what recomputing a sum over devices needs",
-                    ("selective", "none"), when={"training.compile": True},
-                ),
-            ),
-        )
-    )  # fmt: skip
+    tensor: int = _degree(Axis(Splits.MODEL))
     # The number of devices that share each image.
     tile: int = _degree(
         Axis(

@@ -80,7 +80,7 @@ def _decoder(run: _Run) -> Kept:
     full = 2 * (norm + tokens * dim * types.product) + attention.kept + feed_forward.kept
     full += 0 if types.cast else _casts(run)
     stream = sliced * dim * types.stream
-    selective = stream + attention.expensive + feed_forward.expensive
+    selective = stream + attention.expensive + feed_forward.expensive + _exchanged(run, sliced)
     block = {"none": full, "selective": selective, "full": stream}[mode]
     return Kept(
         stem=tokens * INDEX,
@@ -90,6 +90,15 @@ def _decoder(run: _Run) -> Kept:
         shared=tables,
         states=(stream,) * sizes.layers,
     )
+
+
+def _exchanged(run: _Run, sliced: int) -> int:
+    """What selective checkpointing keeps of the sums and gathered slices of `strategy.tensor`."""
+    if run.layout.tensor == 1:
+        return 0
+    gathered = run.types.product if run.types.cast else run.types.precise
+    slices = run.tokens * gathered if run.config.strategy.sequence_parallel else 0
+    return 2 * run.sizes.dim * (slices + sliced * run.types.product)
 
 
 def _casts(run: _Run) -> int:

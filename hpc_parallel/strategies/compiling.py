@@ -21,6 +21,7 @@ from hpc_parallel.torch_internals import (
     allow_recompiles,
     graph_break,
     guard_sharded_modules,
+    save_meshes_behind_random_states,
     set_memory_budget,
     wrap_integers,
 )
@@ -38,6 +39,7 @@ def apply(model: LayeredModel, *, memory_budget: float | None = None, whole: boo
     set_memory_budget(1.0 if memory_budget is None else memory_budget)
     allow_recompiles(SHAPES * len(model.blocks))
     guard_sharded_modules()
+    save_meshes_behind_random_states()
     wrap_integers()
     run = partial(run_compiled, cache(partial(torch.compile, fullgraph=True, dynamic=False)), set())
     if whole:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from hpc_parallel import torch_internals
 from hpc_parallel.config.schema import StrategyConfig
@@ -19,9 +22,11 @@ from hpc_parallel.models import transformer
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.profiling.traffic import Traffic
 from hpc_parallel.strategies import checkpointing, compiling, precision, shard, working_weights
 from hpc_parallel.strategies.dropout import counted_dropout
 from hpc_parallel.strategies.dropout.dropout_shapes import whole_shapes
+from hpc_parallel.strategies.tensor import split_layers
 from hpc_parallel.training.nonfinite_trace import trace
 from tests.dropout_models import Tokens
 from tests.parity import COMMON, EXACTNESS, assert_follows
@@ -30,8 +35,15 @@ from tests.workers import Train, Workers
 LAYOUTS = {
     "fsdp over 2, recomputing": ("float64", "strategy=fsdp", "training.activation_checkpointing=selective"),
     "tensor over 2": ("float32", "strategy=tensor"),
+    "tensor over 2, recomputing all": (
+        "float64", "strategy=tensor", "training.activation_checkpointing=full"
+    ),
+    "tensor over 2, shard over 2, recomputing all": (
+        "float64", "strategy=fsdp", "gpus_per_node=2", "strategy.tensor=2",
+        "training.activation_checkpointing=full",
+    ),
     "data over 2, in one graph": ("float64", "strategy=data", "training.compile_whole=true"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +67,58 @@ def test_compiled_blocks_follow_one_device(compiling_workers: Workers, trained: 
     )
     assert set(cache.rglob("*.so")) > before  # it did compile
     assert_follows(compiled, trained(*COMMON, *options, "strategy=single"), losses=losses, weights=weights)
+
+
+def small_block(keeps: str = "none", *, axis: DeviceMesh | None = None, **split: bool) -> torch.nn.Module:
+    """A block of a decoder, split and compiled if there is an axis."""
+    model = Transformer(layers=1, dim=16, heads=2, kv_heads=2, ffn_dim=24, vocab_size=8)
+    if axis is not None:
+        split_layers.apply(model, axis=axis, options=StrategyConfig(name="tensor", **split))
+        checkpointing.apply(model, keeps=keeps, compiled=True)
+        compiling.apply(model)
+    materialise(model, seed=0, device="cpu", dtype=torch.float64)
+    return model.distinct_blocks[0]
+
+
+def of_block(block: torch.nn.Module, *, part: int = 0, parts: int = 1) -> tuple[list[Tensor], dict[str, int]]:
+    """The gradients of one pass through the block, and the kinds of bytes that it sends."""
+    numbers = torch.randn(2, 2, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x, gradient = numbers.chunk(parts, dim=2)[part].clone().requires_grad_()
+    with Traffic() as traffic:
+        block(x).backward(gradient.detach())
+    gradients = [weight.grad for weight in block.parameters()]
+    full = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in gradients]
+    return [grad for grad in full if grad is not None], dict(traffic.sent)
+
+
+def pass_through_split_blocks() -> list[tuple[str, bool, list[Tensor], dict[str, int]]]:
+    """On each of two ranks. The partitioner decides what is computed again, before any code is generated."""
+    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)), dist.get_rank()
+    compile_partitioned = partial(torch.compile, backend="aot_eager_decomp_partition")
+    found = []
+    with mock.patch.object(torch, "compile", compile_partitioned):
+        for keeps, slices in itertools.product(("selective", "full"), (True, False)):
+            block = small_block(keeps, axis=mesh["tensor"], sequence_parallel=slices)
+            gradients, sent = of_block(block, part=rank * slices, parts=1 + slices)
+            found.append((keeps, slices, gradients, sent))
+            torch._dynamo.reset()
+    return found
+
+
+def test_compiled_blocks_that_are_split_send_no_more_than_they_must(compiling_workers: Workers) -> None:
+    """A block gathers two slices and scatters two sums in each pass. Only `full` repeats what it needs.
+
+    It stops before the last sum, which only the next block needs.
+    """
+    expected, _ = of_block(small_block())
+    piece = 2 * 8 * 16 * 8  # bytes of a slice
+    scattered, reduced = {"selective": (4, 4), "full": (6, 5)}, {"selective": 8, "full": 10}
+    for rank in compiling_workers.run(2, pass_through_split_blocks):
+        for keeps, slices, gradients, sent in rank:
+            torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-11)
+            gathers, sums = scattered[keeps]
+            by_slices = {"all_gather": gathers * piece, "reduce_scatter": sums * piece}
+            assert sent == (by_slices if slices else {"all_reduce": reduced[keeps] * piece})
 
 
 class Prepared(torch.nn.Module):
