@@ -180,10 +180,11 @@ def save_meshes_behind_random_states() -> None:
     computed again (torch counts attention on a CPU as one), torch 2.13 saves the generator's state after the
     mesh of the weights, and the forward pass fails.
     """
-    from torch._functorch import partitioners  # imported by the compiler only
+    from torch._functorch import partitioners as module  # imported by the compiler only
 
-    is_mesh: Any = getattr(partitioners, "is_opaque_node", None)  # torch 2.11 saves no mesh
-    save_states: Any = partitioners.functionalize_rng_ops
+    partitioners: Any = module
+    is_mesh = getattr(partitioners, "is_opaque_node", None)  # torch 2.11 saves no mesh
+    save_states = partitioners.functionalize_rng_ops
     if is_mesh is None or hasattr(save_states, "__wrapped__"):
         return
 

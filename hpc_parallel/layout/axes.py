@@ -103,18 +103,8 @@ class DegreesConfig:
             Splits.SAMPLES,
             averaged=True,
             reads="text",
-            conflicts=(
-                Conflict(
-                    "training.compile", True, "torch can't compile the transfer of keys and values", (False,),
-                    when={"strategy.context_attention": "ring"},
-                ),
-                Conflict(
-                    "training.compile", True, _NOT_PROVEN, (False,),
-                    when={"strategy.context_attention": "all_to_all"},
-                ),
-            ),
         )
-    )  # fmt: skip
+    )
     # The number of devices that share each layer.
     tensor: int = _degree(Axis(Splits.MODEL))
     # The number of devices that share each image.

@@ -129,9 +129,11 @@ def _attention(run: _Run) -> _Part:
     lse = tokens * heads * types.precise
     mixed = tokens * query * types.product + lse
     inputs = tokens * (query + 2 * kv) * types.product
-    joined = tokens * query * types.product  # the heads next to each other
+    # The heads next to each other. `sequence_attention` writes them so.
+    joined = 0 if passes else tokens * query * types.product
     outputs = tokens * (query + 2 * projected + sizes.dim) * types.product  # of the four projections
-    return _Part(inputs + mixed + joined, outputs if passes else outputs + mixed)
+    arrived = inputs + joined if layout.context > 1 and not passes else 0  # from the other devices
+    return _Part(inputs + mixed + joined, outputs + mixed + arrived)
 
 
 def _swiglu(run: _Run) -> _Part:

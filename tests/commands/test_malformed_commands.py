@@ -384,8 +384,6 @@ IMAGES = [
           "strategy.tile = 2", offers="strategy.shard=1 strategy.replicate=-1"),
     wrong("model=segmenter data=cells strategy=tile nodes=4 strategy.tile_grid=[3,1]",
           "strategy.tile_grid = [3,1]", "4 tiles", offers="strategy.tile_grid=[2,2]"),
-    wrong("strategy=context nodes=2 training.compile=true", "training.compile = true", "keys and values",
-          offers="training.compile=false"),
     wrong("model=segmenter data=cells strategy=tile nodes=2 training.compile=true", "training.compile = true",
           "halos", offers="training.compile=false"),
     wrong("model=segmenter data=cells strategy=tensor nodes=2", "strategy.tensor = 2", "linear",
