@@ -16,7 +16,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,36 @@ def wrap_integers() -> None:
     flag = "enable_floating_point_contract_flag"
     if "-fwrapv" not in (value := getattr(config.cpp, flag)):
         setattr(config.cpp, flag, f"{value} -fwrapv")
+
+
+def save_meshes_behind_random_states() -> None:
+    """Let compiled blocks with DTensors compute attention again in the backward pass.
+
+    A forward graph must save tensors, then meshes, then sizes. If an operator that may draw random numbers is
+    computed again (torch counts attention on a CPU as one), torch 2.13 saves the generator's state after the
+    mesh of the weights, and the forward pass fails.
+    """
+    from torch._functorch import partitioners as module  # imported by the compiler only
+
+    partitioners: Any = module
+    is_mesh = getattr(partitioners, "is_opaque_node", None)  # torch 2.11 saves no mesh
+    save_states = partitioners.functionalize_rng_ops
+    if is_mesh is None or hasattr(save_states, "__wrapped__"):
+        return
+
+    @wraps(save_states)
+    def save_in_order(joint: Any, forward: Any, backward: Any, sizes: int) -> tuple[Any, Any]:
+        saved = reversed(forward.graph.output_node().args[0])
+        behind = len(list(takewhile(is_mesh, islice(saved, sizes, None))))
+        forward, backward = save_states(joint, forward, backward, sizes + behind)
+        inputs = backward.graph.find_nodes(op="placeholder")
+        first_gradient = next(node for node in inputs if "tangent" in node.name)
+        for mesh in filter(is_mesh, inputs[: inputs.index(first_gradient)]):
+            first_gradient.prepend(mesh)
+        backward.recompile()
+        return forward, backward
+
+    partitioners.functionalize_rng_ops = save_in_order
 
 
 def graph_break(error: BaseException) -> str | None:

@@ -103,31 +103,10 @@ class DegreesConfig:
             Splits.SAMPLES,
             averaged=True,
             reads="text",
-            conflicts=(
-                Conflict(
-                    "training.compile", True, "torch can't compile the transfer of keys and values", (False,),
-                    when={"strategy.context_attention": "ring"},
-                ),
-                Conflict(
-                    "training.compile", True, _NOT_PROVEN, (False,),
-                    when={"strategy.context_attention": "all_to_all"},
-                ),
-            ),
         )
-    )  # fmt: skip
+    )
     # The number of devices that share each layer.
-    tensor: int = _degree(
-        Axis(
-            Splits.MODEL,
-            conflicts=(
-                Conflict(
-                    "training.activation_checkpointing", "full",
-                    "compiled code can't save what recomputing a sum over devices needs",
-                    ("selective", "none"), when={"training.compile": True},
-                ),
-            ),
-        )
-    )  # fmt: skip
+    tensor: int = _degree(Axis(Splits.MODEL))
     # The number of devices that share each image.
     tile: int = _degree(
         Axis(

@@ -80,7 +80,7 @@ def _decoder(run: _Run) -> Kept:
     full = 2 * (norm + tokens * dim * types.product) + attention.kept + feed_forward.kept
     full += 0 if types.cast else _casts(run)
     stream = sliced * dim * types.stream
-    selective = stream + attention.expensive + feed_forward.expensive
+    selective = stream + attention.expensive + feed_forward.expensive + _exchanged(run, sliced)
     block = {"none": full, "selective": selective, "full": stream}[mode]
     return Kept(
         stem=tokens * INDEX,
@@ -90,6 +90,15 @@ def _decoder(run: _Run) -> Kept:
         shared=tables,
         states=(stream,) * sizes.layers,
     )
+
+
+def _exchanged(run: _Run, sliced: int) -> int:
+    """What selective checkpointing keeps of the sums and gathered slices of `strategy.tensor`."""
+    if run.layout.tensor == 1:
+        return 0
+    gathered = run.types.product if run.types.cast else run.types.precise
+    slices = run.tokens * gathered if run.config.strategy.sequence_parallel else 0
+    return 2 * run.sizes.dim * (slices + sliced * run.types.product)
 
 
 def _casts(run: _Run) -> int:
@@ -120,9 +129,11 @@ def _attention(run: _Run) -> _Part:
     lse = tokens * heads * types.precise
     mixed = tokens * query * types.product + lse
     inputs = tokens * (query + 2 * kv) * types.product
-    joined = tokens * query * types.product  # the heads next to each other
+    # The heads next to each other. `sequence_attention` writes them so.
+    joined = 0 if passes else tokens * query * types.product
     outputs = tokens * (query + 2 * projected + sizes.dim) * types.product  # of the four projections
-    return _Part(inputs + mixed + joined, outputs if passes else outputs + mixed)
+    arrived = inputs + joined if layout.context > 1 and not passes else 0  # from the other devices
+    return _Part(inputs + mixed + joined, outputs + mixed + arrived)
 
 
 def _swiglu(run: _Run) -> _Part:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from hpc_parallel.strategies.context.ring import OPERATORS
 from hpc_parallel.torch_internals import DispatchMode, group_of, operator_arguments, operator_name
 
 
@@ -71,6 +72,9 @@ class Traffic(DispatchMode):
                 self.unknown.add(name)
         elif name.startswith(COLLECTIVES) and name not in WITHOUT_BYTES:
             self.unknown.add(name)
+        if function in OPERATORS:  # else this mode would not see what they send
+            with self:
+                return OPERATORS[function](*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 
 

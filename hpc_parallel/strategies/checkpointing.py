@@ -1,9 +1,8 @@
 """Activation checkpointing: blocks keep their input and run again for the backward pass (Chen et al. 2016).
 
-`selective` also keeps the results of matrix products, convolutions, attention, reductions over devices, and
-what devices exchange for their experts. torchtitan keeps every second matrix product. This module keeps every
-one: only memory-bound operations are repeated, and no reduction or token goes over the network twice.
-Gathered tensors are large, so they are not kept but gathered again.
+`selective` also keeps the results of matrix products, convolutions, attention, and of all that devices send
+each other. torchtitan keeps every second matrix product, and gathers slices of a sequence again. This module
+keeps every result: only memory-bound operations are repeated, and nothing goes over the network twice.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.written_buffers import versions_of, written_since
 from hpc_parallel.torch_internals import buffers_of, tree_leaves, written_arguments
 
-EXPENSIVE = {
-    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution",
-    "reduce_scatter_tensor", "all_reduce",
+EXPENSIVE = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution"}
+# These operations return what devices exchange or compute from it, and counts on the host. No operation
+# overwrites these results, not even inside a custom autograd function, such as DTensor's.
+EXCHANGED = {
+    "all_to_all_single", "exchange_counts", "wait_for_copy", "sequence_attention",
+    "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce",
 }  # fmt: skip
-# These operations return the tokens of experts and their counts on the host. No operation overwrites these
-# results, not even inside a custom autograd function.
-EXCHANGED = {"all_to_all_single", "exchange_counts", "wait_for_copy"}
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 

@@ -17,7 +17,13 @@ from hpc_parallel.models.layered import LayeredModel, Loss, stem_outputs
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.written_buffers import versions_of, written_since
-from hpc_parallel.torch_internals import allow_recompiles, graph_break, set_memory_budget, wrap_integers
+from hpc_parallel.torch_internals import (
+    allow_recompiles,
+    graph_break,
+    save_meshes_behind_random_states,
+    set_memory_budget,
+    wrap_integers,
+)
 
 SHAPES = 64  # at most this many input shapes: microbatches in training, batch sizes in inference
 
@@ -31,6 +37,7 @@ def apply(model: LayeredModel, *, memory_budget: float | None = None, whole: boo
     """
     set_memory_budget(1.0 if memory_budget is None else memory_budget)
     allow_recompiles(SHAPES * len(model.blocks))
+    save_meshes_behind_random_states()
     wrap_integers()
     run = partial(run_compiled, cache(partial(torch.compile, fullgraph=True, dynamic=False)), set())
     if whole:

@@ -2,33 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from hpc_parallel import torch_internals
 from hpc_parallel.models import transformer
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies import checkpointing, compiling, precision, working_weights
+from hpc_parallel.profiling.traffic import Traffic
+from hpc_parallel.strategies import checkpointing, compiling, precision, shard, working_weights
+from hpc_parallel.strategies.context import split_sequence
+from hpc_parallel.strategies.context.ring import slices_of
 from hpc_parallel.strategies.dropout import counted_dropout
 from hpc_parallel.strategies.dropout.dropout_shapes import whole_shapes
+from hpc_parallel.strategies.tensor import split_layers
 from hpc_parallel.training.nonfinite_trace import trace
 from tests.dropout_models import Tokens
+from tests.marks import in_full
 from tests.parity import COMMON, EXACTNESS, assert_follows
 from tests.workers import Train, Workers
 
 LAYOUTS = {
     "fsdp over 2, recomputing": ("float64", "strategy=fsdp", "training.activation_checkpointing=selective"),
     "tensor over 2": ("float32", "strategy=tensor"),
+    "tensor over 2, recomputing all": (
+        "float64", "strategy=tensor", "training.activation_checkpointing=full"
+    ),
+    "tensor over 2, shard over 2, recomputing all": (
+        "float64", "strategy=fsdp", "gpus_per_node=2", "strategy.tensor=2",
+        "training.activation_checkpointing=full",
+    ),
+    "context over 2, recomputing": (
+        "float64", "strategy=context", "training.activation_checkpointing=selective"
+    ),
+    "context over 2, shard over 2, by heads, recomputing all": (
+        "float64", "strategy=fsdp", "gpus_per_node=2", "strategy.context=2",
+        "strategy.context_attention=all_to_all", "training.activation_checkpointing=full",
+    ),
     "data over 2, in one graph": ("float64", "strategy=data", "training.compile_whole=true"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +75,87 @@ def test_compiled_blocks_follow_one_device(compiling_workers: Workers, trained: 
     )
     assert set(cache.rglob("*.so")) > before  # it did compile
     assert_follows(compiled, trained(*COMMON, *options, "strategy=single"), losses=losses, weights=weights)
+
+
+def small_block(keeps: str, *, strategy: StrategyConfig, mesh: DeviceMesh) -> torch.nn.Module:
+    """A compiled block of a decoder. The last axis of `mesh` splits its layers or its sequences."""
+    model = small_decoder()
+    apply = split_layers.apply if strategy.name == "tensor" else split_sequence.apply
+    apply(model, axis=mesh[strategy.name], options=strategy)
+    checkpointing.apply(model, keeps=keeps, compiled=True)
+    compiling.apply(model)
+    materialise(model, seed=0, device="cpu", dtype=torch.float64)
+    return model.distinct_blocks[0]
+
+
+def small_decoder() -> Transformer:
+    return Transformer(layers=1, dim=16, heads=4, kv_heads=2, ffn_dim=24, vocab_size=8)
+
+
+def of_block(block: torch.nn.Module, rows: torch.Tensor | None = None) -> tuple[list[Tensor], dict[str, int]]:
+    """The gradients of one pass of these positions through the block, and the bytes that it sends."""
+    numbers = torch.randn(2, 2, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x, gradient = numbers if rows is None else numbers[:, :, rows]
+    with Traffic() as traffic:
+        block(x.clone().requires_grad_()).backward(gradient)
+    gradients = [weight.grad for weight in block.parameters() if weight.grad is not None]
+    full = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in gradients]
+    return full, dict(traffic.sent)
+
+
+SPLITS = {  # how a block is split, and the pieces of 8 positions that it sends, without and with repetition
+    "slices": ({"name": "tensor"}, {"all_gather": (4, 6), "reduce_scatter": (4, 5)}),
+    "whole": ({"name": "tensor", "sequence_parallel": False}, {"all_reduce": (8, 10)}),
+    # Keys and values are as wide as the stream, together. Gradients make two hops, in float64 as all.
+    "ring": ({"name": "context", "context_attention": "ring"}, {"send": (4, 5)}),
+    "gather": (
+        {"name": "context", "context_attention": "gather"}, {"all_gather": (2, 3), "reduce_scatter": (1, 1)}
+    ),
+    # Half of the queries, keys and values go to the other device, and half of the outputs.
+    "all_to_all": ({"name": "context", "context_attention": "all_to_all"}, {"all_to_all": (3, 4.5)}),
+}  # fmt: skip
+
+
+def pass_through_split_blocks(splits: Sequence[str]) -> list[tuple[str, str, list[Tensor], dict[str, int]]]:
+    """On each of two ranks. The partitioner decides what is computed again, before any code is generated."""
+    rank, found = dist.get_rank(), []
+    compile_partitioned = partial(torch.compile, backend="aot_eager_decomp_partition")
+    with mock.patch.object(torch, "compile", compile_partitioned):
+        for split, keeps in itertools.product(splits, ("selective", "full")):
+            options, _ = SPLITS[split]
+            mesh, strategy = (
+                init_device_mesh("cpu", (2,), mesh_dim_names=(options["name"],)),
+                StrategyConfig(**options),
+            )
+            block = small_block(keeps, strategy=strategy, mesh=mesh)
+            rows = torch.arange(16)
+            if split == "slices":
+                rows = rows.chunk(2)[rank]
+            elif split != "whole":
+                rows = torch.cat([rows[part] for part in slices_of(rank, degree=2, length=16)])
+            gradients, sent = of_block(block, rows)
+            if strategy.name == "context":
+                for gradient in gradients:
+                    dist.all_reduce(gradient)
+            found.append((split, keeps, gradients, sent))
+            torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize("splits", [("slices", "ring"), *in_full([(("whole", "gather", "all_to_all"),)])])
+def test_compiled_blocks_that_are_split_send_no_more_than_they_must(
+    compiling_workers: Workers, splits: tuple[str, ...]
+) -> None:
+    """In one graph each. Only `full` sends again what a recomputation needs: all but the last sum."""
+    whole = materialise(small_decoder(), seed=0, device="cpu", dtype=torch.float64)
+    expected, _ = of_block(whole.distinct_blocks[0])
+    piece = 2 * 8 * 16 * 8  # bytes
+    for rank in compiling_workers.run(2, pass_through_split_blocks, splits):
+        assert len(rank) == 2 * len(splits)
+        for split, keeps, gradients, sent in rank:
+            torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-11)
+            pieces = SPLITS[split][1]
+            assert sent == {kind: counts[keeps == "full"] * piece for kind, counts in pieces.items()}
 
 
 class Prepared(torch.nn.Module):

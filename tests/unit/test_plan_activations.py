@@ -57,6 +57,7 @@ MORE = [
     (f"strategy=fsdp {EIGHT} {SMALL} strategy.tensor=2 strategy.context=2 {HALF}", 7),
     (f"strategy=tensor {TWO} {SMALL} {FULL}", 0),
     (f"strategy=tensor {TWO} {SMALL} {HALF} {SELECTIVE} strategy.sequence_parallel=false", 0),
+    (f"strategy=tensor {TWO} {SMALL} {HALF} {SELECTIVE}", 1),
     (f"strategy=data {FOUR} {SMALL} strategy.tensor=2 {HALF} {LOGITS}", 3),
     (f"strategy=context {TWO} {SMALL} strategy.context_attention=gather {HALF} {LOGITS}", 1),
     (f"strategy=context {TWO} {SMALL} strategy.context_attention=all_to_all {HALF}", 1),

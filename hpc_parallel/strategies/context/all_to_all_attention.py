@@ -18,6 +18,7 @@ from hpc_parallel.models.attention import Attention, Bias, Positions, attend_wit
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.context.ring import from_sequence, gather_mask, in_sequence
 from hpc_parallel.strategies.ranges import marked
+from hpc_parallel.torch_internals import all_to_all_rows
 
 
 class HeadsAttention(Attention):
@@ -68,11 +69,9 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, by_device: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        outgoing = by_device.contiguous()
-        received = torch.empty_like(outgoing)
+        one_each = [1] * group.size()
         with marked("all_to_all context"):
-            dist.all_to_all_single(received, outgoing, group=group)
-        return received
+            return all_to_all_rows(by_device.contiguous(), sent=one_each, received=one_each, group=group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

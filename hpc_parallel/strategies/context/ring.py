@@ -13,6 +13,7 @@ the same amount. Without the mask (`causal` is false), each device computes all 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from hpc_parallel.strategies.context.attention_kernels import accumulated, kernel_for, merge
 from hpc_parallel.strategies.ranges import marked
+from hpc_parallel.torch_internals import group_of
 
 _RENAMED = hasattr(dist, "all_gather_single")  # in torch 2.13
 all_gather = dist.all_gather_single if _RENAMED else dist.all_gather_into_tensor
@@ -71,44 +73,6 @@ class KeyValueExchange(Protocol):
         causal: bool,
     ) -> tuple[Tensor, Tensor]:
         """Returns the gradients of `query` and of `kv`, in the dtype of `lse`."""
-
-
-class SequenceAttention(torch.autograd.Function):
-    """Attention of this device's two slices of queries over the whole sequence."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        group: dist.ProcessGroup,
-        exchange: KeyValueExchange,
-        causal: bool,
-    ) -> Tensor:
-        """Inputs: [batch, head, seq, head_dim] of this device's two slices. The result is like `query`."""
-        output, lse = exchange.forward(query, torch.stack((key, value)), group, causal=causal)
-        result = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, result, lse)
-        ctx.group, ctx.exchange, ctx.causal = group, exchange, causal
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, result, lse = ctx.saved_tensors
-        grad_query, grad_kv = ctx.exchange.backward(
-            gradient.contiguous(),
-            query,
-            torch.stack((key, value)),
-            output=result,
-            lse=lse,
-            group=ctx.group,
-            causal=ctx.causal,
-        )
-        gradients = (grad_query, *grad_kv)
-        inputs = (query, key, value)
-        return *(grad.to(like.dtype) for grad, like in zip(gradients, inputs, strict=True)), None, None, None
 
 
 class Ring:
@@ -212,6 +176,86 @@ class Gather:
                 grad_query[..., rows, :] += part_query
                 grad_kv[..., columns, :] += part_kv
         return grad_query, scatter_grad_kv(grad_kv, group)
+
+
+# The exchanges by the value of strategy.context_attention, which can also be `all_to_all`.
+EXCHANGES: dict[str, KeyValueExchange] = {"ring": Ring(), "gather": Gather()}
+
+
+def attend_over_devices(
+    query: Tensor, key: Tensor, value: Tensor, group_name: str, exchange: str, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention of this device's two slices of queries over the whole sequence.
+
+    Inputs: [batch, head, seq, head_dim] of this device's two slices. Returns the outputs, which are like
+    `query`, and `lse`.
+    """
+    group, kv = group_of(group_name), torch.stack((key, value))
+    output, lse = EXCHANGES[exchange].forward(query, kv, group, causal=causal)
+    return by_position(output.to(query.dtype)), lse.contiguous()
+
+
+def attend_over_devices_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    group_name: str,
+    exchange: str,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of `query`, and of keys and values (stacked), in the dtypes of the inputs."""
+    grad_query, grad_kv = EXCHANGES[exchange].backward(
+        gradient.contiguous(), query, torch.stack((key, value)), output=output, lse=lse,
+        group=group_of(group_name), causal=causal,
+    )  # fmt: skip
+    return by_position(grad_query.to(query.dtype)), grad_kv.to(key.dtype).contiguous()
+
+
+# Operators of torch, because torch.compile can't compile a send, and selective checkpointing keeps results.
+sequence_attention = torch.library.custom_op(
+    "hpc_parallel::sequence_attention", attend_over_devices, mutates_args=()
+)
+sequence_attention_backward = torch.library.custom_op(
+    "hpc_parallel::sequence_attention_backward", attend_over_devices_backward, mutates_args=()
+)
+OPERATORS: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {
+    torch.ops.hpc_parallel.sequence_attention.default: attend_over_devices,
+    torch.ops.hpc_parallel.sequence_attention_backward.default: attend_over_devices_backward,
+}
+
+
+@sequence_attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, group_name: str, exchange: str, causal: bool
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return by_position(torch.empty_like(query)), query.new_empty(query.shape[:-1], dtype=wide)
+
+
+@sequence_attention_backward.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return by_position(torch.empty_like(query)), key.new_empty((2, *key.shape))
+
+
+def by_position(tensor: Tensor) -> Tensor:
+    """[batch, head, seq, head_dim], in memory [batch, seq, head, head_dim] as fused kernels write it."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, *output)
+
+
+def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    grad_query, grad_kv = sequence_attention_backward(gradient, *ctx.saved_tensors, *ctx.options)
+    return grad_query, *grad_kv, None, None, None
+
+
+sequence_attention.register_autograd(_gradients, setup_context=_keep)
 
 
 class GatherKv(torch.autograd.Function):

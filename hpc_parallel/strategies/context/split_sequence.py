@@ -30,19 +30,14 @@ from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.context.all_to_all_attention import HeadsAttention
 from hpc_parallel.strategies.context.ring import (
-    Gather,
     GatherKv,
-    KeyValueExchange,
-    Ring,
-    SequenceAttention,
     gather_mask,
+    sequence_attention,
     slices_of,
 )
 from hpc_parallel.strategies.local_positions import find_local_positions
 from hpc_parallel.strategies.replace_forward import replace_modules
 
-# The exchanges by the value of strategy.context_attention, which can also be ALL_TO_ALL.
-EXCHANGES: dict[str, KeyValueExchange] = {"ring": Ring(), "gather": Gather()}
 ALL_TO_ALL = "all_to_all"
 
 
@@ -57,7 +52,7 @@ def split_attention(whole: Attention, *, axis: DeviceMesh, kind: str) -> Attenti
     """The replacement of `whole`; `kind`: strategy.context_attention."""
     if kind == ALL_TO_ALL:
         return HeadsAttention(SlicedPositions(axis), axis=axis, causal=whole.causal)
-    return SplitAttention(axis=axis, exchange=EXCHANGES[kind], causal=whole.causal)
+    return SplitAttention(axis=axis, exchange=kind, causal=whole.causal)
 
 
 def find_problems(model: LayeredModel, *, degree: int, sample_shape: tuple[int, ...] | None) -> Problems:
@@ -101,7 +96,7 @@ class SlicedPositions(Positions):
 class SplitAttention(Attention):
     """Attention over the whole sequence; this device has two slices of it."""
 
-    def __init__(self, *, axis: DeviceMesh, exchange: KeyValueExchange, causal: bool) -> None:
+    def __init__(self, *, axis: DeviceMesh, exchange: str, causal: bool) -> None:
         super().__init__(SlicedPositions(axis))
         self.causal = causal
         self._axis = axis
@@ -122,7 +117,8 @@ class SplitAttention(Attention):
         group = self._axis.get_group()
         with torch.autocast(query.device.type, enabled=False):  # parts are merged in float32
             if bias is None and key_mask is None:
-                out: Tensor = SequenceAttention.apply(query, key, value, group, self._exchange, self.causal)
+                options = (group.group_name, self._exchange, self.causal)
+                out: Tensor = sequence_attention(query, key, value, *options)[0]
                 return out
             kv: Tensor = GatherKv.apply(torch.stack((key, value)), group)
             rows = self.positions(query.shape[2], device=query.device)
