@@ -32,7 +32,7 @@ class Weight:
 
     tensor_dim: the dim that the tensor axis splits, or None. casts: whether a bfloat16 step without
     fully_shard computes with a copy of the weight (`strategies/working_weights.py`). of_experts: whether the
-    first dim is the experts.
+    first dim is the experts. sliced_dim: the dim that fully_shard slices if the expert axis splits the first.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Weight:
     tensor_dim: int | None = None
     casts: bool = True
     of_experts: bool = False
+    sliced_dim: int = 0
 
     @property
     def numel(self) -> int:
@@ -138,7 +139,8 @@ def _decoder(model: Mapping[str, Any], sample_shape: Shape) -> ModelWeights:
                 yield linear(f"{at}.feed_forward.{name}", shape, tensor_dim)
             else:
                 path = f"{at}.feed_forward.experts.{name}"
-                yield Weight(path, (experts, *shape), casts=False, of_experts=True)
+                sliced_dim = 2 - tensor_dim
+                yield Weight(path, (experts, *shape), casts=False, of_experts=True, sliced_dim=sliced_dim)
 
     unused = (experts - model["experts_per_token"]) * sizes.expert_weights if experts else 0
     return _language(sizes, block, logits="head.output.weight", split=split, unused=unused)

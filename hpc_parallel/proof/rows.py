@@ -106,6 +106,7 @@ ROWS = (
     ParityRow("expert", TWO, ("training.microbatch_size=4",), nets=("moe",)),
     ParityRow("expert", (*TWO_BY_TWO, "strategy.expert=2", "strategy.replicate=2"), nets=("moe",)),
     ParityRow("expert", (*TWO_BY_TWO, "strategy.expert=2", "strategy.pipeline=2"), nets=("moe",)),
+    ParityRow("fsdp", (*TWO_BY_TWO, "strategy.expert=2"), nets=("moe",)),
     ParityRow("hybrid", TWO_BY_TWO),
     ParityRow("hybrid", ("nodes=2", "gpus_per_node=4", "strategy.tensor=2", "strategy.replicate=1",
                    "strategy.shard=2")),

@@ -54,6 +54,24 @@ LAYOUTS = {
     "experts in stages": ("strategy=pipeline", "nodes=2", "strategy.microbatches=4"),
     "dataparallel": ("strategy=dataparallel", "gpus_per_node=2"),
     "parameter server": ("strategy=parameter_server", "nodes=3"),
+    "shard 2 x expert 2": (
+        "strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.expert=2", "training.microbatch_size=2",
+    ),
+    "shard 2 x expert 2, checkpointed": (
+        "strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.expert=2", "training.microbatch_size=2",
+        "training.activation_checkpointing=full", "strategy.prefetch=1",
+    ),
+    "shard 2 x expert 2, selective": (
+        "strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.expert=2", "strategy.reshard=false",
+        "training.activation_checkpointing=selective",
+    ),
+    "replicate 2 x shard 2 x expert 2": (
+        "strategy=hsdp", "nodes=2", "gpus_per_node=4", "strategy.expert=2", "training.microbatch_size=1",
+    ),
+    "pipeline 2 x shard 2 x expert 2": (
+        "strategy=pipeline", "nodes=2", "gpus_per_node=4", "strategy.pipeline=2", "strategy.expert=2",
+        "strategy.shard=2", "strategy.microbatches=4",
+    ),
     "replicate 2 x pipeline 2 x expert 2, zero bubble": (
         "strategy=pipeline", "nodes=2", "gpus_per_node=4", "strategy.pipeline=2", "strategy.expert=2",
         "strategy.replicate=2", "strategy.microbatches=4", "strategy.schedule=interleaved_zero_bubble",
@@ -61,7 +79,8 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 SLOW = (
-    "checkpointed",
+    "checkpointed", "shard 2 x expert 2, checkpointed", "shard 2 x expert 2, selective",
+    "replicate 2 x shard 2 x expert 2", "pipeline 2 x shard 2 x expert 2",
     "replicate 2 x pipeline 2 x expert 2, zero bubble", "parameter server", "dataparallel",
     "experts in stages", "expert over 2, one expert a token", "pipeline 2 x expert 2", "experts in slices",
     "expert over 4, accumulating 4",
@@ -168,6 +187,16 @@ def test_a_device_holds_its_experts_only(workers: Workers) -> None:
         assert shapes["blocks.0.feed_forward.experts.gate"] == (8 // 4, 48, 128)
         assert shapes["blocks.0.feed_forward.experts.down"] == (8 // 4, 128, 48)
         assert shapes["blocks.0.feed_forward.router.weight"] == (8, 128)
+
+
+def test_a_device_holds_a_slice_of_its_experts_only(workers: Workers) -> None:
+    """The devices of both axes slice all but the experts; those of `shard` slice one device's experts."""
+    config = prepared(*MODEL, "data.max_bytes=200000", *LAYOUTS["shard 2 x expert 2"]).config
+    for shapes in workers.run(4, _shapes, config):
+        assert shapes["blocks.0.feed_forward.experts.gate"] == (8 // 2, 48, 128 // 2)
+        assert shapes["blocks.0.feed_forward.experts.down"] == (8 // 2, 128 // 2, 48)
+        assert shapes["blocks.0.feed_forward.router.weight"] == (8 // 4, 128)
+        assert shapes["blocks.0.attention.query.weight"] == (128 // 4, 128)
 
 
 def _collectives_of_a_step(config: RunConfig) -> list[tuple[str, int]]:
