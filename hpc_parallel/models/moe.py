@@ -27,7 +27,12 @@ class MoeTransformer(Transformer):
     Raises ValueError as Transformer does, and if `experts_per_token` is not between 1 and `experts`.
     """
 
-    tensor_roles = MappingProxyType({})  # no roles: the tensor axis does not split it
+    tensor_roles = MappingProxyType(
+        {
+            **{name: role for name, role in Transformer.tensor_roles.items() if ".feed_forward." not in name},
+            "blocks.*.feed_forward": "experts",
+        }
+    )
 
     def __init__(
         self, *, experts: int, experts_per_token: int, balance: float, dim: int, ffn_dim: int, **shape: Any

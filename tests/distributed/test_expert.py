@@ -72,6 +72,23 @@ LAYOUTS = {
         "strategy=pipeline", "nodes=2", "gpus_per_node=4", "strategy.pipeline=2", "strategy.expert=2",
         "strategy.shard=2", "strategy.microbatches=4",
     ),
+    "tensor 2": ("strategy=tensor", "nodes=2"),
+    "expert 2 x tensor 2": (
+        "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.expert=2",
+        "training.microbatch_size=4",
+    ),
+    "replicate 2 x tensor 2, whole sequences": (
+        "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.replicate=2",
+        "strategy.sequence_parallel=false",
+    ),
+    "shard 2 x expert 2 x tensor 2": (
+        "strategy=tensor", "nodes=2", "gpus_per_node=4", "strategy.tensor=2", "strategy.expert=2",
+        "strategy.shard=2", "training.activation_checkpointing=selective",
+    ),
+    "pipeline 2 x expert 2 x tensor 2": (
+        "strategy=pipeline", "nodes=2", "gpus_per_node=4", "strategy.pipeline=2", "strategy.expert=2",
+        "strategy.tensor=2", "strategy.microbatches=4",
+    ),
     "replicate 2 x pipeline 2 x expert 2, zero bubble": (
         "strategy=pipeline", "nodes=2", "gpus_per_node=4", "strategy.pipeline=2", "strategy.expert=2",
         "strategy.replicate=2", "strategy.microbatches=4", "strategy.schedule=interleaved_zero_bubble",
@@ -80,6 +97,8 @@ LAYOUTS = {
 }  # fmt: skip
 SLOW = (
     "checkpointed", "shard 2 x expert 2, checkpointed", "shard 2 x expert 2, selective",
+    "tensor 2", "replicate 2 x tensor 2, whole sequences", "shard 2 x expert 2 x tensor 2",
+    "pipeline 2 x expert 2 x tensor 2",
     "replicate 2 x shard 2 x expert 2", "pipeline 2 x shard 2 x expert 2",
     "replicate 2 x pipeline 2 x expert 2, zero bubble", "parameter server", "dataparallel",
     "experts in stages", "expert over 2, one expert a token", "pipeline 2 x expert 2", "experts in slices",

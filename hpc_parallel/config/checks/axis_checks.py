@@ -22,7 +22,6 @@ from hpc_parallel.problems import Problem, Problems
 
 NOT_IN_MIXTURE = {  # axes that can't split the reference mixture of experts
     "context": "splits sequences, and the router balances whole sequences",
-    "tensor": "splits layers, and experts have no role for it",
 }
 
 
@@ -98,6 +97,10 @@ def _mixture(config: RunConfig, layout: Layout) -> Problems:
     if config.training.compile:
         rule = "can't be used: torch can't compile the products of experts"
         yield Problem("training.compile", True, rule, (False,))
+    if layout.tensor > 1 and config.task.name == "generate":
+        yield without_axis(
+            "tensor", "is not proven for task=generate with experts", config=config, layout=layout
+        )
     for axis, rule in NOT_IN_MIXTURE.items():
         if layout.degrees[axis] > 1:
             yield without_axis(axis, rule, config=config, layout=layout)
