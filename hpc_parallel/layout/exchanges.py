@@ -183,6 +183,8 @@ def _loss(setup: Setup) -> Iterator[Exchange]:
 def _context(setup: Setup) -> Iterator[Exchange]:
     """ring.py, all_to_all_attention.py: the attention of a split sequence."""
     on = _On(setup, "context")
+    if setup.model.balanced:
+        yield on(FORWARD, "sums of the balance", ALL_REDUCE, BLOCK)
     if setup.strategy.context_attention == "all_to_all":
         yield on(FORWARD, "queries, keys, values, and outputs", ALL_TO_ALL, BLOCK)
         yield on(BACKWARD, "their gradients", ALL_TO_ALL, BLOCK)
@@ -203,7 +205,8 @@ def _expert(setup: Setup) -> Iterator[Exchange]:
     yield on(FORWARD, "tokens", ALL_TO_ALL, BLOCK)
     yield on(BACKWARD, "tokens' gradients", ALL_TO_ALL, BLOCK)
     if setup.layout.expert > 1 and not setup.layout.by_fully_shard:
-        yield _On(setup, "replicate")(UPDATE, "gradients of experts", ALL_REDUCE, STEP)
+        on = _On(setup, "replicate", *SAMPLE_AXES)
+        yield on(UPDATE, "gradients of experts", ALL_REDUCE, STEP)
 
 
 def _tile(setup: Setup) -> Iterator[Exchange]:

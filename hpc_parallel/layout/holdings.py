@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_parallel.layout.axes import BATCH_AXES, DECLARED, SAMPLE_AXES
 from hpc_parallel.layout.counts import reads
 from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, SPMD, Layout, servers, tile_grid
-from hpc_parallel.layout.model_data_schema import ConvNetConfig, HuggingFaceConfig
+from hpc_parallel.layout.model_data_schema import ConvNetConfig, HuggingFaceConfig, MoeTransformerConfig
 from hpc_parallel.layout.schedules import SCHEDULES, schedule_of, stages_of, stages_per_rank
 
 if TYPE_CHECKING:
@@ -39,13 +39,15 @@ class ModelFacts:
     """Facts about a model. A fact that the configuration does not state is None.
 
     reads: `text` or `images`. tied: stem and head share a weight. batch_norm: it has BatchNorm layers.
-    whole_head: the head of a model of images needs the whole image.
+    whole_head: the head of a model of images needs the whole image. balanced: it is the reference mixture,
+    whose routers balance whole sequences.
     """
 
     reads: str | None = None
     tied: bool | None = None
     batch_norm: bool | None = None
     whole_head: bool | None = None
+    balanced: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ def model_facts(model: Any) -> ModelFacts:
         whole_head = model["_target_"] == ConvNetConfig._target_
         return ModelFacts(kind, tied=False, batch_norm=True, whole_head=whole_head)
     if kind == "text":
-        return ModelFacts(kind, tied=_tied(model), batch_norm=False)
+        balanced = model["_target_"] == MoeTransformerConfig._target_
+        return ModelFacts(kind, tied=_tied(model), batch_norm=False, balanced=balanced)
     return ModelFacts()
 
 

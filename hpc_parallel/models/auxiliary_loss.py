@@ -31,6 +31,19 @@ class AuxiliaryLoss(nn.Module):
         return _AddGradient.apply(x, term, terms, self.loss_scale)  # type: ignore[no-any-return]
 
 
+class SequenceSum(nn.Module):
+    """Sums over the positions of a sequence, for a term of whole sequences: returns its input.
+
+    The context axis replaces it by a sum over the `parts` of a sequence (`split_sequence.py`).
+    """
+
+    parts = 1
+
+    def forward(self, sums: Tensor) -> Tensor:
+        """`sums` of this device's positions, of any shape."""
+        return sums
+
+
 def auxiliary_losses(models: Iterable[nn.Module]) -> list[AuxiliaryLoss]:
     return [module for model in models for module in model.modules() if isinstance(module, AuxiliaryLoss)]
 

@@ -74,7 +74,10 @@ class ExchangeTimes:
 
         Assumes that the router uses all experts equally. The device does not compute meanwhile.
         """
-        group, share = self._group(self._work.expert, stride=self._work.tensor), self._share
+        group, share = (
+            self._group(self._work.expert, stride=self._work.tensor * self._work.context),
+            self._share,
+        )
         size = share.activation_bytes * share.decoder.per_token
         sent_s = self._exchange_s(GroupExchange("tokens to experts", "all_to_all", size, group))
         return (
@@ -86,7 +89,7 @@ class ExchangeTimes:
     @cached_property
     def counts_s(self) -> float:
         """The exchange of the numbers of tokens, before the tokens."""
-        group = self._group(self._work.expert, stride=self._work.tensor)
+        group = self._group(self._work.expert, stride=self._work.tensor * self._work.context)
         size = COUNT_BYTES * self._work.decoder.experts
         return self._exchange_s(GroupExchange("numbers of tokens", "all_to_all", size, group))
 

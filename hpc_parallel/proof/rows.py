@@ -107,6 +107,8 @@ ROWS = (
     ParityRow("expert", (*TWO_BY_TWO, "strategy.expert=2", "strategy.replicate=2"), nets=("moe",)),
     ParityRow("expert", (*TWO_BY_TWO, "strategy.expert=2", "strategy.pipeline=2"), nets=("moe",)),
     ParityRow("fsdp", (*TWO_BY_TWO, "strategy.expert=2"), nets=("moe",)),
+    ParityRow("tensor", (*TWO_BY_TWO, "strategy.tensor=2", "strategy.expert=2"), nets=("moe",)),
+    ParityRow("context", (*TWO_BY_TWO, "strategy.context=2", "strategy.expert=2"), nets=("moe",)),
     ParityRow("hybrid", TWO_BY_TWO),
     ParityRow("hybrid", ("nodes=2", "gpus_per_node=4", "strategy.tensor=2", "strategy.replicate=1",
                    "strategy.shard=2")),

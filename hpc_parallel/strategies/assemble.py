@@ -222,7 +222,7 @@ def surround(
     if casts and slicing_axis(mesh) is None:
         schedule = working_weights.CastOnce(schedule, parts=parts)
     averages = axis_of(mesh, "expert") is not None and slicing_axis(mesh) is None
-    if averages and (axis := axis_of(mesh, "replicate")) is not None:
+    if averages and (axis := joint(mesh, "replicate", *SAMPLE_AXES)) is not None:
         schedule = expert.ExpertReplicas(
             schedule, parts=parts, replicas=axis, microbatches=microbatches, finds_unused=finds_unused
         )

@@ -90,6 +90,7 @@ def join_axes(mesh: DeviceMesh, *, generates: bool) -> None:
         joint(mesh, "pipeline", "tensor")
     elif slices is None:
         joint(mesh, *AVERAGED_AXES)
+        joint(mesh, "replicate", *SAMPLE_AXES)  # of the same experts
 
 
 def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:

@@ -374,8 +374,6 @@ IMAGES = [
           offers="strategy.expert=2 strategy.replicate=-1"),
     wrong("model=moe_tiny strategy=fsdp nodes=12 strategy.expert=2 training.global_batch_size=12",
           "strategy.shard = 6", "their width, 128", offers="strategy.shard=1 strategy.replicate=-1"),
-    wrong("model=moe_tiny strategy=context nodes=2", "strategy.context = 2", "whole sequences",
-          offers="strategy.context=1 strategy.replicate=-1"),
     wrong("model=moe_tiny strategy=tensor nodes=2 task=generate", "strategy.tensor = 2", "not proven",
           offers="strategy.tensor=1 strategy.replicate=-1"),
     wrong("model=moe_tiny nodes=2 training.compile=true", "training.compile = true", "of experts",

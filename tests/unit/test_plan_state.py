@@ -44,6 +44,7 @@ CASES = [  # words, ranks
     (f"strategy=context {FOUR} strategy.shard=2 {SMALL}", [3]),
     (f"strategy=expert {FOUR} strategy.replicate=2 {EXPERTS} optimizer=muon", [0, 3]),
     (f"strategy=fsdp {EIGHT} strategy.expert=2 {EXPERTS} optimizer=muon", [0, 7]),
+    (f"strategy=context {EIGHT} strategy.context=2 strategy.expert=2 strategy.shard=2 {EXPERTS}", [6]),
     (f"strategy=tensor {EIGHT} strategy.tensor=2 strategy.expert=2 strategy.shard=2 {EXPERTS}", [5]),
     (f"strategy=tile {TWO} {SEGMENTER}", [1]),
     (f"strategy=model {TWO} {UNET}", [0, 1]),

@@ -20,10 +20,6 @@ from hpc_parallel.layout.layout import Layout, divisors, tile_grid
 from hpc_parallel.layout.model_data_schema import ConvNetConfig, MoeTransformerConfig
 from hpc_parallel.problems import Problem, Problems
 
-NOT_IN_MIXTURE = {  # axes that can't split the reference mixture of experts
-    "context": "splits sequences, and the router balances whole sequences",
-}
-
 
 def find_problems(config: RunConfig, layout: Layout) -> Problems:
     for axis in DECLARED:
@@ -101,9 +97,6 @@ def _mixture(config: RunConfig, layout: Layout) -> Problems:
         yield without_axis(
             "tensor", "is not proven for task=generate with experts", config=config, layout=layout
         )
-    for axis, rule in NOT_IN_MIXTURE.items():
-        if layout.degrees[axis] > 1:
-            yield without_axis(axis, rule, config=config, layout=layout)
 
 
 def sequence_problems(config: RunConfig, layout: Layout) -> Problems:
