@@ -109,6 +109,14 @@ LAYOUTS = {
         "strategy=pipeline", "nodes=2", "gpus_per_node=4", "strategy.pipeline=2", "strategy.expert=2",
         "strategy.context=2", "strategy.microbatches=4", "strategy.context_attention=gather",
     ),
+    "pipeline 2 x shard 2 x expert 2 x tensor 2": (
+        "strategy=pipeline", "nodes=4", "gpus_per_node=4", "strategy.pipeline=2", "strategy.shard=2",
+        "strategy.expert=2", "strategy.tensor=2", "strategy.microbatches=2",
+    ),
+    "pipeline 2 x shard 2 x expert 2 x context 2": (
+        "strategy=pipeline", "nodes=4", "gpus_per_node=4", "strategy.pipeline=2", "strategy.shard=2",
+        "strategy.expert=2", "strategy.context=2", "strategy.microbatches=2",
+    ),
     "replicate 2 x pipeline 2 x expert 2, zero bubble": (
         "strategy=pipeline", "nodes=2", "gpus_per_node=4", "strategy.pipeline=2", "strategy.expert=2",
         "strategy.replicate=2", "strategy.microbatches=4", "strategy.schedule=interleaved_zero_bubble",
@@ -118,6 +126,7 @@ LAYOUTS = {
 SLOW = (
     "checkpointed", "shard 2 x expert 2, checkpointed", "shard 2 x expert 2, selective",
     "tensor 2", "replicate 2 x tensor 2, whole sequences", "shard 2 x expert 2 x tensor 2",
+    "pipeline 2 x shard 2 x expert 2 x tensor 2", "pipeline 2 x shard 2 x expert 2 x context 2",
     "pipeline 2 x expert 2 x tensor 2", "context 2", "replicate 2 x expert 2 x context 2",
     "shard 2 x expert 2 x context 2", "expert 2 x context 2 x tensor 2", "pipeline 2 x expert 2 x context 2",
     "replicate 2 x shard 2 x expert 2", "pipeline 2 x shard 2 x expert 2",
