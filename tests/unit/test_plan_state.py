@@ -25,7 +25,7 @@ CONVNET = "model=convnet data=digits data.height=64 data.width=64"
 TWO, FOUR, EIGHT = "nodes=2", "nodes=2 gpus_per_node=2", "nodes=2 gpus_per_node=4"
 MODELS = {
     "124m": "", "1b": "", "20m": "", "70b": "", "8b": "", "convnet": "data=digits", "huggingface": "",
-    "moe_tiny": "", "segmenter": "data=cells", "tiny": "", "unet": "data=cells",
+    "mixtral_8x7b": "", "moe_tiny": "", "segmenter": "data=cells", "tiny": "", "unet": "data=cells",
 }  # fmt: skip
 CASES = [  # words, ranks
     (f"strategy=single {SMALL}", [0]),
