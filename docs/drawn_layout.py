@@ -27,6 +27,7 @@ from hpc_parallel.layout.exchanges import (
 from hpc_parallel.layout.holdings import (
     BATCH,
     COLUMN,
+    EXPERT_SLICE,
     EXPERTS,
     GRADIENTS,
     LAYER,
@@ -201,12 +202,17 @@ def _fill(
 
 def _model_units(row: Holding) -> list[Unit]:
     """The coloured parts of a bar: stages from left to right, parts and slices of each layer from the top."""
+    whole = Part((0,), 1)
     if EXPERTS in row.model:  # the left half is what all devices have, the right half is the experts
-        experts = row.model[EXPERTS]
-        return [(0.0, 0.0, 0.48, 1.0), *((0.5 + a / 2, 0.0, 0.5 + b / 2, 1.0) for a, b in _spans(experts))]
-    stages = _spans(row.model.get(STAGE, Part((0,), 1)))
-    layer = _spans(row.model.get(LAYER, Part((0,), 1)))
-    slices = _spans(row.model.get(SLICE, Part((0,), 1)))
+        others, of_experts = (_spans(row.model.get(kind, whole)) for kind in (SLICE, EXPERT_SLICE))
+        experts = [(0.5 + a / 2, 0.5 + b / 2) for a, b in _spans(row.model[EXPERTS])]
+        return [
+            *((0.0, c, 0.48, d) for c, d in others),
+            *((a, c, b, d) for a, b in experts for c, d in of_experts),
+        ]  # fmt: skip
+    stages = _spans(row.model.get(STAGE, whole))
+    layer = _spans(row.model.get(LAYER, whole))
+    slices = _spans(row.model.get(SLICE, whole))
     return [
         (left, a + (b - a) * c, right, a + (b - a) * d)
         for left, right in stages for a, b in layer for c, d in slices
@@ -230,6 +236,7 @@ def _spans(part: Part) -> list[tuple[float, float]]:
 
 def _model_lines(row: Holding) -> list[str]:
     formats = {STAGE: "stage {}", LAYER: "layer part {}", SLICE: "slice {}", EXPERTS: "experts: {}"}
+    formats[EXPERT_SLICE] = "their slice {}"
     lines = [formats[kind].format(part) for kind, part in row.model.items()] or ["whole model"]
     if COPY_OF_WEIGHTS in row.keeps:
         return ["copy of the model"]

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, SavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -69,6 +69,19 @@ def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 def flatten(mesh: DeviceMesh) -> DeviceMesh:
     """One axis made of all axes of `mesh`, with a process group of its own."""
     return mesh._flatten()
+
+
+def slice_on(mesh: DeviceMesh, dims: Mapping[Parameter, int]) -> Callable[[Parameter], Any]:
+    """Lets fully_shard slice each of these weights over the last axis of `mesh`, along the given dim.
+
+    The other weights of the module keep the mesh that fully_shard is called with, and all are gathered
+    together. The classes of this choice have no public names. torch 2.11 has none of them.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+
+    replicated = mesh.ndim == 2
+    info = common.HSDPMeshInfo(mesh, 1, 0) if replicated else common.FSDPMeshInfo(mesh, 0)
+    return {weight: common.ShardPlacementResult(Shard(dim), info) for weight, dim in dims.items()}.get
 
 
 def profiler_is_on() -> bool:

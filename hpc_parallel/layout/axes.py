@@ -87,7 +87,7 @@ class DegreesConfig:
         Axis(
             Splits.BATCH,
             averaged=True,  # except the experts
-            apart={"shard": _NOT_PROVEN, "context": _NOT_PROVEN, "tensor": _NOT_PROVEN, "tile": _NOT_PROVEN},
+            apart={"tile": _NOT_PROVEN},
             conflicts=(
                 Conflict(
                     "strategy.gradient_compression", "bfloat16",

@@ -41,6 +41,7 @@ class Often(Enum):
     BLOCK = "each block and microbatch"
 
 
+EXPERTS_OF_A_BLOCK = "a block's experts"
 FORWARD, BACKWARD, UPDATE = Phase
 STEP, MICROBATCH, BLOCK = Often
 
@@ -120,16 +121,26 @@ class _On:
 
 def _gathered_weights(setup: Setup) -> Iterator[Exchange]:
     """shard.py: fully_shard. A stage of a pipeline keeps its weights for the next microbatch."""
-    on, staged = _On(setup, *sliced_over(setup.layout)), setup.layout.pipeline > 1
-    yield on(FORWARD, "weights of a block", ALL_GATHER, STEP if staged else BLOCK)
-    if setup.strategy.reshard and not staged:
-        yield on(BACKWARD, "weights of a block", ALL_GATHER, BLOCK)
+    staged = setup.layout.pipeline > 1
+    for what, on in _sliced(setup):
+        yield on(FORWARD, f"weights of {what}", ALL_GATHER, STEP if staged else BLOCK)
+        if setup.strategy.reshard and not staged:
+            yield on(BACKWARD, f"weights of {what}", ALL_GATHER, BLOCK)
+
+
+def _sliced(setup: Setup) -> Iterator[tuple[str, _On]]:
+    """What fully_shard gathers together, and between which ranks."""
+    yield "a block", _On(setup, *sliced_over(setup.layout))
+    if setup.layout.expert > 1:
+        yield EXPERTS_OF_A_BLOCK, _On(setup, *sliced_over(setup.layout, of_experts=True))
 
 
 def _sliced_gradients(setup: Setup) -> Iterator[Exchange]:
     """shard.py: fully_shard. In a pipeline, it sums gradients in the last microbatch only."""
     often = STEP if setup.layout.pipeline > 1 else BLOCK
-    yield _On(setup, *sliced_over(setup.layout))(BACKWARD, "gradients", REDUCE_SCATTER, often)
+    for what, on in _sliced(setup):
+        of = " of experts" if what == EXPERTS_OF_A_BLOCK else ""
+        yield on(BACKWARD, f"gradients{of}", REDUCE_SCATTER, often)
     if setup.layout.by_fully_shard:
         yield _On(setup, "replicate")(BACKWARD, "gradients", ALL_REDUCE, STEP)
 
@@ -172,6 +183,8 @@ def _loss(setup: Setup) -> Iterator[Exchange]:
 def _context(setup: Setup) -> Iterator[Exchange]:
     """ring.py, all_to_all_attention.py: the attention of a split sequence."""
     on = _On(setup, "context")
+    if setup.model.balanced:
+        yield on(FORWARD, "sums of the balance", ALL_REDUCE, BLOCK)
     if setup.strategy.context_attention == "all_to_all":
         yield on(FORWARD, "queries, keys, values, and outputs", ALL_TO_ALL, BLOCK)
         yield on(BACKWARD, "their gradients", ALL_TO_ALL, BLOCK)
@@ -191,8 +204,9 @@ def _expert(setup: Setup) -> Iterator[Exchange]:
     on = _On(setup, "expert")
     yield on(FORWARD, "tokens", ALL_TO_ALL, BLOCK)
     yield on(BACKWARD, "tokens' gradients", ALL_TO_ALL, BLOCK)
-    if setup.layout.expert > 1:
-        yield _On(setup, "replicate")(UPDATE, "gradients of experts", ALL_REDUCE, STEP)
+    if setup.layout.expert > 1 and not setup.layout.by_fully_shard:
+        on = _On(setup, "replicate", *SAMPLE_AXES)
+        yield on(UPDATE, "gradients of experts", ALL_REDUCE, STEP)
 
 
 def _tile(setup: Setup) -> Iterator[Exchange]:
@@ -236,7 +250,8 @@ def _pipeline(setup: Setup) -> Iterator[Exchange]:
 
 def _gradient_norm(setup: Setup) -> Iterator[Exchange]:
     """gradients.py: one number, summed over each axis whose ranks hold different weights."""
-    for axes in (("pipeline",), sliced_over(setup.layout), ("expert",), ("tensor",)):
+    sliced = sliced_over(setup.layout)
+    for axes in (("pipeline",), sliced, () if "expert" in sliced else ("expert",), ("tensor",)):
         yield _On(setup, *axes)(UPDATE, "norm of the gradient", ALL_REDUCE, STEP)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_parallel.layout.axes import BATCH_AXES, DECLARED, SAMPLE_AXES
 from hpc_parallel.layout.counts import reads
 from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, SPMD, Layout, servers, tile_grid
-from hpc_parallel.layout.model_data_schema import ConvNetConfig, HuggingFaceConfig
+from hpc_parallel.layout.model_data_schema import ConvNetConfig, HuggingFaceConfig, MoeTransformerConfig
 from hpc_parallel.layout.schedules import schedule_of, stages_of, stages_per_rank
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ MOST_RUNS = 8  # ranges of numbers in one text
 ALL = (WEIGHTS, GRADIENTS, STATE)
 SERVER, WORKER, BOTH = "server", "worker", "server and worker"
 FIRST, OTHER = "first device", "replica"
-STAGE, LAYER, SLICE, EXPERTS = "stage", "layer", "slice", "experts"  # of the model
+STAGE, LAYER, SLICE, EXPERTS, EXPERT_SLICE = (
+    "stage", "layer", "slice", "experts", "slice of the experts",
+)  # fmt: skip # of the model
 BATCH, SEQUENCE, ROW, COLUMN = "batch", "sequence", "row", "column"  # of the samples
 
 
@@ -37,13 +39,15 @@ class ModelFacts:
     """Facts about a model. A fact that the configuration does not state is None.
 
     reads: `text` or `images`. tied: stem and head share a weight. batch_norm: it has BatchNorm layers.
-    whole_head: the head of a model of images needs the whole image.
+    whole_head: the head of a model of images needs the whole image. balanced: it is the reference mixture,
+    whose routers balance whole sequences.
     """
 
     reads: str | None = None
     tied: bool | None = None
     batch_norm: bool | None = None
     whole_head: bool | None = None
+    balanced: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,8 @@ def model_facts(model: Any) -> ModelFacts:
         whole_head = model["_target_"] == ConvNetConfig._target_
         return ModelFacts(kind, tied=False, batch_norm=True, whole_head=whole_head)
     if kind == "text":
-        return ModelFacts(kind, tied=_tied(model), batch_norm=False)
+        balanced = model["_target_"] == MoeTransformerConfig._target_
+        return ModelFacts(kind, tied=_tied(model), batch_norm=False, balanced=balanced)
     return ModelFacts()
 
 
@@ -116,7 +121,8 @@ class Holding:
     """What a device holds, or what devices in a row hold together.
 
     devices: the first and the last device. keeps: which of the weights, gradients and optimizer state.
-    model: the parts of the model that it keeps, by STAGE, LAYER, SLICE and EXPERTS, if they are split.
+    model: the parts of the model that it keeps, by STAGE, LAYER, SLICE, EXPERTS and EXPERT_SLICE (of its part
+    of the experts), if they are split. With EXPERTS, SLICE is of the other weights.
     samples: the parts of each global batch that it works on, by BATCH, SEQUENCE, ROW and COLUMN (of the tiles
     of an image), if they are split; None if it works on none.
     """
@@ -137,8 +143,10 @@ class Holding:
         """One clause."""
         phrases = {
             STAGE: "stage{s} {}", LAYER: "part{s} {} of each layer", SLICE: "slice{s} {} of each weight",
-            EXPERTS: "part{s} {} of the experts",
+            EXPERTS: "part{s} {} of the experts", EXPERT_SLICE: "slice{s} {} of each of their weights",
         }  # fmt: skip
+        if EXPERTS in self.model:
+            phrases[SLICE] = "slice{s} {} of all but the experts"
         parts = [_counted(phrases[kind], part) for kind, part in self.model.items()]
         if parts and set(self.model) == {EXPERTS}:
             parts.insert(0, "all but the experts")
@@ -181,12 +189,15 @@ def first_holdings(setup: Setup) -> list[Holding]:
     return [_holding(setup, at) for at in range(0, layout.devices, layout.devices // layout.pipeline)]
 
 
-def sliced_over(layout: Layout) -> tuple[str, ...]:
-    """The axes over which fully_shard slices the weights, as `strategies/mesh.py:slicing_axis`."""
+def sliced_over(layout: Layout, *, of_experts: bool = False) -> tuple[str, ...]:
+    """The axes over which fully_shard slices the weights, as `strategies/mesh.py:slicing_axis`.
+
+    of_experts: over which it slices the experts that the expert axis gives to a device.
+    """
     if not layout.by_fully_shard:
         return ()
-    degrees = layout.degrees
-    return tuple(axis for axis in ("shard", *SAMPLE_AXES) if degrees[axis] > 1)
+    axes = ("shard", *SAMPLE_AXES) if of_experts else ("shard", "expert", *SAMPLE_AXES)
+    return tuple(axis for axis in axes if layout.degrees[axis] > 1)
 
 
 def _holding(setup: Setup, position: int) -> Holding:
@@ -220,6 +231,8 @@ def _model(setup: Setup, places: Mapping[str, int]) -> dict[str, Part]:
     parts[LAYER] = Part((places["tensor"],), layout.tensor)
     parts[SLICE] = _place(sliced_over(layout), layout=layout, places=places)
     parts[EXPERTS] = Part((places["expert"],), layout.expert)
+    if layout.expert > 1:
+        parts[EXPERT_SLICE] = _place(sliced_over(layout, of_experts=True), layout=layout, places=places)
     return {kind: part for kind, part in parts.items() if part.of > 1}
 
 

@@ -95,6 +95,11 @@ class Layout:
         """
         return self.shard > 1 or (self.averaged > 1 and self.tensor > 1)
 
+    @property
+    def expert_slices(self) -> int:
+        """The number of devices over which fully_shard slices the experts that `expert` gives to one."""
+        return self.shard * self.context * self.tile if self.by_fully_shard else 1
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """The position of a rank on each axis; neighbouring ranks are neighbours on the innermost axis."""
         positions: dict[str, int] = {}

@@ -32,7 +32,7 @@ class Weight:
 
     tensor_dim: the dim that the tensor axis splits, or None. casts: whether a bfloat16 step without
     fully_shard computes with a copy of the weight (`strategies/working_weights.py`). of_experts: whether the
-    first dim is the experts.
+    first dim is the experts. sliced_dim: the dim that fully_shard slices if the expert axis splits the first.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Weight:
     tensor_dim: int | None = None
     casts: bool = True
     of_experts: bool = False
+    sliced_dim: int = 0
 
     @property
     def numel(self) -> int:
@@ -119,10 +120,9 @@ def _decoder(model: Mapping[str, Any], sample_shape: Shape) -> ModelWeights:
         model["layers"], model["dim"], model["heads"], model["kv_heads"], model["ffn_dim"],
         model["vocab_size"], seq, ffn_matrices=3, tied=model["tied_head"],
     )  # fmt: skip
-    split = "experts" not in model  # a mixture of experts has no tensor roles
 
     def linear(name: str, shape: Shape, tensor_dim: int) -> Weight:
-        return Weight(f"{name}.weight", shape, tensor_dim if split else None)
+        return Weight(f"{name}.weight", shape, tensor_dim)
 
     attention, feed_forward = _matrices(sizes)
 
@@ -138,10 +138,11 @@ def _decoder(model: Mapping[str, Any], sample_shape: Shape) -> ModelWeights:
                 yield linear(f"{at}.feed_forward.{name}", shape, tensor_dim)
             else:
                 path = f"{at}.feed_forward.experts.{name}"
-                yield Weight(path, (experts, *shape), casts=False, of_experts=True)
+                dims = {"tensor_dim": tensor_dim + 1, "sliced_dim": 2 - tensor_dim}
+                yield Weight(path, (experts, *shape), casts=False, of_experts=True, **dims)
 
     unused = (experts - model["experts_per_token"]) * sizes.expert_weights if experts else 0
-    return _language(sizes, block, logits="head.output.weight", split=split, unused=unused)
+    return _language(sizes, block, logits="head.output.weight", unused=unused)
 
 
 Matrix = tuple[str, Shape, int]
@@ -180,7 +181,7 @@ def _llama(model: Mapping[str, Any], sample_shape: Shape) -> ModelWeights | None
         yield Weight(f"{at}.input_layernorm.weight", (sizes.dim,))
         yield Weight(f"{at}.post_attention_layernorm.weight", (sizes.dim,))
 
-    return _language(sizes, block, logits="head.logits.weight", split=True)
+    return _language(sizes, block, logits="head.logits.weight")
 
 
 def _language(
@@ -188,20 +189,19 @@ def _language(
     block: Callable[[str], Iterator[Weight]],
     *,
     logits: str,
-    split: bool,
     unused: int = 0,
 ) -> ModelWeights:
     """The weights of a decoder. unused: the number of expert weights of a block that a token skips."""
-    ends, ends_dim = (sizes.vocabulary, sizes.dim), 0 if split else None
+    ends = sizes.vocabulary, sizes.dim
     blocks = [list(block(f"blocks.{index}")) for index in range(sizes.layers)]
     matrices = sum(weight.numel for weight in blocks[0] if len(weight.shape) > 1)
     of_block = 2 * sizes.sequence * (matrices - unused) + sizes.attention_flops
     return ModelWeights(
         (
-            Weight("stem.weight", ends, ends_dim),
+            Weight("stem.weight", ends, 0),
             *(weight for weights in blocks for weight in weights),
             Weight("head.norm.weight", (sizes.dim,)),
-            *([] if sizes.tied else [Weight(logits, ends, ends_dim)]),
+            *([] if sizes.tied else [Weight(logits, ends, 0)]),
         ),
         {logits: "stem.weight"} if sizes.tied else {},
         PartFlops(stem=0, blocks=(of_block,) * sizes.layers, head=sizes.head_flops),

@@ -20,12 +20,28 @@ class AuxiliaryLoss(nn.Module):
         super().__init__()
         self.loss_terms: float | Tensor = 1
         """The terms of the batch that is being trained on (`LossTerms`); the loss is divided by it."""
+        self.copies = 1
+        """The number of devices that each compute the whole term, whose gradients are added up."""
         self.loss_scale: Tensor | None = None
         """The factor of all gradients, if the loss has one."""
 
     def forward(self, x: Tensor, term: Tensor) -> Tensor:
         """Returns `x`. `term` is a scalar, in the unit of the SUM that `LayeredModel.loss` returns."""
-        return _AddGradient.apply(x, term, self.loss_terms, self.loss_scale)  # type: ignore[no-any-return]
+        terms = self.loss_terms * self.copies
+        return _AddGradient.apply(x, term, terms, self.loss_scale)  # type: ignore[no-any-return]
+
+
+class SequenceSum(nn.Module):
+    """Sums over the positions of a sequence, for a term of whole sequences: returns its input.
+
+    The context axis replaces it by a sum over the `parts` of a sequence (`split_sequence.py`).
+    """
+
+    parts = 1
+
+    def forward(self, sums: Tensor) -> Tensor:
+        """`sums` of this device's positions, of any shape."""
+        return sums
 
 
 def auxiliary_losses(models: Iterable[nn.Module]) -> list[AuxiliaryLoss]:

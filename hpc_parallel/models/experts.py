@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from hpc_parallel.models.attention import product_dtype
 
+WIDTH_DIMS = {"gate": 1, "up": 1, "down": 2}  # of the weights: the dim of an expert's inner width
 ALIGNMENT_BYTES = 16  # of each row, as torch's kernel needs it; the backward pass reads rows of `out` too
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpc_parallel.models.auxiliary_loss import AuxiliaryLoss
+from hpc_parallel.models.auxiliary_loss import AuxiliaryLoss, SequenceSum
 from hpc_parallel.models.drawn_weights import by_rows
 from hpc_parallel.models.experts import Experts, Reorder
 from hpc_parallel.models.layered import PartFlops
@@ -27,7 +27,12 @@ class MoeTransformer(Transformer):
     Raises ValueError as Transformer does, and if `experts_per_token` is not between 1 and `experts`.
     """
 
-    tensor_roles = MappingProxyType({})  # no roles: the tensor axis does not split it
+    tensor_roles = MappingProxyType(
+        {
+            **{name: role for name, role in Transformer.tensor_roles.items() if ".feed_forward." not in name},
+            "blocks.*.feed_forward": "experts",
+        }
+    )
 
     def __init__(
         self, *, experts: int, experts_per_token: int, balance: float, dim: int, ffn_dim: int, **shape: Any
@@ -63,9 +68,6 @@ class MoeTransformer(Transformer):
 class MixtureOfExperts(nn.Module):
     """Each token goes to the experts with the largest router probabilities; these weight the outputs."""
 
-    whole_sequences = True
-    """The balance is that of whole sequences, so the context axis can't split them."""
-
     def __init__(self, experts: Experts, *, per_token: int, balance: float) -> None:
         super().__init__()
         dim = experts.gate.shape[-1]
@@ -74,6 +76,7 @@ class MixtureOfExperts(nn.Module):
         self.per_token = per_token
         self.balance = balance
         self.auxiliary = AuxiliaryLoss()
+        self.over_positions = SequenceSum()
 
     @property
     def unused_weights(self) -> int:
@@ -88,7 +91,7 @@ class MixtureOfExperts(nn.Module):
         probabilities = logits.softmax(dim=-1)  # [batch, seq, expert]
         gates, chosen = probabilities.topk(self.per_token, dim=-1)  # [batch, seq, per_token]
         output = self._mix(x.flatten(0, 1), chosen.flatten(0, 1), gates.flatten(0, 1)).view_as(x)
-        return self.auxiliary(output, self.balance * imbalance(probabilities, chosen))  # type: ignore[no-any-return]
+        return self.auxiliary(output, self.balance * imbalance(probabilities, chosen, self.over_positions))  # type: ignore[no-any-return]
 
     def _mix(self, tokens: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
         """Returns [token, dim]: for each token the sum of its experts' outputs, weighted by `gates`."""
@@ -104,14 +107,15 @@ class MixtureOfExperts(nn.Module):
         return torch.sum(by_token * gates.to(outputs.dtype).unsqueeze(-1), dim=1)
 
 
-def imbalance(probabilities: Tensor, chosen: Tensor) -> Tensor:
+def imbalance(probabilities: Tensor, chosen: Tensor, over_positions: SequenceSum) -> Tensor:
     """The balancing loss summed over positions; 1 for each position if all experts are used equally.
 
     For a sequence of S positions it is S x experts x sum over experts of f P, where f is an expert's share of
     the assignments and P its mean probability (Fedus et al. 2021, eq. 4). `probabilities` [batch, seq,
-    expert]; `chosen` [batch, seq, per_token].
+    expert]; `chosen` [batch, seq, per_token]. `over_positions`: adds up what devices have of a sequence.
     """
-    positions, experts = probabilities.shape[1:]
+    experts, positions = probabilities.shape[-1], probabilities.shape[1] * over_positions.parts
     assigned = torch.zeros_like(probabilities).scatter(-1, chosen, 1.0)
-    shares = assigned.sum(dim=1) / (positions * chosen.shape[-1])
-    return positions * experts * (shares * probabilities.mean(dim=1)).sum()
+    assigned, summed = over_positions(torch.stack((assigned.sum(dim=1), probabilities.sum(dim=1)))).unbind()
+    balance: Tensor = experts * (assigned / (positions * chosen.shape[-1]) * summed).sum()
+    return balance

@@ -145,7 +145,7 @@ def _swiglu(run: _Run) -> _Part:
 def _experts(run: _Run) -> _Part:
     """moe.py, experts.py, expert.py. Assumes that the devices of the expert axis get equally many tokens."""
     types, sizes, tokens = run.types, run.sizes, run.tokens
-    dim, columns, experts = sizes.dim, sizes.ffn_dim, sizes.experts
+    dim, columns, experts = sizes.dim, sizes.ffn_dim // run.layout.tensor, sizes.experts
     rows = tokens * sizes.per_token
     router = tokens * experts * types.precise + rows * INDEX
     orders = (2 if run.layout.expert == 1 else 4) * rows * INDEX

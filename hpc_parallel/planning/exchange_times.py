@@ -74,7 +74,10 @@ class ExchangeTimes:
 
         Assumes that the router uses all experts equally. The device does not compute meanwhile.
         """
-        group, share = self._group(self._work.expert, stride=1), self._share
+        group, share = (
+            self._group(self._work.expert, stride=self._work.tensor * self._work.context),
+            self._share,
+        )
         size = share.activation_bytes * share.decoder.per_token
         sent_s = self._exchange_s(GroupExchange("tokens to experts", "all_to_all", size, group))
         return (
@@ -86,7 +89,7 @@ class ExchangeTimes:
     @cached_property
     def counts_s(self) -> float:
         """The exchange of the numbers of tokens, before the tokens."""
-        group = self._group(self._work.expert, stride=1)
+        group = self._group(self._work.expert, stride=self._work.tensor * self._work.context)
         size = COUNT_BYTES * self._work.decoder.experts
         return self._exchange_s(GroupExchange("numbers of tokens", "all_to_all", size, group))
 
@@ -115,22 +118,29 @@ class ExchangeTimes:
         """Whether each block's weights are gathered for each microbatch."""
         return self._work.shard > 1 and self._work.pipeline == 1
 
-    def _sliced_s(self, name: str, operation: str, weights: float, *, number_bytes: int) -> float:
-        group = self._group(self._work.shard, stride=self._work.tensor)
-        exchange = GroupExchange(name, operation, number_bytes * weights / self._work.tensor, group)
-        return self._exchange_s(exchange, self._loads.all)
+    def _sliced_s(
+        self, what: str, operation: str, weights: float, *, number_bytes: int, blocks: float
+    ) -> float:
+        """blocks: of how many blocks the experts are sent too, if an expert axis splits them."""
+        work, group = self._work, self._group(self._work.shard, stride=self._work.tensor)
+        exchange = GroupExchange(what, operation, number_bytes * weights / work.tensor, group)
+        seconds = self._exchange_s(exchange, self._loads.all)
+        if work.expert == 1:
+            return seconds
+        size = number_bytes * blocks * work.held_experts / work.tensor
+        group = self._group(work.expert_slices, stride=work.tensor * work.expert)
+        experts = GroupExchange(f"{what}, experts", operation, size, group)
+        return seconds + self._exchange_s(experts, self._loads.all)
 
     @cached_property
     def gather_s(self) -> float:
-        weights = self._work.decoder.block_weights
-        return self._sliced_s(
-            "weights of a block", "all_gather", weights, number_bytes=self._work.number_bytes
-        )
+        weights, size = self._work.sliced_weights, self._work.number_bytes
+        return self._sliced_s("weights of a block", "all_gather", weights, number_bytes=size, blocks=1)
 
     @cached_property
     def scatter_s(self) -> float:
-        weights, size = self._work.decoder.block_weights, self._work.gradient_bytes
-        return self._sliced_s("gradients of a block", "reduce_scatter", weights, number_bytes=size)
+        weights, size = self._work.sliced_weights, self._work.gradient_bytes
+        return self._sliced_s("gradients of a block", "reduce_scatter", weights, number_bytes=size, blocks=1)
 
     @cached_property
     def stage_to_stage_s(self) -> dict[int, float]:
@@ -201,13 +211,19 @@ class ExchangeTimes:
         return GroupExchange("mean of gradients", "all_reduce", number_bytes * weights / work.shard, replicas)
 
     @property
+    def _most_blocks(self) -> int:
+        """The largest number of blocks of a pipeline rank."""
+        work = self._work
+        return max(sum(work.blocks[stage] for stage in stages) for stages in work.stages_of_ranks)
+
+    @property
     def _mean_of_experts_s(self) -> float:
         """The mean of the experts' gradients over the devices that hold the same experts."""
         work = self._work
-        blocks = max(sum(work.blocks[stage] for stage in stages) for stages in self._work.stages_of_ranks)
-        held = work.decoder.expert_weights * work.decoder.experts / work.expert
-        group = self._group(work.alike // work.expert, stride=work.expert)
-        size = work.gradient_bytes * blocks * held
+        over = work.expert * work.expert_slices
+        group = self._group(work.alike // over, stride=work.tensor * over)
+        held = work.held_experts / work.tensor / work.expert_slices
+        size = work.gradient_bytes * self._most_blocks * held
         mean = GroupExchange("mean of the experts' gradients", "all_reduce", size, group)
         return self._exchange_s(mean, self._loads.all)
 
@@ -226,11 +242,13 @@ class ExchangeTimes:
         """Gathers and sums over `shard`: of a whole stage once a step, or of the ends for each microbatch."""
         ends = self._work.microbatches * self._work.decoder.stage_weights(0, first=True, last=True)
         weights = ends if self.gathers_blocks else weights * self._work.tensor
-        size = self._work.gradient_bytes
-        gather = self._sliced_s(
-            "weights of a step", "all_gather", weights, number_bytes=self._work.number_bytes
-        )
-        return gather + self._sliced_s("gradients of a step", "reduce_scatter", weights, number_bytes=size)
+        blocks = 0 if self.gathers_blocks else self._most_blocks
+
+        def sent_s(what: str, operation: str, size: int) -> float:
+            return self._sliced_s(what, operation, weights, number_bytes=size, blocks=blocks)
+
+        gather_s = sent_s("weights of a step", "all_gather", self._work.number_bytes)
+        return gather_s + sent_s("gradients of a step", "reduce_scatter", self._work.gradient_bytes)
 
     def _after_backward_s(self, seconds: float, hidden_s: float, *, share: float, least_s: float) -> float:
         """The part of messages that lasts longer than the backward pass, which takes `hidden_s`.

@@ -18,6 +18,7 @@ from hpc_parallel.config.optimizer_rules import Settings, settings_for
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.holdings import (
     COPY,
+    EXPERT_SLICE,
     EXPERTS,
     GRADIENTS,
     LAYER,
@@ -90,13 +91,18 @@ class Division:
 
     def distributed(self, weight: Weight) -> bool:
         """Whether `weight` is a DTensor, so that ranks may hold parts of it."""
-        experts = weight.of_experts and self.layout.expert > 1
-        return self.layout.by_fully_shard or self.layout.tensor > 1 or experts
+        return self.layout.by_fully_shard or self.layout.tensor > 1 or self.by_experts(weight)
 
     def local_shape(self, weight: Weight, holding: Holding) -> Shape:
         """The shape of a device's part of `weight`; fully_shard slices what the other axes leave."""
-        first, *others = self.unsliced_shape(weight, holding)
-        return chunk(first, holding.model.get(SLICE, WHOLE)), *others
+        shape, split = list(self.unsliced_shape(weight, holding)), self.by_experts(weight)
+        dim = weight.sliced_dim if split else 0
+        shape[dim] = chunk(shape[dim], _slices(holding, of_experts=split))
+        return tuple(shape)
+
+    def by_experts(self, weight: Weight) -> bool:
+        """Whether the expert axis splits `weight`."""
+        return weight.of_experts and self.layout.expert > 1
 
     def unsliced_shape(self, weight: Weight, holding: Holding) -> Shape:
         """The shape of a device's part of `weight` while fully_shard has gathered its slices."""
@@ -128,14 +134,23 @@ class Division:
             weight.shape if rows and weight.name not in tied.values() else self.local_shape(weight, holding)
         )
 
-    def place(self, holding: Holding) -> Place:
-        """The position of a device on the axes that split weights."""
-        return tuple(holding.model.get(kind, WHOLE).indices[0] for kind in (SLICE, EXPERTS, LAYER))
+    def place(self, holding: Holding, *, of_experts: bool) -> Place:
+        """The position of a device on the axes that split weights, or the experts of an expert axis."""
+        return tuple(part.indices[0] for part in _parts(holding, of_experts=of_experts))
 
     def degrees(self, weight: Weight, holding: Holding) -> Place:
         """The degree of each axis of `place`; 1 for an axis that does not split this weight."""
-        slices, experts, tensor = (holding.model.get(kind, WHOLE).of for kind in (SLICE, EXPERTS, LAYER))
+        slices, experts, tensor = (part.of for part in _parts(holding, of_experts=self.by_experts(weight)))
         return slices, experts if weight.of_experts else 1, 1 if weight.tensor_dim is None else tensor
+
+
+def _parts(holding: Holding, *, of_experts: bool) -> tuple[Part, Part, Part]:
+    experts, layer = (holding.model.get(kind, WHOLE) for kind in (EXPERTS, LAYER))
+    return _slices(holding, of_experts=of_experts), experts, layer
+
+
+def _slices(holding: Holding, *, of_experts: bool) -> Part:
+    return holding.model.get(EXPERT_SLICE if of_experts else SLICE, WHOLE)
 
 
 class States:
@@ -143,7 +158,7 @@ class States:
 
     def __init__(self, division: Division) -> None:
         self._division, self._number_bytes = division, number_bytes(division.config)
-        self._owned_by_stages: dict[tuple[int, ...], dict[Place, dict[Place, int]]] = {}
+        self._owned_by_stages: dict[tuple[int, ...], dict[tuple[bool, Place], dict[Place, int]]] = {}
 
     @property
     def unknown(self) -> list[str]:
@@ -199,22 +214,26 @@ class States:
 
     def _owned_bytes(self, holding: Holding) -> int:
         """The state of the weights that the device of `holding` owns."""
-        place, total = self._division.place(holding), 0
-        for degrees, bytes_by_owner in self._owned(holding).items():
+        total = 0
+        for (of_experts, degrees), bytes_by_owner in self._owned(holding).items():
+            place = self._division.place(holding, of_experts=of_experts)
             masked = tuple(index if degree > 1 else 0 for index, degree in zip(place, degrees, strict=True))
             total += bytes_by_owner.get(masked, 0)
         return total
 
-    def _owned(self, holding: Holding) -> dict[Place, dict[Place, int]]:
-        """The bytes of each owner, by the degrees of the axes that split its weights."""
+    def _owned(self, holding: Holding) -> dict[tuple[bool, Place], dict[Place, int]]:
+        """The bytes of each owner, by the degrees of the axes that split its weights.
+
+        With the degrees: whether they are experts of an expert axis, which have owners of their own.
+        """
         if holding.stages in self._owned_by_stages:
             return self._owned_by_stages[holding.stages]
         division = self._division
-        groups: defaultdict[str, list[Weight]] = defaultdict(list)
+        groups: defaultdict[tuple[str, bool], list[Weight]] = defaultdict(list)
         for weight in filter(self._has_owner, division.optimized(holding)):
-            groups[repr(division.settings(weight))].append(weight)
-        owned: dict[Place, dict[Place, int]] = {}
-        for weights in groups.values():
+            groups[repr(division.settings(weight)), division.by_experts(weight)].append(weight)
+        owned: dict[tuple[bool, Place], dict[Place, int]] = {}
+        for (_, of_experts), weights in groups.items():
             settings = division.settings(weights[0])
             degrees = [division.degrees(weight, holding) for weight in weights]
             chosen = owners(zip((weight.numel for weight in weights), degrees, strict=True))
@@ -222,7 +241,7 @@ class States:
                 size = KINDS[settings.target].state_bytes(
                     weight.shape, settings.options, number_bytes=self._number_bytes
                 )
-                table = owned.setdefault(split, {})
+                table = owned.setdefault((of_experts, split), {})
                 table[owner] = table.get(owner, 0) + size
         self._owned_by_stages[holding.stages] = owned
         return owned

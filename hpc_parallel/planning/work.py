@@ -38,9 +38,10 @@ class Work:
 
     data: the number of parts of the batch. context: the number of parts of a sequence, whose devices exchange
     keys and values by `attention`. shard: how many consecutive devices with the same weights slice them
-    (ZeRO-3). recompute: blocks run forward again in the backward pass. blocking: a stage waits until its
-    message has arrived. bucket_bytes: the size of the messages that average gradients during the backward
-    pass of the last microbatch; None: they are averaged after it. blocks: the number of blocks in each stage.
+    (ZeRO-3); with `expert`, the devices that slice all but the experts. recompute: blocks run forward again
+    in the backward pass. blocking: a stage waits until its message has arrived. bucket_bytes: the size of the
+    messages that average gradients during the backward pass of the last microbatch; None: they are averaged
+    after it. blocks: the number of blocks in each stage.
     stream_bytes: the bytes of a number that one stage sends to the next. gradient_bytes: the bytes of a
     number in the gradients that devices exchange. compressed: the means of gradients are exchanged in
     bfloat16 instead. rounding: how the blocks' linear products round to float8. workers: how many ranks send
@@ -118,6 +119,21 @@ class Work:
     @property
     def stages_of_ranks(self) -> list[list[int]]:
         return [self.ranks.stages_of(rank) for rank in range(self.pipeline)]
+
+    @property
+    def held_experts(self) -> float:
+        """The weights of one block's experts that a device of the expert axis has, before any other split."""
+        return self.decoder.expert_weights * self.decoder.experts / self.expert
+
+    @property
+    def expert_slices(self) -> int:
+        """How many devices slice these experts."""
+        return max(1, self.shard // self.expert)
+
+    @property
+    def sliced_weights(self) -> float:
+        """The weights of a block that `shard` devices slice: without split experts."""
+        return self.decoder.weights_with(self.decoder.experts if self.expert == 1 else 0)
 
     def rank_weights(self, stages: list[int]) -> float:
         """The weights on all devices of a pipeline rank; of split experts, only the part of one device."""

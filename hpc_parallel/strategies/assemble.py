@@ -221,7 +221,8 @@ def surround(
     """
     if casts and slicing_axis(mesh) is None:
         schedule = working_weights.CastOnce(schedule, parts=parts)
-    if axis_of(mesh, "expert") is not None and (axis := axis_of(mesh, "replicate")) is not None:
+    averages = axis_of(mesh, "expert") is not None and slicing_axis(mesh) is None
+    if averages and (axis := joint(mesh, "replicate", *SAMPLE_AXES)) is not None:
         schedule = expert.ExpertReplicas(
             schedule, parts=parts, replicas=axis, microbatches=microbatches, finds_unused=finds_unused
         )
@@ -340,9 +341,11 @@ def prepare(part: LayeredModel, *, config: RunConfig, mesh: DeviceMesh, device: 
     if not slices or training.precision == "float16" or is_own(config):
         precision.apply(part, precision=training.precision, device_type=device.type)
     if slices:
+        split = axis_of(mesh, "expert") is not None
         shard.apply(
             part, mesh=data_mesh(mesh), options=config.strategy, precision=training.precision,
             staged=axis_of(mesh, "pipeline") is not None,
+            experts_mesh=data_mesh(mesh, of_experts=True) if split else None,
         )  # fmt: skip
     materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[training.precision])
 

@@ -1,10 +1,11 @@
 """Expert parallelism: every device holds some of the experts, and tokens travel to them and back.
 
 Lepikhin et al. 2020 (GShard). The axis splits the batch, as `replicate` does, so all other weights are
-replicas. A device's experts see the tokens of all devices of the axis, so their gradients are sums over these
-devices. They are divided by the degree of the axis, which gives the gradients of the mean loss. The host
-reads the number of tokens in each layer, because a collective needs the sizes of its messages
-(`row_counts.py`).
+replicas; with `shard` all devices of both axes slice them, and those of `shard` slice the experts of one
+device of the axis (`shard.py`). A device's experts see the tokens of all devices of the axis, so their
+gradients are sums over these devices. They are divided by the degree of the axis, which gives the gradients
+of the mean loss. The host reads the number of tokens in each layer, because a collective needs the sizes of
+its messages (`row_counts.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 from torch.nn import Module, Parameter
 
-from hpc_parallel.models.experts import Experts, Reorder
+from hpc_parallel.config.checks.axis_checks import uneven_slices
+from hpc_parallel.layout.layout import Layout
+from hpc_parallel.models.experts import WIDTH_DIMS, Experts, Reorder
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.forward_backward import ForwardBackward
@@ -35,9 +38,13 @@ from hpc_parallel.strategies.row_counts import RowCounts
 from hpc_parallel.torch_internals import all_to_all_rows
 
 
-def find_problems(model: LayeredModel, *, degree: int) -> Problems:
-    """Returns why the experts of the whole `model` can't be split over `degree` devices."""
-    counts = {module.count for module in model.modules() if isinstance(module, Experts)}
+def find_problems(model: LayeredModel, *, layout: Layout) -> Problems:
+    """Returns why the experts of the whole `model` can't be split as `layout` asks."""
+    experts, degree = [module for module in model.modules() if isinstance(module, Experts)], layout.expert
+    counts = {module.count for module in experts}
+    rules = {uneven_slices(module.gate.shape[-1], layout) for module in experts}
+    for rule in filter(None, rules):
+        yield Problem("strategy.shard", layout.shard, rule, (1,))
     if not counts:
         rule = f"splits experts, and {type(model).__name__} has none (models/experts.py)"
     elif any(count % degree for count in counts):
@@ -62,6 +69,15 @@ def apply(model: LayeredModel, *, axis: DeviceMesh) -> LayeredModel:
             forward = partial(_with_tokens_of_all, axis, row_counts, OriginalForward(module))
             replace_forward(module, forward, technique="Split")
     return model
+
+
+def split_experts(model: Module) -> dict[Parameter, int]:
+    """The weights that `apply` has split, with the dim of each that fully_shard slices.
+
+    That is the model's width: a device may have only one expert, and `tensor` splits the inner width.
+    """
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    return {getattr(module, name): 3 - dim for module in experts for name, dim in WIDTH_DIMS.items()}
 
 
 def _with_tokens_of_all(

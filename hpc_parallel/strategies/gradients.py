@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -180,12 +181,8 @@ class Withholding:
 
 def copies_of(parameter: Parameter, *, axes: Iterable[DeviceMesh]) -> int:
     """Number of ranks of the `axes` that have the same slice of `parameter` as this rank."""
-    placements = parameter.placements if isinstance(parameter, DTensor) else ()
-    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
-    split = {
-        name for name, placement in zip(names or (), placements, strict=True) if not placement.is_replicate()
-    }
-    count = 1
-    for axis in axes:
-        count *= 1 if name_of(axis) in {*split, "pipeline"} else axis.size()
+    count = math.prod(axis.size() for axis in axes if name_of(axis) != "pipeline")
+    if isinstance(parameter, DTensor):
+        for dim, placement in enumerate(parameter.placements):
+            count //= 1 if placement.is_replicate() else parameter.device_mesh.size(dim)
     return count

@@ -84,11 +84,13 @@ def make_saving_group(config: RunConfig) -> dist.ProcessGroup:
 def join_axes(mesh: DeviceMesh, *, generates: bool) -> None:
     """Make the groups of several axes. The mesh keeps them, so that `joint` makes no new group later."""
     slices = slicing_axis(mesh)
+    slicing_axis(mesh, of_experts=True)
     joint(mesh, *BATCH_AXES, *SAMPLE_AXES)
     if generates:
         joint(mesh, "pipeline", "tensor")
     elif slices is None:
         joint(mesh, *AVERAGED_AXES)
+        joint(mesh, "replicate", *SAMPLE_AXES)  # of the same experts
 
 
 def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:

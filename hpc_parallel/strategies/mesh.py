@@ -32,26 +32,28 @@ def build_host_mesh(nodes: int, *, device_type: str) -> DeviceMesh:
     return DeviceMesh(device_type, ranks, mesh_dim_names=("across nodes", "inside a node"))
 
 
-def slicing_axis(mesh: DeviceMesh) -> DeviceMesh | None:
+def slicing_axis(mesh: DeviceMesh, *, of_experts: bool = False) -> DeviceMesh | None:
     """The axis over which fully_shard slices weights; None if the layout has no shard axis.
 
-    It joins `shard` with the axes that split samples, because their ranks use the same weights.
+    It joins `shard` with the axes whose ranks use the same weights: those that split samples and, but for
+    the experts that it splits, `expert`.
     """
-    return None if axis_of(mesh, "shard") is None else joint(mesh, "shard", *SAMPLE_AXES)
+    others = SAMPLE_AXES if of_experts else ("expert", *SAMPLE_AXES)
+    return None if axis_of(mesh, "shard") is None else joint(mesh, "shard", *others)
 
 
-def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def data_mesh(mesh: DeviceMesh, *, of_experts: bool = False) -> DeviceMesh:
     """The mesh of fully_shard: the replicate axis, if there is one, and then the slicing axis."""
-    slices, replicas = slicing_axis(mesh), axis_of(mesh, "replicate")
+    slices, replicas = slicing_axis(mesh, of_experts=of_experts), axis_of(mesh, "replicate")
     assert slices is not None
     return slices if replicas is None else torch_internals.concatenate([replicas, slices])
 
 
 def weight_axes(mesh: DeviceMesh) -> list[DeviceMesh]:
     """The axes whose ranks hold different weights or different slices of them."""
-    axes = (
-        axis_of(mesh, "pipeline"), slicing_axis(mesh), axis_of(mesh, "expert"), axis_of(mesh, "tensor"),
-    )  # fmt: skip
+    slices = slicing_axis(mesh)  # with the expert axis, if there is one
+    experts = axis_of(mesh, "expert") if slices is None else None
+    axes = axis_of(mesh, "pipeline"), slices, experts, axis_of(mesh, "tensor")
     return [axis for axis in axes if axis is not None]
 
 

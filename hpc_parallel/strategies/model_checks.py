@@ -68,7 +68,7 @@ def find_problems(
     if layout.context > 1:
         yield from split_sequence.find_problems(model, degree=layout.context, sample_shape=sample_shape)
     if layout.expert > 1:
-        yield from expert.find_problems(model, degree=layout.expert)
+        yield from expert.find_problems(model, layout=layout)
     if layout.tensor > 1:
         yield from tensor_roles.find_problems(model, degree=layout.tensor, options=config.strategy)
         if sample_shape is not None:

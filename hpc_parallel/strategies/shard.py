@@ -16,14 +16,22 @@ from torch.nn import Module
 from hpc_parallel import torch_internals
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.strategies.expert import split_experts
 from hpc_parallel.strategies.forward_backward import ForwardBackward
 from hpc_parallel.strategies.mesh import name_of
 from hpc_parallel.strategies.precision import HALF
 from hpc_parallel.strategies.ranges import marked
+from hpc_parallel.torch_internals import slice_on
 
 
 def apply(
-    model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig, precision: str, staged: bool = False
+    model: LayeredModel,
+    *,
+    mesh: DeviceMesh,
+    options: StrategyConfig,
+    precision: str,
+    staged: bool = False,
+    experts_mesh: DeviceMesh | None = None,
 ) -> LayeredModel:
     """Shard weights over the last axis of `mesh`; on a mesh of two axes the first holds replicas (HSDP).
 
@@ -33,16 +41,20 @@ def apply(
     Without `reshard`, all blocks stay gathered, so only gradients and optimizer state are sharded (ZeRO-2).
     In a `staged` model (a pipeline's stage), blocks also stay gathered between the microbatches of a step.
     With bfloat16 and float16, weights are gathered and used in that type; gradients are summed in float32.
+    `experts_mesh`: slices the experts that an expert axis has split, instead of `mesh`.
     """
     mixed = precision in HALF
     policy = MixedPrecisionPolicy(
         param_dtype=HALF.get(precision), reduce_dtype=torch.float32 if mixed else None
     )
     reshard = options.reshard and not staged
+    slices = None if experts_mesh is None else slice_on(experts_mesh, split_experts(model))
     for part in _separate_parts(model):
         keeps = part is model.head or not reshard
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(
+            part, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps, shard_placement_fn=slices
+        )
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, shard_placement_fn=slices)
     if options.prefetch is not None:
         _prefetch(model, ahead=options.prefetch)
     return model

@@ -60,6 +60,7 @@ MIXTURES = {
     "expert 4": ("strategy=expert", "nodes=4"),
     "fsdp 2": ("strategy=fsdp", "nodes=2"),
     "replicate 2 x expert 2": ("strategy=expert", "nodes=4", "strategy.expert=2", "strategy.replicate=2"),
+    "shard 2 x expert 2": ("strategy=fsdp", "nodes=4", "strategy.expert=2"),
 }
 IMAGES = {
     "tile 2 x 2": ("strategy=tile", "nodes=4"),
@@ -86,7 +87,8 @@ def test_a_transformer_goes_on_in_another_layout(
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("expert 4", "fsdp 2"), *in_full([("fsdp 2", "replicate 2 x expert 2")])]
+    ("before", "after"),
+    [("expert 4", "fsdp 2"), *in_full([*list(pairwise(MIXTURES))[1:], ("shard 2 x expert 2", "expert 4")])],
 )
 def test_experts_go_on_in_another_layout(workers: Workers, trained: Train, before: str, after: str) -> None:
     words = (*COMMON, *EXPERTS)

@@ -11,17 +11,19 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hpc_parallel import torch_internals
+from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models import transformer
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.profiling.traffic import Traffic
-from hpc_parallel.strategies import checkpointing, compiling, precision, shard, working_weights
+from hpc_parallel.strategies import checkpointing, compiling, precision, working_weights
 from hpc_parallel.strategies.context import split_sequence
 from hpc_parallel.strategies.context.ring import slices_of
 from hpc_parallel.strategies.dropout import counted_dropout

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.models.auxiliary_loss import AuxiliaryLoss
+from hpc_parallel.models.auxiliary_loss import AuxiliaryLoss, SequenceSum
 from hpc_parallel.models.experts import Experts, grouped_product
 from hpc_parallel.models.moe import MixtureOfExperts, imbalance
 from hpc_parallel.profiling.traffic import KINDS
@@ -54,6 +54,69 @@ LAYOUTS = {
     "experts in stages": ("strategy=pipeline", "nodes=2", "strategy.microbatches=4"),
     "dataparallel": ("strategy=dataparallel", "gpus_per_node=2"),
     "parameter server": ("strategy=parameter_server", "nodes=3"),
+    "shard 2 x expert 2": (
+        "strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.expert=2", "training.microbatch_size=2",
+    ),
+    "shard 2 x expert 2, checkpointed": (
+        "strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.expert=2", "training.microbatch_size=2",
+        "training.activation_checkpointing=full", "strategy.prefetch=1",
+    ),
+    "shard 2 x expert 2, selective": (
+        "strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.expert=2", "strategy.reshard=false",
+        "training.activation_checkpointing=selective",
+    ),
+    "replicate 2 x shard 2 x expert 2": (
+        "strategy=hsdp", "nodes=2", "gpus_per_node=4", "strategy.expert=2", "training.microbatch_size=1",
+    ),
+    "pipeline 2 x shard 2 x expert 2": (
+        "strategy=pipeline", "nodes=2", "gpus_per_node=4", "strategy.pipeline=2", "strategy.expert=2",
+        "strategy.shard=2", "strategy.microbatches=4",
+    ),
+    "tensor 2": ("strategy=tensor", "nodes=2"),
+    "expert 2 x tensor 2": (
+        "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.expert=2",
+        "training.microbatch_size=4",
+    ),
+    "replicate 2 x tensor 2, whole sequences": (
+        "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.replicate=2",
+        "strategy.sequence_parallel=false",
+    ),
+    "shard 2 x expert 2 x tensor 2": (
+        "strategy=tensor", "nodes=2", "gpus_per_node=4", "strategy.tensor=2", "strategy.expert=2",
+        "strategy.shard=2", "training.activation_checkpointing=selective",
+    ),
+    "pipeline 2 x expert 2 x tensor 2": (
+        "strategy=pipeline", "nodes=2", "gpus_per_node=4", "strategy.pipeline=2", "strategy.expert=2",
+        "strategy.tensor=2", "strategy.microbatches=4",
+    ),
+    "context 2": ("strategy=context", "nodes=2", "training.microbatch_size=4"),
+    "expert 2 x context 2": (
+        "strategy=context", "nodes=2", "gpus_per_node=2", "strategy.context=2", "strategy.expert=2",
+    ),
+    "replicate 2 x expert 2 x context 2": (
+        "strategy=context", "nodes=2", "gpus_per_node=4", "strategy.context=2", "strategy.expert=2",
+        "strategy.replicate=2", "training.microbatch_size=2",
+    ),
+    "shard 2 x expert 2 x context 2": (
+        "strategy=context", "nodes=2", "gpus_per_node=4", "strategy.context=2", "strategy.expert=2",
+        "strategy.shard=2", "training.activation_checkpointing=selective",
+    ),
+    "expert 2 x context 2 x tensor 2": (
+        "strategy=context", "nodes=2", "gpus_per_node=4", "strategy.context=2", "strategy.expert=2",
+        "strategy.tensor=2", "strategy.context_attention=all_to_all",
+    ),
+    "pipeline 2 x expert 2 x context 2": (
+        "strategy=pipeline", "nodes=2", "gpus_per_node=4", "strategy.pipeline=2", "strategy.expert=2",
+        "strategy.context=2", "strategy.microbatches=4", "strategy.context_attention=gather",
+    ),
+    "pipeline 2 x shard 2 x expert 2 x tensor 2": (
+        "strategy=pipeline", "nodes=4", "gpus_per_node=4", "strategy.pipeline=2", "strategy.shard=2",
+        "strategy.expert=2", "strategy.tensor=2", "strategy.microbatches=2",
+    ),
+    "pipeline 2 x shard 2 x expert 2 x context 2": (
+        "strategy=pipeline", "nodes=4", "gpus_per_node=4", "strategy.pipeline=2", "strategy.shard=2",
+        "strategy.expert=2", "strategy.context=2", "strategy.microbatches=2",
+    ),
     "replicate 2 x pipeline 2 x expert 2, zero bubble": (
         "strategy=pipeline", "nodes=2", "gpus_per_node=4", "strategy.pipeline=2", "strategy.expert=2",
         "strategy.replicate=2", "strategy.microbatches=4", "strategy.schedule=interleaved_zero_bubble",
@@ -61,7 +124,12 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 SLOW = (
-    "checkpointed",
+    "checkpointed", "shard 2 x expert 2, checkpointed", "shard 2 x expert 2, selective",
+    "tensor 2", "replicate 2 x tensor 2, whole sequences", "shard 2 x expert 2 x tensor 2",
+    "pipeline 2 x shard 2 x expert 2 x tensor 2", "pipeline 2 x shard 2 x expert 2 x context 2",
+    "pipeline 2 x expert 2 x tensor 2", "context 2", "replicate 2 x expert 2 x context 2",
+    "shard 2 x expert 2 x context 2", "expert 2 x context 2 x tensor 2", "pipeline 2 x expert 2 x context 2",
+    "replicate 2 x shard 2 x expert 2", "pipeline 2 x shard 2 x expert 2",
     "replicate 2 x pipeline 2 x expert 2, zero bubble", "parameter server", "dataparallel",
     "experts in stages", "expert over 2, one expert a token", "pipeline 2 x expert 2", "experts in slices",
     "expert over 4, accumulating 4",
@@ -131,9 +199,11 @@ def test_groups_without_rows_have_gradients_of_zero() -> None:
 def test_the_balancing_loss_is_1_for_each_position_if_experts_are_used_equally() -> None:
     even = torch.full((2, 6, 3), 1 / 3)
     in_turn = torch.arange(6).remainder(3).expand(2, 6).unsqueeze(-1)
-    assert float(imbalance(even, in_turn)) == pytest.approx(2 * 6)
+    assert float(imbalance(even, in_turn, SequenceSum())) == pytest.approx(2 * 6)
     one = F.one_hot(torch.zeros(2, 6, dtype=torch.int64), 3).float()
-    assert float(imbalance(one, torch.zeros(2, 6, 1, dtype=torch.int64))) == pytest.approx(3 * 2 * 6)
+    assert float(imbalance(one, torch.zeros(2, 6, 1, dtype=torch.int64), SequenceSum())) == pytest.approx(
+        3 * 2 * 6
+    )
 
 
 def test_the_gradient_of_the_balancing_loss_is_as_if_the_loss_had_added_it() -> None:
@@ -143,7 +213,7 @@ def test_the_gradient_of_the_balancing_loss_is_as_if_the_loss_had_added_it() -> 
     (gradient,) = torch.autograd.grad(mixture(x).sum() / 7, router)
     probabilities = F.softmax(x @ router.T, dim=-1)
     chosen = probabilities.topk(2).indices
-    loss = _sum_over_all_experts(mixture, x).sum() + 0.5 * imbalance(probabilities, chosen)
+    loss = _sum_over_all_experts(mixture, x).sum() + 0.5 * imbalance(probabilities, chosen, SequenceSum())
     (wanted,) = torch.autograd.grad(loss / 7, router)
     torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
 
@@ -168,6 +238,16 @@ def test_a_device_holds_its_experts_only(workers: Workers) -> None:
         assert shapes["blocks.0.feed_forward.experts.gate"] == (8 // 4, 48, 128)
         assert shapes["blocks.0.feed_forward.experts.down"] == (8 // 4, 128, 48)
         assert shapes["blocks.0.feed_forward.router.weight"] == (8, 128)
+
+
+def test_a_device_holds_a_slice_of_its_experts_only(workers: Workers) -> None:
+    """The devices of both axes slice all but the experts; those of `shard` slice one device's experts."""
+    config = prepared(*MODEL, "data.max_bytes=200000", *LAYOUTS["shard 2 x expert 2"]).config
+    for shapes in workers.run(4, _shapes, config):
+        assert shapes["blocks.0.feed_forward.experts.gate"] == (8 // 2, 48, 128 // 2)
+        assert shapes["blocks.0.feed_forward.experts.down"] == (8 // 2, 128 // 2, 48)
+        assert shapes["blocks.0.feed_forward.router.weight"] == (8 // 4, 128)
+        assert shapes["blocks.0.attention.query.weight"] == (128 // 4, 128)
 
 
 def _collectives_of_a_step(config: RunConfig) -> list[tuple[str, int]]:

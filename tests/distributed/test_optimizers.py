@@ -93,8 +93,9 @@ def test_state_goes_on_in_another_layout(
     [
         ("strategy=expert", "nodes=2"),
         ("strategy=expert", "nodes=4", "strategy.expert=2", "strategy.replicate=2"),
+        ("strategy=fsdp", "nodes=4", "strategy.expert=2"),
     ],
-    ids=["expert 2", "expert 2 x replicate 2"],
+    ids=["expert 2", "expert 2 x replicate 2", "expert 2 x shard 2"],
 )
 def test_experts_are_updated_as_on_one_device(
     trained: Train, optimizer: str, layout: tuple[str, ...]

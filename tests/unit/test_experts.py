@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hpc_parallel.config.checks import training_checks
+from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.models.experts import Reorder, grouped_product
 from hpc_parallel.models.layered import materialise
@@ -77,3 +79,25 @@ def test_rows_are_reordered_without_a_sort_in_the_backward_pass() -> None:
     assert reordered.equal(indexed)
     torch.testing.assert_close(gradient, torch.autograd.grad((indexed * weight).sum(), rows)[0])
     assert not any("index_put" in name for name in called)
+
+
+FSDP_EP = ("strategy=fsdp", "model=moe_tiny", "nodes=2", "gpus_per_node=6", "strategy.expert=2")
+
+
+def test_slices_must_divide_the_width_of_experts() -> None:
+    words = (*FSDP_EP, "training.global_batch_size=12")
+    assert list(map(str, find_problems(resolve(composed(*words))[0]))) == [
+        "strategy.shard = 6 makes 6 slices of each expert's weights, which don't divide their width, 128. "
+        "Try strategy.shard=1 strategy.replicate=-1 or strategy.shard=2 strategy.replicate=-1."
+    ]
+    assert find_problems(resolve(composed(*words, "strategy.shard=2", "strategy.replicate=-1"))[0]) == []
+    assert find_problems(resolve(composed(*words, "model.dim=96", "model.heads=4"))[0]) == []
+
+
+def test_a_torch_that_is_too_old_to_slice_experts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_checks, "version", lambda package: "2.12.1+cu130")
+    words = (*FSDP_EP, "strategy.shard=2", "strategy.replicate=-1", "training.global_batch_size=12")
+    assert list(map(str, find_problems(resolve(composed(*words))[0]))) == [
+        "strategy.expert = 2 in slices (strategy.shard or strategy.tensor) needs torch 2.13 or newer, and "
+        "torch 2.12 is installed here. Try strategy.expert=1."
+    ]

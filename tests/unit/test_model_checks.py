@@ -14,6 +14,7 @@ from hpc_parallel.layout.layout import Layout
 from hpc_parallel.models.attention import CausalAttention
 from hpc_parallel.models.convnet import ConvNet
 from hpc_parallel.models.layered import Column, LayeredModel, with_ties
+from hpc_parallel.models.moe import MoeTransformer
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.local_positions import find_local_positions
@@ -287,3 +288,13 @@ def test_sparse_gradients_are_refused_by_name(layout: Layout) -> None:
         "RandomModel.stem.tokens is Embedding with sparse=True: clipping, the optimizers and the layouts "
         "need dense gradients. Try sparse=False."
     )
+
+
+def test_experts_are_split_by_a_width_that_divides() -> None:
+    shape = {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 2, "vocab_size": 16, "tied_head": False}
+    mixture = MoeTransformer(experts=4, experts_per_token=2, balance=0.0, ffn_dim=173, **shape)
+    role = "blocks.0.feed_forward, whose experts' width does not divide by 2"
+    assert any(f"has the role experts for {role}" in problem for problem in problems(mixture, TENSOR))
+    model = random_model()
+    model.tensor_roles = dict(model.tensor_roles) | {"blocks.*.feed": "experts"}
+    assert any("which has no Experts" in problem for problem in problems(model, TENSOR))

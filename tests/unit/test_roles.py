@@ -112,6 +112,11 @@ class TestHoldings:
         ]  # fmt: skip
         experts = holdings(setup_of("strategy=expert", "model=moe_tiny", "nodes=2"))
         assert [row.model for row in experts] == [{EXPERTS: Part((0,), 2)}, {EXPERTS: Part((1,), 2)}]
+        words = ("strategy=fsdp", "model=moe_tiny", "nodes=2", "gpus_per_node=2", "strategy.expert=2")
+        assert [row.model_text for row in holdings(setup_of(*words))][2:] == [
+            f"slice {place} of 4 of all but the experts, part {part} of 2 of the experts, slice 1 of 2 of "
+            "each of their weights" for place, part in ((2, 0), (3, 1))
+        ]  # fmt: skip
 
     def test_ranges(self) -> None:
         many = list(range(0, 512, 8))
@@ -151,7 +156,7 @@ class TestExchanges:
     @pytest.mark.parametrize(
         ("strategy", "layout", "reason"),
         [
-            ({}, {"expert": 2, "shard": 2}, "expert and shard can't be combined"),
+            ({}, {"expert": 2, "tile": 2}, "expert and tile can't be combined"),
             ({"execution": "dataparallel"}, {"tensor": 2}, "execution=dataparallel has whole replicas only"),
             ({"schedule": "own"}, {"pipeline": 2}, "the schedule is unknown"),
             ({"tile_grid": [0, 0]}, {"tile": 2}, "the grid does not have one tile for each device"),
@@ -271,6 +276,7 @@ DRAWN = {
     "context": ("strategy=context", "nodes=8"),
     "tile": ("strategy=tile", "model=segmenter", "data=cells", "gpus_per_node=8"),
     "expert": ("strategy=expert", "model=moe_tiny", "nodes=4"),
+    "sliced experts": ("strategy=fsdp", "model=moe_tiny", "nodes=2", "gpus_per_node=2", "strategy.expert=2"),
 }
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 

@@ -70,6 +70,16 @@ def test_axes_are_joined(fifth_of_eight: None) -> None:
     assert both.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+def test_a_weight_is_sliced_on_a_mesh_of_its_own(fifth_of_eight: None) -> None:
+    """The classes that say so, as fully_shard takes them; test_expert.py has what it makes of them."""
+    mesh = DeviceMesh("cpu", torch.arange(8).view(4, 2), mesh_dim_names=("shard", "expert"))
+    module = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(8, 6)) for name in "ab"})
+    placements = torch_internals.slice_on(mesh["expert"], {module["a"]: 1})
+    fully_shard(module, mesh=torch_internals.flatten(mesh), shard_placement_fn=placements)
+    shapes = {name: weight.to_local().shape for name, weight in module.items()}  # type: ignore[operator]
+    assert shapes == {"a": (8, 3), "b": (1, 6)}
+
+
 def test_a_style_of_our_own_is_asked_to_split(fifth_of_eight: None) -> None:
     class Style(torch_internals.LayerStyle):
         def split(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hpc_parallel.config.places import find_folder
 from hpc_parallel.models import transformer
 from hpc_parallel.models.layered import materialise
+from hpc_parallel.models.moe import MoeTransformer
 from hpc_parallel.models.transformer import Attention, Transformer, rotate, rotation
 from hpc_parallel.strategies.checkpointing import apply as apply_checkpointing
 
@@ -185,11 +186,11 @@ def shape(name: str) -> dict[str, Any]:
 
 
 def closed_form(*, layers: int, dim: int, heads: int, kv_heads: int, ffn_dim: int, vocab_size: int,
-                tied_head: bool = True, **_: float) -> int:  # fmt: skip
+                tied_head: bool = True, experts: int = 0, **_: float) -> int:  # fmt: skip
     attention = 2 * dim * dim + 2 * dim * (dim // heads) * kv_heads
     return (
         (1 if tied_head else 2) * vocab_size * dim
-        + layers * (attention + 3 * dim * ffn_dim + 2 * dim)
+        + layers * (attention + 3 * dim * ffn_dim * (experts or 1) + dim * experts + 2 * dim)
         + dim
     )  # fmt: skip
 
@@ -201,11 +202,12 @@ def closed_form(*, layers: int, dim: int, heads: int, kv_heads: int, ffn_dim: in
         ("1b", 1_235_814_400),
         ("8b", 8_030_261_248),
         ("70b", 70_553_706_496),
+        ("mixtral_8x7b", 46_702_792_704),
     ],
 )
 def test_sizes_are_the_published_ones(name: str, published: int) -> None:
     with torch.device("meta"):
-        model = Transformer(**shape(name))
+        model = (MoeTransformer if "experts" in shape(name) else Transformer)(**shape(name))
     assert sum(parameter.numel() for parameter in model.parameters()) == published
     assert closed_form(**shape(name)) == published
 

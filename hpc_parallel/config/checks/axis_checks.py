@@ -12,17 +12,13 @@ from typing import Any
 from hpc_parallel.config.checks import pipeline_checks
 from hpc_parallel.config.checks.key_checks import sizes_are_legal
 from hpc_parallel.config.checks.suggestions import multiples_near, with_degree_near, without_axis
+from hpc_parallel.config.checks.training_checks import too_old
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.axes import DECLARED, Axis
 from hpc_parallel.layout.counts import KEYS, class_path, count, halvings, is_convnet, reads, sequence_length
 from hpc_parallel.layout.layout import Layout, divisors, tile_grid
 from hpc_parallel.layout.model_data_schema import ConvNetConfig, MoeTransformerConfig
 from hpc_parallel.problems import Problem, Problems
-
-NOT_IN_MIXTURE = {  # axes that can't split the reference mixture of experts
-    "context": "splits sequences, and the router balances whole sequences",
-    "tensor": "splits layers, and experts have no role for it",
-}
 
 
 def find_problems(config: RunConfig, layout: Layout) -> Problems:
@@ -72,6 +68,21 @@ def _experts(config: RunConfig, layout: Layout) -> Problems:
     elif experts is not None and experts % layout.expert:
         rule = f"does not divide model.experts = {experts}: each device has the same number of experts"
         yield with_degree_near("expert", rule, experts, config=config, layout=layout)
+    dim = count(config, "dim")[1]
+    if dim is not None and (uneven := uneven_slices(dim, layout)):
+        yield with_degree_near("shard", uneven, dim, config=config, layout=layout)
+    if layout.by_fully_shard and (outdated := too_old((2, 13))):
+        rule = f"in slices (strategy.shard or strategy.tensor) {outdated}"
+        yield without_axis("expert", rule, config=config, layout=layout)
+
+
+def uneven_slices(dim: int, layout: Layout) -> str | None:
+    """Returns the broken rule if the slices of the experts' weights don't divide the model's width, `dim`."""
+    if dim % layout.expert_slices == 0:
+        return None
+    return (
+        f"makes {layout.expert_slices} slices of each expert's weights, which don't divide their width, {dim}"
+    )
 
 
 def _mixture(config: RunConfig, layout: Layout) -> Problems:
@@ -82,9 +93,10 @@ def _mixture(config: RunConfig, layout: Layout) -> Problems:
     if config.training.compile:
         rule = "can't be used: torch can't compile the products of experts"
         yield Problem("training.compile", True, rule, (False,))
-    for axis, rule in NOT_IN_MIXTURE.items():
-        if layout.degrees[axis] > 1:
-            yield without_axis(axis, rule, config=config, layout=layout)
+    if layout.tensor > 1 and config.task.name == "generate":
+        yield without_axis(
+            "tensor", "is not proven for task=generate with experts", config=config, layout=layout
+        )
 
 
 def sequence_problems(config: RunConfig, layout: Layout) -> Problems:

@@ -2,17 +2,20 @@
 
 `ring.py` and `all_to_all_attention.py` implement this communication.
 
-All other layers treat each position separately. Every device has all weights, or fully_shard slices them over
-this axis as over `shard`. Each device computes gradients of its own positions; all have equally many loss
-terms, so gradients are averaged over devices as over replicas.
+All other layers treat each position separately; terms of whole sequences add up their sums over devices.
+Every device has all weights, or fully_shard slices them over this axis as over `shard`. Each computes
+gradients of its own positions; all have equally many loss terms, so gradients are averaged over devices as
+over replicas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,6 +29,7 @@ from hpc_parallel.models.attention import (
     attend_with,
     product_dtype,
 )
+from hpc_parallel.models.auxiliary_loss import SequenceSum
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.context.all_to_all_attention import HeadsAttention
@@ -36,6 +40,8 @@ from hpc_parallel.strategies.context.ring import (
     slices_of,
 )
 from hpc_parallel.strategies.local_positions import find_local_positions
+from hpc_parallel.strategies.mesh import name_of
+from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import replace_modules
 
 ALL_TO_ALL = "all_to_all"
@@ -45,6 +51,7 @@ def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> 
     """Let every attention of `model` (or a stage of it) see the whole sequence, which `axis` splits."""
     model.sample_positions = SlicedPositions(axis)
     replace_modules(model, Attention, partial(split_attention, axis=axis, kind=options.context_attention))
+    replace_modules(model, SequenceSum, lambda _: SumOverParts(axis))
     return model
 
 
@@ -69,8 +76,6 @@ def find_problems(model: LayeredModel, *, degree: int, sample_shape: tuple[int, 
         rule = (
             f"can't be used: this package's attention can be split, but not its subclass {', '.join(others)}"
         )
-    elif any(getattr(module, "whole_sequences", False) for module in model.modules()):
-        rule = f"can't be used: {type(model).__name__} has modules that need whole sequences"
     elif sample_shape is not None and (not sample_shape or sample_shape[0] % (2 * degree)):
         rule = f"does not split samples of shape {list(sample_shape)} into two slices a device"
     elif clause := find_local_positions(model):
@@ -91,6 +96,30 @@ class SlicedPositions(Positions):
 
     def key(self, length: int) -> Hashable:
         return self._rank, self._degree, length
+
+
+class SumOverParts(SequenceSum):
+    """Adds up the sums of all devices of `axis`; each gets the gradient of its own positions."""
+
+    def __init__(self, axis: DeviceMesh) -> None:
+        super().__init__()
+        self.parts, self._axis = axis.size(), axis
+
+    def forward(self, sums: Tensor) -> Tensor:
+        return _AddParts.apply(sums, self._axis)  # type: ignore[no-any-return]
+
+
+class _AddParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, axis: DeviceMesh) -> Tensor:
+        total = sums.contiguous().clone()
+        with marked(f"all_reduce {name_of(axis)}"):
+            dist.all_reduce(total, group=axis.get_group())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 class SplitAttention(Attention):

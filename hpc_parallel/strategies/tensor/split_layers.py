@@ -36,13 +36,15 @@ from torch.nn import functional as F
 
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.attention import Attention
+from hpc_parallel.models.auxiliary_loss import auxiliary_losses
+from hpc_parallel.models.experts import WIDTH_DIMS, Experts
 from hpc_parallel.models.layered import Column, LayeredModel, Loss
 from hpc_parallel.strategies.loss import MetricsOf
 from hpc_parallel.strategies.mesh import name_of
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
 from hpc_parallel.strategies.tensor.tensor_roles import is_within, roles_of
-from hpc_parallel.torch_internals import LayerStyle
+from hpc_parallel.torch_internals import LayerStyle, concatenate
 
 
 def apply(
@@ -87,6 +89,7 @@ def _styles(options: StrategyConfig) -> dict[str, ParallelStyle]:
         "heads": EachPosition(Shard(2)),
         "logits": ColwiseParallel(input_layouts=between, output_layouts=logits),
         "alike": Alike(),
+        "experts": SplitExperts(between),
         "classes": ColwiseParallel(input_layouts=Replicate(), output_layouts=logits),
     }
 
@@ -201,6 +204,66 @@ class Alike(LayerStyle):
                 setattr(part, name, Parameter(replicated.detach(), requires_grad=weight.requires_grad))
         replace_forward(module, partial(_with_plain_weights, OriginalForward(module)), technique="Alike")
         return module
+
+
+class SplitExperts(LayerStyle):
+    """A router with experts, each of which is split by its inner width, as a feed-forward network is.
+
+    Every device routes all tokens in the same way, and its output is a partial sum. So are the gradients of
+    the input and of the router, which every device has whole. A mixture's auxiliary loss is the same on all
+    devices, so each adds a part of its gradient.
+    """
+
+    def __init__(self, between: Placement) -> None:
+        self._between = between
+
+    def split(self, module: Module, mesh: DeviceMesh) -> Module:
+        for part in module.modules():
+            for name, weight in list(part.named_parameters(recurse=False)):
+                dim = WIDTH_DIMS[name] if isinstance(part, Experts) else None
+                setattr(part, name, _on_tensor_axis(weight, mesh, dim))
+        for auxiliary in auxiliary_losses([module]):
+            auxiliary.copies = mesh.size()
+        original = OriginalForward(module)
+
+        def forward(_: Forward, __: Module, x: Tensor) -> Tensor:
+            whole = DTensor.from_local(x, mesh, [self._between], run_check=False)
+            tokens = whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            # The weights on two axes become plain in expert.py.
+            plain = {
+                name: _partial(weight)
+                for name, weight in original.named_parameters()
+                if isinstance(weight, DTensor) and weight.device_mesh.ndim == 1
+            }
+            sums = DTensor.from_local(
+                functional_call(original, plain, (tokens,)), mesh, [Partial()], run_check=False
+            )
+            return sums.redistribute(placements=[self._between]).to_local()
+
+        replace_forward(module, forward, technique="Split")
+        return module
+
+
+def _on_tensor_axis(weight: Parameter, axis: DeviceMesh, dim: int | None) -> Parameter:
+    """This device's part of `weight` along `dim` (None: all of it), which an expert axis may have split."""
+    local, mesh = weight.detach(), axis
+    before: tuple[Placement, ...] = ()
+    if isinstance(local, DTensor):
+        mesh, before = concatenate([local.device_mesh, axis]), tuple(local.placements)
+        local = local.to_local()
+    if dim is not None:
+        local = local.chunk(axis.size(), dim=dim)[axis.get_local_rank()].contiguous()
+    placements = [*before, Replicate() if dim is None else Shard(dim)]
+    split = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+    return Parameter(split, requires_grad=weight.requires_grad)
+
+
+def _partial(weight: DTensor) -> Tensor:
+    """The local part of a weight; the gradient of a whole weight is a partial sum."""
+    (placement,) = weight.placements
+    return weight.to_local(grad_placements=[Partial() if placement.is_replicate() else placement])
 
 
 def _with_plain_weights(original: OriginalForward, _: Forward, __: Module, *inputs: Any) -> Tensor:

@@ -9,13 +9,25 @@ from typing import Any
 from torch import Tensor, nn
 
 from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.models.experts import WIDTH_DIMS, Experts
 from hpc_parallel.models.layered import Column, LayeredModel, part_of
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.dropout.dropout_shapes import whole_shapes
 from hpc_parallel.strategies.dry_forward import first_clause
 
 FULL = ("alike", "classes")  # every device computes these from the full input
-ROLES = ("vocabulary", "whole", "column", "row", "position", "position_table", "heads", "logits", *FULL)
+ROLES = (
+    "vocabulary",
+    "whole",
+    "column",
+    "row",
+    "position",
+    "position_table",
+    "heads",
+    "logits",
+    "experts",
+    *FULL,
+)
 
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)
@@ -37,7 +49,7 @@ def find_problems(model: LayeredModel, *, degree: int, options: StrategyConfig) 
         return
     roles = roles_of(model)
     rules = [*_missing(model, roles), *_unpaired(roles), *_parts(model, roles, degree), *_fused(model, roles)]
-    rules += [*_of_shared(model, roles), *_sequential(model, roles)]
+    rules += [*_of_shared(model, roles), *_sequential(model, roles), *_experts(model, roles, degree)]
     if options.sequence_parallel:
         rules += [*_full_and_sliced(roles), *_sliced_inputs(roles)]
     for rule in rules:
@@ -135,6 +147,16 @@ def _parts(model: LayeredModel, roles: Mapping[str, str | Column], degree: int) 
                 yield f"has {role} for {name}, which is not a linear layer"
             elif outputs % unit:
                 yield f"has {role} for {name}, whose {outputs} outputs do not divide by {unit}"
+
+
+def _experts(model: LayeredModel, roles: Mapping[str, str | Column], degree: int) -> Iterator[str]:
+    """The width of each expert is split; without `Experts` every device would compute the whole output."""
+    for name in (name for name, role in roles.items() if role == "experts"):
+        experts = [part for part in model.get_submodule(name).modules() if isinstance(part, Experts)]
+        if not experts:
+            yield f"has the role experts for {name}, which has no Experts (models/experts.py)"
+        elif any(part.gate.shape[WIDTH_DIMS["gate"]] % degree for part in experts):
+            yield f"has the role experts for {name}, whose experts' width does not divide by {degree}"
 
 
 def _of_shared(model: LayeredModel, roles: Mapping[str, str | Column]) -> Iterator[str]:
