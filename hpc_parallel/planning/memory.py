@@ -18,7 +18,14 @@ from hpc_parallel.layout.holdings import FIRST, OTHER, Holding, Setup, first_hol
 from hpc_parallel.layout.layout import PARAMETER_SERVER, SPMD, Layout, layout_of
 from hpc_parallel.layout.model_weights import HEAD, STEM, ModelWeights, Weight, sample_shape_of, weights_of
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
-from hpc_parallel.layout.step_facts import casts_once, chunks_loss, number_bytes, product_bytes, types_of
+from hpc_parallel.layout.step_facts import (
+    casts_once,
+    chunks_loss,
+    number_bytes,
+    product_bytes,
+    types_of,
+    weight_bytes,
+)
 from hpc_parallel.planning.activations import kept_of
 from hpc_parallel.planning.pipeline_orders import live_microbatches
 from hpc_parallel.planning.planned_state import Division, StateBytes, States
@@ -321,11 +328,11 @@ def embedding_gradient(division: Division, holding: Holding, *, again: bool) -> 
     """
     ends = [weight for weight in division.weights(holding) if weight.part == STEM and len(weight.shape) > 1]
     numbers = sum(math.prod(division.unsliced_shape(weight, holding)) for weight in ends)
-    types = types_of(division.config, division.layout)
+    types, number = types_of(division.config, division.layout), weight_bytes(division.config)
     tied = bool(division.model.tied) and len(holding.stages) == division.layout.pipeline == 1
-    if types.cast and types.product < types.precise:
-        return numbers * (2 * (1 + tied) + number_bytes(division.config) * again)
-    return numbers * number_bytes(division.config) * (tied + again)
+    if types.cast and types.product < number:
+        return numbers * (2 * (1 + tied) + number * again)
+    return numbers * number * (tied + again)
 
 
 def gradient_messages(division: Division, holding: Holding) -> int:
@@ -344,7 +351,9 @@ def gradient_messages(division: Division, holding: Holding) -> int:
         return 0
     if schedule_of(config.strategy).splits_backward and layout.pipeline > 1:  # replicate.py: Average
         return sum(numbers) * number_bytes(division.config)
-    return bucket // 2 if config.strategy.gradient_compression == "bfloat16" else 0
+    if config.strategy.gradient_compression == "bfloat16":
+        return bucket // 2
+    return 2 * bucket if weight_bytes(config) < number_bytes(config) else 0  # averaged in float32
 
 
 def loss_buffers(division: Division, *, samples: int, sample_shape: tuple[int, ...]) -> int:

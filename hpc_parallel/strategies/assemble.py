@@ -344,7 +344,10 @@ def prepare(part: LayeredModel, *, config: RunConfig, mesh: DeviceMesh, device: 
             part, mesh=data_mesh(mesh), options=config.strategy, precision=training.precision,
             staged=axis_of(mesh, "pipeline") is not None,
         )  # fmt: skip
-    materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[training.precision])
+    materialise(
+        part, seed=config.seed, device=device, dtype=precision.weights_dtype(training),
+        buffers=precision.WEIGHTS[training.precision],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
