@@ -52,15 +52,21 @@ def apply(
         **BATCHED_COPY,
         init_sync=False,
     )
-    compresses = options.gradient_compression == "bfloat16"
-    if compresses or any(weight.dtype == torch.bfloat16 for weight in model.parameters()):
-        dtype = torch.bfloat16 if compresses else torch.float32
+    if (dtype := message_dtype(model, options=options)) is not None:
         # A lambda, because torch rejects string annotations (`from __future__ import annotations`).
         name = name_of(axis)
         replica.register_comm_hook(
             axis.get_group(), lambda group, bucket: average_in(dtype, group, bucket, axis=name)
         )
     return replica
+
+
+def message_dtype(model: LayeredModel, *, options: StrategyConfig) -> torch.dtype | None:
+    """The type in which gradients are averaged; None if it is that of the weights, so torch averages."""
+    if options.gradient_compression == "bfloat16":
+        return torch.bfloat16
+    half = any(weight.dtype == torch.bfloat16 for weight in model.parameters())
+    return torch.float32 if half else None
 
 
 def distributed_weights(model: LayeredModel) -> list[str]:

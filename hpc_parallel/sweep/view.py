@@ -15,6 +15,7 @@ from rich.text import Text
 
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.layout.holdings import model_facts
+from hpc_parallel.layout.step_facts import rounded_parts
 from hpc_parallel.problems import printable
 from hpc_parallel.record.endings import Failure, Stop
 from hpc_parallel.record.metrics_file import (
@@ -28,7 +29,7 @@ from hpc_parallel.record.metrics_file import (
 from hpc_parallel.record.names import command_on, from_here
 from hpc_parallel.record.phase import read_phase
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.summary_file import Summary, other_statistics
+from hpc_parallel.record.summary_file import Summary, other_state, other_statistics
 from hpc_parallel.record.sweep_folder import SkippedRun, common
 from hpc_parallel.slurm.jobs import JobState
 from hpc_parallel.sweep.earlier import resume_command
@@ -183,7 +184,8 @@ def notes(plan: SweepPlan) -> list[str]:
     if plan.duplicates:
         lines.append(f"dropped {plan.duplicates} duplicate{'s' * (plan.duplicates > 1)}")
     statistics = other_statistics((_statistics_samples(planned.run), planned.label) for planned in plan.runs)
-    return [*lines, statistics] if statistics else lines
+    state = other_state((rounded_parts(planned.run.config), planned.label) for planned in plan.runs)
+    return [*lines, *filter(None, (statistics, state))]
 
 
 def _statistics_samples(run: PreparedRun) -> int | None:

@@ -17,6 +17,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hpc_parallel.config.optimizer_rules import Settings, applies, settings_for
 from hpc_parallel.config.schema import OptimizerConfig
+from hpc_parallel.layout.step_facts import UPDATED_AT_ONCE
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies import exchange
 from hpc_parallel.torch_internals import hold_updates_by
@@ -35,8 +36,6 @@ SKIPS_ON_DEVICE = (Adam, AdamW)
 """Classes whose fused kernel leaves weights and state as they are if a flag on the device says so."""
 ELEMENTWISE = (*SKIPS_ON_DEVICE, SGD)
 """Classes that update each number by its own gradient and state, so that a rank can update its slices."""
-AT_ONCE = {"cpu": 2**20, "cuda": 2**24}
-"""The most numbers of a weight that a `RoundedUpdate` has in a wider type at the same time."""
 
 
 class Update:
@@ -101,7 +100,7 @@ class RoundedUpdate(Update):
         state = self.optimizer.state[weight]
         before = dict(state)  # counts of steps too; empty in the first step
         first, *others = self._coordinates[name]
-        rows = max(1, AT_ONCE[held.device.type] // max(1, held[:1].numel()))
+        rows = max(1, UPDATED_AT_ONCE[held.device.type] // max(1, held[:1].numel()))
         for start in range(0, len(held), rows):
             part = slice(start, start + rows)
             wide = Parameter(held[part].to(dtype), requires_grad=False)  # a view, if that is its type

@@ -213,7 +213,7 @@ def _averaging_in_sight(
     """
     with replicas_in_buckets(int(options.bucket_mb * 2**20)):
         replica = _REPLICATE(model, axis=axis, options=options, finds_unused=finds_unused)
-    if options.gradient_compression != "bfloat16":
+    if replicate.message_dtype(model, options=options) is None:
         # A lambda, because torch rejects string annotations (`from __future__ import annotations`).
         replica.register_comm_hook(axis.get_group(), lambda group, bucket: _average(group, bucket))
     return replica

@@ -80,7 +80,7 @@ def test_the_noise_of_rows_is_that_of_the_whole_weight(
         return weight.detach(), optimizer.state()
 
     weight, state = trained()
-    monkeypatch.setattr(optimizer_module, "AT_ONCE", {"cpu": 1})
+    monkeypatch.setattr(optimizer_module, "UPDATED_AT_ONCE", {"cpu": 1})
     by_rows, state_by_rows = trained()
     assert torch.equal(weight, by_rows)
     assert {key: value.dtype for key, value in state.items()} == {
