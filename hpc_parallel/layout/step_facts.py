@@ -15,7 +15,7 @@ HALF = ("bfloat16", "float16")
 
 
 BFLOAT16 = "bfloat16"
-UPDATED_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}
+UPDATED_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
 """The most numbers of a weight that are widened at the same time for an update that is rounded afterwards."""
 
 

@@ -24,7 +24,7 @@ from hpc_parallel.torch_internals import hold_updates_by
 from hpc_parallel.training.optimizer_trial import require_usable
 from hpc_parallel.training.rounding import (
     Noise,
-    Rounding,
+    RandomRounding,
     coordinates_of,
     local_part,
     round_to_bfloat16,
@@ -77,7 +77,7 @@ class RoundedUpdate(Update):
         weights: Mapping[str, Parameter],
         *,
         options: Mapping[str, Any],
-        rounding: Rounding,
+        rounding: RandomRounding,
     ) -> None:
         super().__init__(kind, weights, options=options)
         self._rounding = rounding
@@ -245,7 +245,7 @@ def build_optimizer(
     config: OptimizerConfig,
     *,
     split: bool = False,
-    rounding: Rounding | None = None,
+    rounding: RandomRounding | None = None,
 ) -> ModelOptimizer:
     """Build the optimizers of this rank's weights, by full name.
 
@@ -269,7 +269,7 @@ def _update(
     *,
     rate: float,
     split: bool,
-    rounding: Rounding | None,
+    rounding: RandomRounding | None,
 ) -> Update:
     kind = get_class(settings.target)
     options = _arguments(kind, settings, rate=rate)

@@ -1,7 +1,7 @@
 """Stochastic rounding to bfloat16 by counted noise, the same on every layout.
 
 A number is rounded up with the probability of its distance from the lower neighbour, so the mean over many
-steps is exact. Rounding to the nearest neighbour would lose every update that is smaller than half the
+steps is exact. RandomRounding to the nearest neighbour would lose every update that is smaller than half the
 distance between two neighbours, 2^-9 of a weight (Gupta et al. 2015; Zamirai et al. 2020). The noise is a
 hash of the seed, the weight's name, the step and the element's place in the whole weight.
 """
@@ -23,7 +23,7 @@ DROPPED = 16  # bits of a float32 that a bfloat16 does not have
 
 
 @dataclass(frozen=True)
-class Rounding:
+class RandomRounding:
     """What is kept in bfloat16: `weights`, the optimizer's `state`, or both. seed: of the noise."""
 
     seed: int
@@ -31,10 +31,10 @@ class Rounding:
     state: bool
 
 
-def rounding_of(config: RunConfig) -> Rounding | None:
+def rounding_of(config: RunConfig) -> RandomRounding | None:
     """None if a run keeps nothing in bfloat16."""
     weights, state = (kept == "bfloat16" for kept in (config.training.weights, config.optimizer.state))
-    return Rounding(config.seed, weights, state) if weights or state else None
+    return RandomRounding(config.seed, weights, state) if weights or state else None
 
 
 class Noise:
@@ -64,8 +64,9 @@ def round_to_bfloat16(values: Tensor, noise: Tensor) -> Tensor:
     A bfloat16 is the upper half of a float32: the sum carries into it with the probability that the lower
     half stands for. What is already a bfloat16 stays as it is.
     """
-    words = values.float().view(torch.int32)
-    return ((words + noise) & -(2**DROPPED)).view(torch.float32)
+    words = values.float().view(torch.int32) + noise
+    rounded: Tensor = (words & -(2**DROPPED)).view(torch.float32)
+    return rounded
 
 
 def coordinates_of(weight: Tensor) -> list[Tensor]:

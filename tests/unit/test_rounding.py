@@ -13,10 +13,10 @@ from hpc_parallel.config.schema import AdamWConfig, OptimizerConfig
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.training import optimizer as optimizer_module
 from hpc_parallel.training.optimizer import build_optimizer
-from hpc_parallel.training.rounding import Noise, Rounding, coordinates_of, round_to_bfloat16
+from hpc_parallel.training.rounding import Noise, RandomRounding, coordinates_of, round_to_bfloat16
 from tests.composed import prepared
 
-BOTH = Rounding(seed=5, weights=True, state=True)
+BOTH = RandomRounding(seed=5, weights=True, state=True)
 
 
 def noise_of(name: str, shape: tuple[int, ...], *, index: int = 0, step: int = 1) -> Tensor:
@@ -116,7 +116,7 @@ def test_an_update_is_that_of_torch_before_it_is_rounded() -> None:
             assert abs(float(distance.mean())) < 5 * 2**-8 / math.sqrt(3000)
 
 
-def regression(*, dtype: torch.dtype, rounding: Rounding | None) -> list[float]:
+def regression(*, dtype: torch.dtype, rounding: RandomRounding | None) -> list[float]:
     """The losses of 400 steps whose updates are below half the distance of two neighbours in bfloat16."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(256, 32, generator=generator)
@@ -138,7 +138,7 @@ def regression(*, dtype: torch.dtype, rounding: Rounding | None) -> list[float]:
 def test_rounding_to_the_nearest_stalls_where_random_rounding_follows_float32() -> None:
     exact = regression(dtype=torch.float32, rounding=None)
     nearest = regression(dtype=torch.bfloat16, rounding=None)
-    drawn = regression(dtype=torch.bfloat16, rounding=Rounding(seed=0, weights=True, state=False))
+    drawn = regression(dtype=torch.bfloat16, rounding=RandomRounding(seed=0, weights=True, state=False))
     assert exact[-1] < 0.01 * exact[0]
     assert nearest[-1] > 0.5 * nearest[0]
     half = next(step for step, loss in enumerate(exact) if loss < exact[0] / 2)
