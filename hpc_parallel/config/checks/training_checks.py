@@ -193,7 +193,8 @@ def fp8_problems(config: RunConfig) -> Problems:
 def rounding_problems(config: RunConfig) -> Problems:
     """The settings that weights or optimizer state in bfloat16 can't be combined with."""
     training, optimizer = config.training, config.optimizer
-    targets = {optimizer._target_, *(rule.get("_target_") for rule in optimizer.groups.values() if rule)}
+    tables = [rule for rule in optimizer.groups.values() if isinstance(rule, dict)]
+    targets = {optimizer._target_, *(rule.get("_target_") for rule in tables)}
     others = sorted(target for target in map(str, targets - {None}) if target not in ELEMENTWISE)
     kept = {"training.weights": training.weights, "optimizer.state": optimizer.state}
     for key in (key for key, dtype in kept.items() if dtype == BFLOAT16 and others):
