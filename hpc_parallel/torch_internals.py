@@ -274,8 +274,9 @@ def require_dims(norm: BatchNorm, x: Tensor) -> None:
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The 2-norm of each tensor, in one kernel."""
-    return list(torch._foreach_norm(list(tensors), 2.0)) if tensors else []
+    """The 2-norm of each tensor, in one kernel; of bfloat16 in float32."""
+    half = any(tensor.dtype == torch.bfloat16 for tensor in tensors)
+    return list(torch._foreach_norm(list(tensors), 2.0, torch.float32 if half else None)) if tensors else []
 
 
 def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:

@@ -9,6 +9,9 @@ from typing import Any
 
 from hpc_parallel.config.schema import AdamWConfig, OptimizerConfig
 
+ELEMENTWISE = ("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD")
+"""Classes that update each number by its own gradient and state: their state can be kept in bfloat16."""
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -93,6 +93,9 @@ class OptimizerConfig:
     # Weight decay of matrices; norms and biases have none.
     weight_decay: float = key(0.0, at_least(0), legal=0.1)
     options: dict[str, Any] = field(default_factory=dict)  # Other arguments of the class.
+    # The type in which the optimizer keeps its state. `float32` is float64 with precision=float64;
+    # `bfloat16` is rounded at random ([Fewer bytes of state](training.md#fewer-bytes-of-state)).
+    state: str = key("float32", one_of("float32", "bfloat16"))
     # Rules for some of the weights, by names of your choice ([Your own training](training.md)).
     groups: dict[str, Any] = field(default_factory=dict)
     # How the learning rate changes after the warm-up: `cosine`, `linear`, `constant`, `wsd` (constant, then a
@@ -133,6 +136,9 @@ class TrainingConfig:
     # The type of the computation, over float32 weights: with bfloat16 they are cast once a step, with float16
     # by autocast. null: bfloat16 on GPUs, float32 on CPUs.
     precision: str = key("float32", one_of("float32", "bfloat16", "float16", "float64"))
+    # The type in which weights are kept. `float32` is float64 with precision=float64; `bfloat16` is rounded
+    # at random after each step ([Fewer bytes of state](training.md#fewer-bytes-of-state)).
+    weights: str = key("float32", one_of("float32", "bfloat16"))
     # With precision=bfloat16, linear layers inside blocks multiply in float8: with one scale for a tensor
     # (`tensorwise`), one for each row (`rowwise`), or not at all (`off`).
     fp8: str = key("off", one_of("off", "tensorwise", "rowwise"))

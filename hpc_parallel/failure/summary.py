@@ -32,6 +32,7 @@ MEASURED = (
     "slow_ranks",
     "shares",
     "statistics_samples",
+    "in_bfloat16",
     "rank_memory_bytes",
     "rank_state_bytes",
 )
@@ -70,6 +71,7 @@ def summarise(
     - `slow_ranks`: ranks that were slower than their peers for a while, with the cause and the steps.
     - `shares`: the speeds by which `strategy.shares` split the batch or the pipeline.
     - `statistics_samples`: over which BatchNorm takes its statistics, those of a microbatch on all replicas.
+    - `in_bfloat16`: what is kept in bfloat16 and rounded at random: weights, optimizer state, or both.
     - `rank_memory_bytes`: peak memory by rank, in the newest start.
     - `rank_state_bytes`: `parameters`, `gradients` and `optimizer` (its state) by rank: bytes of the numbers
       that each rank holds, on any device.

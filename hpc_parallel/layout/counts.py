@@ -18,7 +18,7 @@ from hpc_parallel.layout.model_data_schema import (
     TransformerConfig,
     UNetConfig,
 )
-from hpc_parallel.layout.step_facts import HALF, number_bytes, product_bytes
+from hpc_parallel.layout.step_facts import HALF, number_bytes, product_bytes, state_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from hpc_parallel.config.schema import RunConfig
@@ -212,8 +212,8 @@ def halvings(model: dict[str, Any]) -> int:
 def least_bytes(config: RunConfig, layout: Layout) -> int | None:
     """A lower bound of the bytes that a device holds between two steps; None for a model of another class.
 
-    Activations, buffers and gathered blocks come on top. Weights are float32 unless `training.precision` is
-    float64. Only training has gradients and optimizer state; a worker of a parameter server has no state.
+    Activations, buffers and gathered blocks come on top. Only training has gradients and
+    optimizer state; a worker of a parameter server has no state.
     """
     weights = parameters(config)
     if weights is None:
@@ -226,11 +226,11 @@ def least_bytes(config: RunConfig, layout: Layout) -> int | None:
 
 def bytes_of_a_weight(config: RunConfig) -> tuple[int, int]:
     """Lower bounds in bytes for one weight with its optimizer state, and for its gradient."""
-    number = number_bytes(config)
+    number = weight_bytes(config)
     if not trains(config):
         return number, 0
-    spmd = config.strategy.execution == SPMD
-    return number * (1 + (STATES.get(config.optimizer.name, 0) if spmd else 0)), number
+    tensors = STATES.get(config.optimizer.name, 0) if config.strategy.execution == SPMD else 0
+    return number + tensors * state_bytes(config), number
 
 
 def trains(config: RunConfig) -> bool:
@@ -303,4 +303,5 @@ def sample_bytes(config: RunConfig, layout: Layout) -> int | None:
 def _working_copies(config: RunConfig, layout: Layout) -> int:
     """The bytes of the weights in half precision that a step computes with."""
     split = layout.pipeline * layout.tensor
-    return 2 * (parameters(config) or 0) // split if config.training.precision in HALF else 0
+    copies = config.training.precision in HALF and weight_bytes(config) > product_bytes(config)
+    return 2 * (parameters(config) or 0) // split if copies else 0

@@ -14,9 +14,31 @@ if TYPE_CHECKING:
 HALF = ("bfloat16", "float16")
 
 
+BFLOAT16 = "bfloat16"
+UPDATED_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
+"""The most numbers of a weight that are widened at the same time for an update that is rounded afterwards."""
+
+
 def number_bytes(config: RunConfig) -> int:
-    """Bytes of one number of the weights, their gradients and the loss."""
+    """Bytes of one number of the loss, of sums of gradients, and of weights that are not rounded."""
     return 8 if config.training.precision == "float64" else 4
+
+
+def weight_bytes(config: RunConfig) -> int:
+    """Bytes of one number of the weights and of their gradients between passes."""
+    rounded = config.training.weights == BFLOAT16 and config.training.precision != "float64"
+    return 2 if rounded else number_bytes(config)
+
+
+def state_bytes(config: RunConfig) -> int:
+    """Bytes of one number of the optimizer's state."""
+    return 2 if config.optimizer.state == BFLOAT16 else number_bytes(config)
+
+
+def rounded_parts(config: RunConfig) -> str | None:
+    """What a training keeps in bfloat16, for people; None if it keeps nothing in bfloat16."""
+    parts = {"weights": config.training.weights, "optimizer state": config.optimizer.state}
+    return " and ".join(name for name, kept in parts.items() if kept == BFLOAT16) or None
 
 
 def product_bytes(config: RunConfig) -> int:
@@ -40,7 +62,7 @@ class Types:
 def types_of(config: RunConfig, layout: Layout) -> Types:
     """The types that `strategies/precision.py`, `working_weights.py` and `shard.py` choose."""
     precise, product = number_bytes(config), product_bytes(config)
-    cast = product == precise or layout.by_fully_shard or casts_once(config)
+    cast = product in (precise, weight_bytes(config)) or layout.by_fully_shard or casts_once(config)
     return Types(product, precise, product if cast else precise, cast)
 
 
@@ -48,12 +70,13 @@ def casts_once(config: RunConfig) -> bool:
     """Whether `strategies/working_weights.py` casts the weights of a step once. Not for fully_shard.
 
     fully_shard casts weights itself. A schedule that splits the backward pass does not use cast weights,
-    because it computes gradients of the weights that a module holds. nn.DataParallel does not use them
+    because it computes gradients of the weights that a module holds. Weights that are kept in bfloat16 need
+    no cast. nn.DataParallel does not use them
     either, because its replicas hold their own weights.
     """
     strategy = config.strategy
     outside = strategy.execution == DATAPARALLEL or schedule_of(strategy).splits_backward
-    return config.training.precision == "bfloat16" and not outside
+    return config.training.precision == BFLOAT16 != config.training.weights and not outside
 
 
 def chunks_loss(config: RunConfig, *, tensor: int) -> bool:

@@ -233,9 +233,16 @@ def keep(model: LayeredModel, *, blocks: Iterable[int], stem: bool, head: bool) 
 
 @torch.no_grad()
 def materialise(
-    model: LayeredModel, *, seed: int, device: torch.device | str, dtype: torch.dtype
+    model: LayeredModel,
+    *,
+    seed: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    buffers: torch.dtype | None = None,
 ) -> LayeredModel:
     """Allocate and fill every parameter and meta buffer of `model` in place, and return it.
+
+    `dtype`: of the weights, and of the floating-point buffers if `buffers` names no other type.
 
     Each tensor has its own generator on the CPU, seeded by (seed, canonical name), so a stage gets the same
     bits as the whole model, and a GPU gets the same bits as a CPU. Values are drawn in float32 and then cast,
@@ -246,6 +253,7 @@ def materialise(
     Raises ConfigError if a tensor that is neither a parameter nor a buffer has no values.
     """
     created: dict[int, Tensor] = {}
+    buffers = buffers or dtype
 
     def drawing(name: str) -> Drawing:
         return Drawing(model.initialise, model.tied.get(name, name), seed)
@@ -258,9 +266,11 @@ def materialise(
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         if id(buffer) not in created:
             if buffer.is_meta:
-                created[id(buffer)] = draw(drawing(name), like=buffer, device=device, dtype=dtype)
+                created[id(buffer)] = draw(drawing(name), like=buffer, device=device, dtype=buffers)
             else:
-                created[id(buffer)] = buffer.to(device, dtype if buffer.is_floating_point() else buffer.dtype)
+                created[id(buffer)] = buffer.to(
+                    device, buffers if buffer.is_floating_point() else buffer.dtype
+                )
         _assign(model, name, created[id(buffer)])
     for path, module in model.named_modules():
         for name, value in vars(module).items():

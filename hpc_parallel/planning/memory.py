@@ -18,7 +18,16 @@ from hpc_parallel.layout.holdings import FIRST, OTHER, Holding, Setup, first_hol
 from hpc_parallel.layout.layout import PARAMETER_SERVER, SPMD, Layout, layout_of
 from hpc_parallel.layout.model_weights import HEAD, STEM, ModelWeights, Weight, sample_shape_of, weights_of
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
-from hpc_parallel.layout.step_facts import casts_once, chunks_loss, number_bytes, product_bytes, types_of
+from hpc_parallel.layout.step_facts import (
+    UPDATED_AT_ONCE,
+    casts_once,
+    chunks_loss,
+    number_bytes,
+    product_bytes,
+    rounded_parts,
+    types_of,
+    weight_bytes,
+)
 from hpc_parallel.planning.activations import kept_of
 from hpc_parallel.planning.pipeline_orders import live_microbatches
 from hpc_parallel.planning.planned_state import Division, StateBytes, States
@@ -27,12 +36,14 @@ from hpc_parallel.record.metrics_file import size as size_text
 KINDS = (
     "parameters", "gradients", "optimizer", "activations", "recomputation", "logits and loss",
     "cast weights", "gathered weights", "gradients in messages", "gradient of the embedding",
-    "buffers between stages", "workspaces", "device context", "allocator slack",
+    "buffers between stages", "rounded update", "workspaces", "device context", "allocator slack",
 )  # fmt: skip
 LOSS, RECOMPUTATION, END = "at the loss", "after the loss", "at the end of the backward pass"
-NOT_AT_LOSS = ("recomputation", "gradient of the embedding", "gradients in messages")
-NOT_AT_RECOMPUTATION = ("logits and loss", "gradient of the embedding", "gradients in messages")
+AT_END_ONLY = ("gradient of the embedding", "gradients in messages", "rounded update")
+NOT_AT_LOSS = ("recomputation", *AT_END_ONLY)
+NOT_AT_RECOMPUTATION = ("logits and loss", *AT_END_ONLY)
 NOT_AT_END = ("activations", "recomputation", "logits and loss")
+ROUNDED_NUMBER_BYTES = 40  # of a number while it is updated: widened, with its gradient, moments and noise
 WORKSPACE_BYTES = 2**26  # of cuBLAS on a GPU, about: 32 MiB for each of its two kinds of product
 CONTEXT_BYTES = 2**29  # of CUDA, its libraries and NCCL on a GPU, about
 # How far plans were from the peaks that were counted on CPUs (tests/distributed/test_planned_peaks.py).
@@ -132,6 +143,8 @@ def _without_peak(config: RunConfig, layout: Layout) -> str | None:
         return "pipelines"
     if config.strategy.execution != SPMD:
         return f"strategy={config.strategy.execution}"
+    if (parts := rounded_parts(config)) is not None:
+        return f"{parts} in bfloat16"
     selective = config.training.activation_checkpointing == "selective"
     return "selective checkpointing" if selective else None
 
@@ -240,6 +253,7 @@ class _MemoryPlanner:
         """The bytes that a step needs in addition to the state, by kind."""
         division = self._division
         yield "gradients in messages", gradient_messages(division, holding)
+        yield "rounded update", rounded_update(division, holding)
         if holding.samples is None:  # a dedicated server
             return
         yield "cast weights", cast_weights(division, holding)
@@ -321,11 +335,11 @@ def embedding_gradient(division: Division, holding: Holding, *, again: bool) -> 
     """
     ends = [weight for weight in division.weights(holding) if weight.part == STEM and len(weight.shape) > 1]
     numbers = sum(math.prod(division.unsliced_shape(weight, holding)) for weight in ends)
-    types = types_of(division.config, division.layout)
+    types, number = types_of(division.config, division.layout), weight_bytes(division.config)
     tied = bool(division.model.tied) and len(holding.stages) == division.layout.pipeline == 1
-    if types.cast and types.product < types.precise:
-        return numbers * (2 * (1 + tied) + number_bytes(division.config) * again)
-    return numbers * number_bytes(division.config) * (tied + again)
+    if types.cast and types.product < number:
+        return numbers * (2 * (1 + tied) + number * again)
+    return numbers * number * (tied + again)
 
 
 def gradient_messages(division: Division, holding: Holding) -> int:
@@ -344,7 +358,18 @@ def gradient_messages(division: Division, holding: Holding) -> int:
         return 0
     if schedule_of(config.strategy).splits_backward and layout.pipeline > 1:  # replicate.py: Average
         return sum(numbers) * number_bytes(division.config)
-    return bucket // 2 if config.strategy.gradient_compression == "bfloat16" else 0
+    if config.strategy.gradient_compression == "bfloat16":
+        return bucket // 2
+    return 2 * bucket if weight_bytes(config) < number_bytes(config) else 0  # averaged in float32
+
+
+def rounded_update(division: Division, holding: Holding) -> int:
+    """What an update needs that is rounded to bfloat16 afterwards (`training/optimizer.py:RoundedUpdate`)."""
+    if rounded_parts(division.config) is None:
+        return 0
+    numbers = [math.prod(division.local_shape(weight, holding)) for weight in division.optimized(holding)]
+    at_once = UPDATED_AT_ONCE["cpu" if division.config.device == "cpu" else "cuda"]
+    return ROUNDED_NUMBER_BYTES * min(at_once, max(numbers))
 
 
 def loss_buffers(division: Division, *, samples: int, sample_shape: tuple[int, ...]) -> int:

@@ -33,7 +33,7 @@ from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.model_weights import STEM, ModelWeights, Weight
 from hpc_parallel.layout.schedules import stages_per_rank
 from hpc_parallel.layout.stage_cuts import divide_blocks
-from hpc_parallel.layout.step_facts import number_bytes
+from hpc_parallel.layout.step_facts import state_bytes, weight_bytes
 
 WHOLE = Part()
 STEP_BYTES = 4  # a count in float32
@@ -157,7 +157,8 @@ class States:
     """The state of each device of a division."""
 
     def __init__(self, division: Division) -> None:
-        self._division, self._number_bytes = division, number_bytes(division.config)
+        self._division, self._number_bytes = division, state_bytes(division.config)
+        self._weight_bytes = weight_bytes(division.config)
         self._owned_by_stages: dict[tuple[int, ...], dict[tuple[bool, Place], dict[Place, int]]] = {}
 
     @property
@@ -191,8 +192,8 @@ class States:
         optimized = division.optimized(holding)
         gradients = sum(math.prod(division.gradient_shape(weight, holding)) for weight in optimized)
         return StateBytes(
-            parameters * self._number_bytes if keeps & {WEIGHTS, COPY} else 0,
-            gradients * self._number_bytes if keeps & {GRADIENTS, MEAN} else 0,
+            parameters * self._weight_bytes if keeps & {WEIGHTS, COPY} else 0,
+            gradients * self._weight_bytes if keeps & {GRADIENTS, MEAN} else 0,
             self._optimizer(optimized, holding) if STATE in keeps else 0,
         )
 

@@ -15,7 +15,7 @@ from hpc_parallel.layout.holdings import ALL, Setup, first_holdings, model_facts
 from hpc_parallel.layout.layout import PARAMETER_SERVER, Layout, layout_of
 from hpc_parallel.layout.model_data_schema import TextDataConfig, TokensDataConfig
 from hpc_parallel.layout.model_weights import ModelWeights, sample_shape_of, weights_of
-from hpc_parallel.layout.step_facts import number_bytes
+from hpc_parallel.layout.step_facts import weight_bytes
 from hpc_parallel.planning.hardware import CPU, MEASURED_BY, Hardware, contended
 from hpc_parallel.planning.planned_state import Division, StateBytes, States
 from hpc_parallel.planning.work import Work
@@ -179,7 +179,7 @@ def _largest_part(config: RunConfig, layout: Layout, model: ModelWeights) -> int
     setup = Setup(config.strategy, layout, model_facts(config.model), gpus=config.device != CPU)
     holding = first_holdings(setup)[0]
     sizes = (math.prod(division.local_shape(weight, holding)) for weight in model.weights)
-    return max(sizes) * number_bytes(division.config)
+    return max(sizes) * weight_bytes(division.config)
 
 
 def _not_counted(reason: str) -> Wait:

@@ -58,6 +58,7 @@ class Summary:
     rank_state_bytes: tuple[RankState | None, ...] = ()
     shares: tuple[float | None, ...] | None = None
     statistics_samples: int | None = None
+    in_bfloat16: str | None = None
     batch_sizes: tuple[Latency, ...] = ()
     weights: str | None = None
     comparison: str | None = None
@@ -91,13 +92,33 @@ def other_statistics(runs: Iterable[tuple[int | None, str]]) -> str:
     if len(names) < 2:
         return ""
     each = "; ".join(
-        f"{count} samples in {', '.join(several[:3])}{' ...' * (len(several) > 3)}"
-        for count, several in sorted(names.items())
+        f"{count} samples in {_first_names(several)}" for count, several in sorted(names.items())
     )
     return (
         f"Losses can't be compared: BatchNorm takes its statistics over {each}. training.microbatch_size "
         "(times the replicas) decides it."
     )
+
+
+def other_state(runs: Iterable[tuple[str | None, str]]) -> str:
+    """That the losses of runs differ by what they keep in bfloat16; empty if all keep the same.
+
+    runs: what a run keeps in bfloat16 (None: nothing), and its name.
+    """
+    names: dict[str, list[str]] = {}
+    for kept, name in runs:
+        names.setdefault(kept or "nothing", []).append(name)
+    if len(names) < 2:
+        return ""
+    each = "; ".join(f"{kept} in {_first_names(several)}" for kept, several in sorted(names.items()))
+    return (
+        f"Losses differ by more than the layout: runs keep other parts in bfloat16: {each}. training.weights "
+        "and optimizer.state decide it."
+    )
+
+
+def _first_names(names: list[str]) -> str:
+    return ", ".join(names[:3]) + " ..." * (len(names) > 3)
 
 
 def has_final_summary(folder: RunFolder) -> bool:

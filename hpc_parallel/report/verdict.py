@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from hpc_parallel.record.endings import other_statistics
+from hpc_parallel.record.endings import other_state, other_statistics
 from hpc_parallel.record.metrics_file import own_metrics_of
 from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row, identity, without
@@ -80,15 +80,20 @@ def verdicts(rows: Sequence[Row]) -> list[VerdictLine]:
 def scope(rows: Sequence[Row]) -> str:
     """Which runs the verdict is about, if not about all that completed; and losses that can't be compared."""
     same, completed = _largest_group(rows)
-    statistics = other_statistics((row.run.totals.statistics_samples, row.label) for row in rows)
+    totals = [(row.run.totals, row.label) for row in rows]
+    differences = [
+        other_statistics((found.statistics_samples, label) for found, label in totals),
+        other_state((found.in_bfloat16, label) for found, label in totals),
+    ]
+    incomparable = " ".join(filter(None, differences))
     if len(same) == completed:
-        return statistics
+        return incomparable
     about = (
         f"The verdict is about {len(same)} of {completed} completed runs: those with the same settings "
         "(model, data, task, global batch, precision, optimizer, device). For a verdict on other runs, make "
         "a report on their folders only."
     )
-    return f"{about} {statistics}".strip()
+    return f"{about} {incomparable}".strip()
 
 
 def _largest_group(rows: Sequence[Row]) -> tuple[list[Row], int]:

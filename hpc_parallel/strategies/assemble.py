@@ -347,7 +347,10 @@ def prepare(part: LayeredModel, *, config: RunConfig, mesh: DeviceMesh, device: 
             staged=axis_of(mesh, "pipeline") is not None,
             experts_mesh=data_mesh(mesh, of_experts=True) if split else None,
         )  # fmt: skip
-    materialise(part, seed=config.seed, device=device, dtype=precision.WEIGHTS[training.precision])
+    materialise(
+        part, seed=config.seed, device=device, dtype=precision.weights_dtype(training),
+        buffers=precision.WEIGHTS[training.precision],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

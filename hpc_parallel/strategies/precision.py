@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from hpc_parallel.config.schema import TrainingConfig
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.replace_forward import replace_forward
 
 WEIGHTS = {
     "float32": torch.float32, "bfloat16": torch.float32, "float16": torch.float32, "float64": torch.float64,
 }  # fmt: skip
-HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+HALF: Mapping[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Sums = TypeVar("Sums")
+
+
+def weights_dtype(training: TrainingConfig) -> torch.dtype:
+    """The type of the weights. float64 runs hold weights in float64 even if they are rounded to bfloat16."""
+    rounded = training.weights == "bfloat16" and training.precision != "float64"
+    return torch.bfloat16 if rounded else WEIGHTS[training.precision]
 
 
 def apply(model: LayeredModel, *, precision: str, device_type: str) -> LayeredModel:
     """Run the forward pass of `model` under autocast if `precision` is bfloat16 or float16.
 
-    Weights, gradients and optimizer state stay float32 (Micikevicius et al. 2018). Only the forward pass is
-    wrapped, because autocast must not cover the backward passes of a pipeline's schedule.
+    Weights and gradients stay as they are, float32 by default (Micikevicius et al. 2018). Only the forward
+    pass is wrapped, because autocast must not cover the backward passes of a pipeline's schedule.
     """
     if precision in HALF:
         autocast = torch.autocast(device_type, dtype=HALF[precision])

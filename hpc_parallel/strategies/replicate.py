@@ -52,24 +52,36 @@ def apply(
         **BATCHED_COPY,
         init_sync=False,
     )
-    if options.gradient_compression == "bfloat16":
+    if (dtype := message_dtype(model, options=options)) is not None:
         # A lambda, because torch rejects string annotations (`from __future__ import annotations`).
         name = name_of(axis)
-        replica.register_comm_hook(axis.get_group(), lambda group, bucket: compress(group, bucket, axis=name))
+        replica.register_comm_hook(
+            axis.get_group(), lambda group, bucket: average_in(dtype, group, bucket, axis=name)
+        )
     return replica
+
+
+def message_dtype(model: LayeredModel, *, options: StrategyConfig) -> torch.dtype | None:
+    """The type in which gradients are averaged; None if it is that of the weights, so torch averages."""
+    if options.gradient_compression == "bfloat16":
+        return torch.bfloat16
+    half = any(weight.dtype == torch.bfloat16 for weight in model.parameters())
+    return torch.float32 if half else None
 
 
 def distributed_weights(model: LayeredModel) -> list[str]:
     return [name for name, weight in model.named_parameters() if isinstance(weight, DTensor)]
 
 
-def compress(group: dist.ProcessGroup, bucket: dist.GradBucket, *, axis: str) -> torch.futures.Future[Tensor]:
-    """Average a bucket in bfloat16, which halves the bytes of float32.
+def average_in(
+    dtype: torch.dtype, group: dist.ProcessGroup, bucket: dist.GradBucket, *, axis: str
+) -> torch.futures.Future[Tensor]:
+    """Average a bucket in `dtype`: float32 for gradients in bfloat16, as fully_shard does, or bfloat16.
 
-    The same as torch's bf16_compress_hook, which torch allows over NCCL only.
+    bfloat16 halves the bytes of float32, as torch's bf16_compress_hook, which torch allows over NCCL only.
     """
     gradients = bucket.buffer()
-    message = gradients.to(torch.bfloat16).div_(group.size())
+    message = gradients.to(dtype, copy=True).div_(group.size())
     with marked(f"all_reduce {axis}"):
         work = dist.all_reduce(message, group=group, async_op=True)
     averaged: torch.futures.Future[Tensor] = work.get_future().then(
@@ -100,7 +112,7 @@ class Average:
         """Start one all-reduce of all gradients while other stages of this rank still compute."""
         gradients = local_gradients(self._parameters)
         if gradients:
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            flat = torch.cat([_at_least_float32(gradient).reshape(-1) for gradient in gradients])
             with marked(f"all_reduce {self._axis}"):
                 work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
             assert work is not None
@@ -115,3 +127,7 @@ class Average:
             for gradient, piece in zip(gradients, pieces, strict=True):
                 gradient.copy_(piece.view_as(gradient))
             self._started = None
+
+
+def _at_least_float32(gradient: Tensor) -> Tensor:
+    return gradient.float() if gradient.dtype == torch.bfloat16 else gradient

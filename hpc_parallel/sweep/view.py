@@ -15,8 +15,9 @@ from rich.text import Text
 
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.layout.holdings import model_facts
+from hpc_parallel.layout.step_facts import rounded_parts
 from hpc_parallel.problems import printable
-from hpc_parallel.record.endings import Failure, Stop, Summary, other_statistics
+from hpc_parallel.record.endings import Failure, Stop, Summary, other_state, other_statistics
 from hpc_parallel.record.metrics_file import (
     MetricsLine,
     MetricsReader,
@@ -181,7 +182,8 @@ def notes(plan: SweepPlan) -> list[str]:
     if plan.duplicates:
         lines.append(f"dropped {plan.duplicates} duplicate{'s' * (plan.duplicates > 1)}")
     statistics = other_statistics((_statistics_samples(planned.run), planned.label) for planned in plan.runs)
-    return [*lines, statistics] if statistics else lines
+    state = other_state((rounded_parts(planned.run.config), planned.label) for planned in plan.runs)
+    return [*lines, *filter(None, (statistics, state))]
 
 
 def _statistics_samples(run: PreparedRun) -> int | None:

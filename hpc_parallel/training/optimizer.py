@@ -17,10 +17,19 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hpc_parallel.config.optimizer_rules import Settings, applies, settings_for
 from hpc_parallel.config.schema import OptimizerConfig
+from hpc_parallel.layout.step_facts import UPDATED_AT_ONCE
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies import exchange
 from hpc_parallel.torch_internals import hold_updates_by
 from hpc_parallel.training.optimizer_trial import require_usable
+from hpc_parallel.training.rounding import (
+    Noise,
+    RandomRounding,
+    coordinates_of,
+    local_part,
+    round_to_bfloat16,
+    wide_dtype,
+)
 from hpc_parallel.training.whole_weights import SharedWeight, share
 
 SKIPS_ON_DEVICE = (Adam, AdamW)
@@ -43,9 +52,93 @@ class Update:
     def skips_on_device(self) -> bool:
         return isinstance(self.optimizer, SKIPS_ON_DEVICE) and bool(self.optimizer.defaults["fused"])
 
-    def step(self) -> None:
+    def step(self, number: int) -> None:
+        """Update the weights in the 1-based step `number` of the training."""
         _match_strides(self.weights.values())
         self.optimizer.step()
+
+    def state_dtype(self, weight: Tensor, recorded: torch.dtype | None) -> torch.dtype:
+        """The type of a state with the shape of `weight` that a checkpoint has as `recorded`.
+
+        None stands for the type of the weight.
+        """
+        return wide_dtype(weight) if recorded == torch.bfloat16 else recorded or weight.dtype
+
+
+class RoundedUpdate(Update):
+    """An elementwise optimizer that keeps its weights, its state, or both in bfloat16.
+
+    Some rows of a weight at a time are widened to float32 (float64 if the weight is held in float64), updated
+    by torch, and rounded at random (`rounding.py`).
+    """
+
+    def __init__(
+        self,
+        kind: type[Optimizer],
+        weights: Mapping[str, Parameter],
+        *,
+        options: Mapping[str, Any],
+        rounding: RandomRounding,
+    ) -> None:
+        super().__init__(kind, weights, options=options)
+        self._rounding = rounding
+        self._coordinates = {name: coordinates_of(weight) for name, weight in weights.items()}
+
+    def state_dtype(self, weight: Tensor, recorded: torch.dtype | None) -> torch.dtype:
+        return torch.bfloat16 if self._rounding.state else wide_dtype(weight)
+
+    @torch.no_grad()
+    def step(self, number: int) -> None:
+        _match_strides(self.weights.values())
+        (group,) = self.optimizer.param_groups
+        for name, weight in self.weights.items():
+            if weight.grad is not None:
+                self._update(name, weight, number=number, group=group)
+        group["params"] = list(self.weights.values())
+
+    def _update(self, name: str, weight: Parameter, *, number: int, group: dict[str, Any]) -> None:
+        assert weight.grad is not None
+        held, gradient, dtype = local_part(weight), local_part(weight.grad), wide_dtype(weight)
+        state = self.optimizer.state[weight]
+        before = dict(state)  # counts of steps too; empty in the first step
+        first, *others = self._coordinates[name]
+        rows = max(1, UPDATED_AT_ONCE[held.device.type] // max(1, held[:1].numel()))
+        for start in range(0, len(held), rows):
+            part = slice(start, start + rows)
+            wide = Parameter(held[part].to(dtype), requires_grad=False)  # a view, if that is its type
+            wide.grad = gradient[part].to(dtype)
+            group["params"] = [wide]
+            if before:
+                self.optimizer.state[wide] = {
+                    key: local_part(value)[part].to(dtype) if value.shape == weight.shape else value.clone()
+                    for key, value in before.items()
+                }
+            self.optimizer.step()
+            noise = Noise(name, [first[part], *others], seed=self._rounding.seed, step=number)
+            if self._rounding.weights:
+                held[part].copy_(round_to_bfloat16(wide, noise(0)))
+            self._keep_state(self.optimizer.state.pop(wide, {}), weight=weight, part=part, noise=noise)
+
+    def _keep_state(
+        self, updated: Mapping[str, Any], *, weight: Parameter, part: slice, noise: Noise
+    ) -> None:
+        """Store what torch has `updated` for the rows `part` of `weight`."""
+        state = self.optimizer.state[weight]
+        shape = local_part(weight)[part].shape
+        tensors = {key: value for key, value in sorted(updated.items()) if isinstance(value, Tensor)}
+        for index, (key, value) in enumerate(tensors.items(), start=1):
+            if value.shape != shape:
+                state[key] = value
+                continue
+            if key not in state:
+                (group,) = self.optimizer.param_groups
+                dtype = self.state_dtype(weight, None)
+                state[key] = _zeros(weight.shape, dtype, like=weight, group=group)
+            kept = local_part(state[key])[part]
+            if self._rounding.state:
+                kept.copy_(round_to_bfloat16(value, noise(index)))
+            elif kept.data_ptr() != value.data_ptr():
+                kept.copy_(value)
 
 
 class WholeUpdate(Update):
@@ -61,10 +154,10 @@ class WholeUpdate(Update):
         owned = {name: weight for name, weight in held.items() if not isinstance(weight, DTensor)}
         super().__init__(kind, owned, options=options)
 
-    def step(self) -> None:
+    def step(self, number: int) -> None:
         for shared in self._shared:
             shared.gather()
-        super().step()
+        super().step(number)
         for shared in self._shared:
             shared.hand_out()
 
@@ -80,6 +173,7 @@ class ModelOptimizer:
         self._by_scale = updates
         self._updates = [update for group in updates.values() for update in group]
         self._withhold: Tensor | None = None
+        self._number = 0
 
     def step(self) -> None:
         """Update the weights by their `.grad`, unless the flag of `withhold_by` is 1.
@@ -89,14 +183,16 @@ class ModelOptimizer:
         if self._withhold is not None and bool(self._withhold):
             return
         for update in self._updates:
-            update.step()
+            update.step(self._number)
 
     def zero_grad(self) -> None:
         """Free the gradients."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def set_learning_rate(self, rate: float) -> None:
+    def begin_step(self, number: int, *, rate: float) -> None:
+        """The next update is that of the 1-based step `number`, with the learning rate `rate`."""
+        self._number = number
         for scale, updates in self._by_scale.items():
             for update in updates:
                 for group in update.optimizer.param_groups:
@@ -133,7 +229,9 @@ class ModelOptimizer:
             for name, weight in update.weights.items():
                 for full_name in by_weight[name]:
                     size, dtype = sizes[full_name]
-                    value = _zeros(size, dtype or weight.dtype, like=weight, group=group)
+                    if size == weight.shape or dtype is None:
+                        dtype = update.state_dtype(weight, dtype)
+                    value = _zeros(size, dtype, like=weight, group=group)
                     update.optimizer.state[weight][full_name.rpartition("/")[2]] = value
 
 
@@ -162,12 +260,16 @@ def _zeros(size: torch.Size, dtype: torch.dtype, *, like: Parameter, group: Mapp
 
 
 def build_optimizer(
-    parameters: Mapping[str, Parameter], config: OptimizerConfig, *, split: bool = False
+    parameters: Mapping[str, Parameter],
+    config: OptimizerConfig,
+    *,
+    split: bool = False,
+    rounding: RandomRounding | None = None,
 ) -> ModelOptimizer:
     """Build the optimizers of this rank's weights, by full name.
 
-    `split`: other ranks hold other weights or slices. All ranks must call it together. Raises ConfigError if
-    a class or its arguments can't be used.
+    `split`: other ranks hold other weights or slices. `rounding`: what is kept in bfloat16. All ranks must
+    call it together. Raises ConfigError if a class or its arguments can't be used.
     """
     groups: dict[str, tuple[Settings, dict[str, Parameter]]] = {}
     for name, settings in settings_of(parameters, config).items():
@@ -175,20 +277,33 @@ def build_optimizer(
         groups.setdefault(key, (settings, {}))[1][name] = parameters[name]
     updates: defaultdict[float, list[Update]] = defaultdict(list)
     for settings, weights in groups.values():
-        update = _update(settings, weights, rate=config.learning_rate, split=split)
+        update = _update(settings, weights, rate=config.learning_rate, split=split, rounding=rounding)
         updates[settings.learning_rate_scale].append(update)
     return ModelOptimizer(parameters, updates)
 
 
-def _update(settings: Settings, weights: dict[str, Parameter], *, rate: float, split: bool) -> Update:
+def _update(
+    settings: Settings,
+    weights: dict[str, Parameter],
+    *,
+    rate: float,
+    split: bool,
+    rounding: RandomRounding | None,
+) -> Update:
     kind = get_class(settings.target)
     options = _arguments(kind, settings, rate=rate)
     try:
         if kind in SKIPS_ON_DEVICE:
             # The fused kernel reads each weight once; it was the fastest on CPUs too (docs/performance.md).
-            return Update(kind, weights, options={"fused": True, **options})
+            options = {"fused": True, **options}
         if kind in ELEMENTWISE:
+            if rounding is not None:
+                return RoundedUpdate(kind, weights, options=options, rounding=rounding)
             return Update(kind, weights, options=options)
+        if rounding is not None:
+            raise ConfigError(
+                [f"optimizer: {settings.target} keeps nothing in bfloat16. Try optimizer=adamw."]
+            )
         device = next(iter(weights.values())).device
         require_usable(kind, options, device=device, ranks=number_of_ranks(), split=split)
         return WholeUpdate(kind, weights, options=options)

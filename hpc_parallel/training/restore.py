@@ -76,6 +76,23 @@ def restore(
     all_have_state = torch.tensor(int(has_state))
     dist.all_reduce(all_have_state, op=dist.ReduceOp.MIN)
     generators = random_state(device) if all_have_state else {}
+    if dist.get_rank() == 0:
+        for line in conversions(state, reader=reader):
+            print(line, flush=True)
     read_once(readable(reader, state) | generators, partial(read, reader))
     if generators:
         set_random_state(generators, device=device)
+
+
+def conversions(state: StateDict, *, reader: CheckpointReader) -> list[str]:
+    """A line for each kind of tensor (weights, optimizer) that this run keeps in another type."""
+    types = {
+        (name.partition("/")[0], str(reader.entries[name].properties.dtype), str(tensor.dtype))
+        for name, tensor in state.items()
+        if name in reader.entries and tensor.is_floating_point()
+    }
+    return [
+        f"{kind}: converted from {wrote} of the checkpoint to {keeps}".replace("torch.", "")
+        for kind, wrote, keeps in sorted(types)
+        if wrote != keeps
+    ]

@@ -88,7 +88,7 @@ class Trainer:
         for step in range(self.steps_done + 1, steps + 1):
             collect(step)
             rate = learning_rate(step, steps=steps, config=self._schedule)
-            self._optimizer.set_learning_rate(rate)
+            self._optimizer.begin_step(step, rate=rate)
             self._metrics.note(self._step.train(step, batches=self._samples.train, observers=self._observers))
             self.steps_done = step
             self._callbacks.step(step)

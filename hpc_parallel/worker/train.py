@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from hpc_parallel.layout.step_facts import rounded_parts
 from hpc_parallel.record import attempts
 from hpc_parallel.record.checkpoint_index import clear, set_aside_after
 from hpc_parallel.record.metrics_file import MetricsReader
@@ -30,6 +31,7 @@ from hpc_parallel.training.optimizer import ModelOptimizer, build_optimizer
 from hpc_parallel.training.read_ahead import ReadAhead
 from hpc_parallel.training.replicas import ReplicaCheck, ReplicaError
 from hpc_parallel.training.restore import newest_sound, restore
+from hpc_parallel.training.rounding import hold_bfloat16, rounding_of
 from hpc_parallel.training.saver import Saver, SavingGroup
 from hpc_parallel.training.state_bytes import state_by_rank
 from hpc_parallel.training.step import Step
@@ -58,10 +60,13 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     session = Session.open(context.config, device=device, on_phase=on_phase)
     config, assembled = session.config, session.assembled
     split = bool(weight_axes(assembled.mesh))
-    optimizer = build_optimizer(assembled.named_parameters(), config.optimizer, split=split)
+    weights, rounding = assembled.named_parameters(), rounding_of(config)
+    optimizer = build_optimizer(weights, config.optimizer, split=split, rounding=rounding)
     state = partial(state_of, assembled, optimizer)
     on_phase("loading the weights")
     steps_done, last_save_s = restore_or_start(session, context, optimizer=optimizer)
+    if rounding is not None and rounding.weights:
+        hold_bfloat16(weights.values())
     check = replicas_check(session)
     check(steps_done)
     samples = samples_of(session)
@@ -79,6 +84,8 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     if dist.get_rank() == 0 and (count := session.statistics_samples) is not None:
         other = "runs with another number (training.microbatch_size) have other losses"
         print(f"BatchNorm takes its statistics over {count} samples: {other}", flush=True)
+    if dist.get_rank() == 0 and (parts := rounded_parts(config)) is not None:
+        print(f"{parts} in bfloat16, rounded at random: other losses than with float32", flush=True)
     limit = time_limit_of(context.environment, save_s=lambda: saver.save_s) if dist.get_rank() == 0 else None
     stop = StopFlag(step=steps_done, time_limit=limit)
     step = step_of(session, optimizer=optimizer, on_gradients=on_gradients)
@@ -235,6 +242,7 @@ def finish(
     measured = profilers.figures(folder) | traffic_of(session)
     measured |= {"comparison": session.comparison, "ended_early": ended_early}
     measured |= {"shares": session.config.strategy.shares, "statistics_samples": session.statistics_samples}
+    measured |= {"in_bfloat16": rounded_parts(session.config)}
     measured |= {"rank_memory_bytes": observers.metrics.rank_memory_bytes, "rank_state_bytes": state_bytes}
     rank = dist.get_rank()
     lines = MetricsReader(folder.metrics).read() if rank == 0 else []

@@ -110,6 +110,17 @@ def test_losses_of_other_statistics_of_batch_norm_are_named(
     assert ("Losses can't be compared" in told) == (sizes == "2,4")
 
 
+@pytest.mark.parametrize("kinds", ["float32,bfloat16", "bfloat16"])
+def test_runs_that_keep_other_parts_in_bfloat16_are_named(
+    kinds: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("strategy=single", "seed=1,2", "launcher=script", f"optimizer.state={kinds}")
+    assert main(["-m", *words, *CHEAP, "dry_run=true"]) == 0
+    told = capsys.readouterr().out
+    assert ("bfloat16: nothing in seed=1 optimizer.state=float32, " in told) == ("," in kinds)
+    assert ("optimizer state in seed=1 optimizer.state=bfloat16, " in told) == ("," in kinds)
+
+
 def test_impossible_ones_are_listed_and_skipped_and_duplicates_dropped(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ from hpc_parallel.strategies.model_checks import is_own
 from hpc_parallel.strategies.whole_model import build_model
 from hpc_parallel.training import optimizer as optimizers
 from hpc_parallel.training.optimizer import build_optimizer
+from hpc_parallel.training.rounding import rounding_of
 from hpc_parallel.training.state_bytes import local_bytes
 from tests.oracle.fakes import fake_tensors, fake_world, replicas_in_buckets
 from tests.oracle.saved_tensors import SavedTensors
@@ -131,10 +132,13 @@ class TracedRank:
         split = bool(weight_axes(assembled.mesh))
         # The other ranks, which may have the weights that a rule matches, don't exist.
         with patch.object(optimizers, "require_matches"):
-            optimizer = build_optimizer(assembled.named_parameters(), self._config.optimizer, split=split)
+            optimizer = build_optimizer(
+                assembled.named_parameters(), self._config.optimizer, split=split,
+                rounding=rounding_of(self._config),
+            )  # fmt: skip
         weights = [weight for part in assembled.parts for weight in part.parameters()]
         updates = server is None or server.serves
-        with self._fakes, patch.object(replicate, "compress", _average_in_bfloat16):
+        with self._fakes, patch.object(replicate, "average_in", _average_in):
             traffic = GroupTraffic()
             activations = self._train(min(MOST, microbatches), traffic=traffic)
             if server is not None and updates:
@@ -209,7 +213,7 @@ def _averaging_in_sight(
     """
     with replicas_in_buckets(int(options.bucket_mb * 2**20)):
         replica = _REPLICATE(model, axis=axis, options=options, finds_unused=finds_unused)
-    if options.gradient_compression != "bfloat16":
+    if replicate.message_dtype(model, options=options) is None:
         # A lambda, because torch rejects string annotations (`from __future__ import annotations`).
         replica.register_comm_hook(axis.get_group(), lambda group, bucket: _average(group, bucket))
     return replica
@@ -221,11 +225,11 @@ def _average(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures
     return _done(gradients)
 
 
-def _average_in_bfloat16(
-    group: dist.ProcessGroup, bucket: dist.GradBucket, *, axis: str
+def _average_in(
+    dtype: torch.dtype, group: dist.ProcessGroup, bucket: dist.GradBucket, *, axis: str
 ) -> torch.futures.Future[Tensor]:
     gradients = bucket.buffer()
-    message = gradients.to(torch.bfloat16)
+    message = gradients.to(dtype)
     dist.all_reduce(message, group=group)
     return _done(gradients.copy_(message))
 

@@ -264,3 +264,13 @@ def test_losses_of_other_statistics_of_batch_norm_are_not_compared(
     assert "; 12 samples in data" in told
     assert told.endswith("training.microbatch_size (times the replicas) decides it.")
     assert told in page.render(gather([tmp_path / "runs"])).markdown.replace("\\", "")
+
+
+def test_losses_of_runs_that_keep_other_parts_in_bfloat16_are_not_compared(
+    tmp_path: Path, new: Callable[[], Path]
+) -> None:
+    for kept in (None, "weights", "weights"):
+        ended(new(), *DATA, in_bfloat16=kept)
+    told = scope(rows(tmp_path))
+    assert "runs keep other parts in bfloat16: nothing in data" in told
+    assert "; weights in data" in told

@@ -215,7 +215,7 @@ def test_later_rules_take_precedence() -> None:
         ),
     }
     optimizer = build_optimizer(weights, config)
-    optimizer.set_learning_rate(0.1)
+    optimizer.begin_step(1, rate=0.1)
     train(optimizer, weights)
     for name, weight in expected.items():
         torch.testing.assert_close(weights[name].detach(), weight, rtol=1e-12, atol=0)

@@ -27,6 +27,7 @@ MODELS = {
     "124m": "", "1b": "", "20m": "", "70b": "", "8b": "", "convnet": "data=digits", "huggingface": "",
     "mixtral_8x7b": "", "moe_tiny": "", "segmenter": "data=cells", "tiny": "", "unet": "data=cells",
 }  # fmt: skip
+ROUNDED = "training.precision=bfloat16 training.weights=bfloat16 optimizer.state=bfloat16"
 CASES = [  # words, ranks
     (f"strategy=single {SMALL}", [0]),
     (f"strategy=single {SMALL} training.precision=float64 optimizer=sgd", [0]),
@@ -52,6 +53,8 @@ CASES = [  # words, ranks
     (f"strategy=pipeline {TWO} strategy.schedule=interleaved strategy.balance=parameters", [0, 1]),
     (f"strategy=pipeline {FOUR} strategy.pipeline=2 strategy.shard=2 strategy.cuts=[3]", [0, 3]),
     (f"strategy=hybrid {EIGHT} strategy.tensor=2", [0, 7]),
+    (f"strategy=fsdp {FOUR} strategy.tensor=2 {SMALL} {ROUNDED}", [3]),
+    (f"strategy=data {TWO} {SMALL} training.precision=float64 optimizer.state=bfloat16", [0]),
 ]  # fmt: skip
 MORE = [
     (f"strategy=fsdp nodes=3 training.global_batch_size=3 {SMALL}", [0, 2]),
@@ -63,6 +66,9 @@ MORE = [
     ("strategy=fsdp nodes=2 gpus_per_node=8 model=1b", [15]),
     ("strategy=fsdp nodes=8 gpus_per_node=8 model=8b", [0]),
     ("strategy=hybrid nodes=8 gpus_per_node=8 model=70b", [0, 29, 63]),
+    (f"strategy=data {TWO} {SMALL} {ROUNDED} optimizer=sgd", [0]),
+    (f"strategy=pipeline {FOUR} strategy.pipeline=2 strategy.shard=2 {ROUNDED}", [0, 3]),
+    (f"strategy=expert {FOUR} strategy.replicate=2 {EXPERTS} {ROUNDED}", [0, 3]),
 ]
 EVERY = [
     (f"strategy={strategy} {nodes} model={model} {data} {optimizer} device=cpu", [0, 1])
@@ -127,3 +133,17 @@ def test_another_optimizer_is_announced() -> None:
 def test_a_model_of_another_class_has_no_plan() -> None:
     words = ("model=huggingface", "model.config.model_type=gpt2")
     assert plan(resolve(composed(*words))[0]) is None
+
+
+def test_an_8b_model_fits_one_h200_in_bfloat16() -> None:
+    """With 2 bytes of weights, 2 of gradients and 4 of state for each of 8,030,261,248 parameters."""
+    run = (
+        "model=8b", "strategy=single", "device=cuda", "data.sequence_length=4096",
+        "training.global_batch_size=8", "training.microbatch_size=4",
+        "training.activation_checkpointing=full", "training.precision=bfloat16",
+    )  # fmt: skip
+    wide, rounded = (plan(resolve(composed(*run, *words.split()))[0]).fullest for words in ("", ROUNDED))
+    count, capacity = 8_030_261_248, 141e9
+    assert (rounded.state.parameters, rounded.state.gradients) == (2 * count, 2 * count)
+    assert rounded.state.optimizer == 4 * count + 4 * 291  # a count of steps for each weight
+    assert 8 * count < rounded.total < 90e9 < capacity < wide.total

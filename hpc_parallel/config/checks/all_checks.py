@@ -54,6 +54,7 @@ OF_TRAINING = (
     Check(task_checks.find_problems, lambda run: type(run.task) is not TaskConfig),
     Check(training_checks.switch_problems),
     Check(training_checks.compile_whole_problems, lambda run: run.training.compile_whole),
+    Check(training_checks.rounding_problems),
     Check(training_checks.fp8_problems, lambda run: run.training.fp8 != training_checks.OFF),
     Check(task_checks.profile_problems, lambda run: run.profile.kind != "none"),
     Check(cluster_checks.machine_problems, lambda run: bool(run.machine.collectives)),

@@ -20,14 +20,18 @@ from hpc_parallel.config.checks.suggestions import without_axis
 from hpc_parallel.config.class_paths import class_tables, target_problems
 from hpc_parallel.config.key_suggestions import suggest
 from hpc_parallel.config.learning_rate import SCHEDULES, warmup_of
+from hpc_parallel.config.optimizer_rules import ELEMENTWISE
 from hpc_parallel.config.schema import OptimizerConfig, RunConfig
+from hpc_parallel.layout.batch_plan import batch_of
 from hpc_parallel.layout.counts import class_path, is_convnet
 from hpc_parallel.layout.layout import SPMD, Layout, legal_layout
 from hpc_parallel.layout.model_data_schema import MoeTransformerConfig
 from hpc_parallel.layout.schedules import schedule_of
+from hpc_parallel.layout.step_facts import BFLOAT16
 from hpc_parallel.problems import Problem, Problems, nearest
 
 OFF = "off"  # training.fp8
+MOST_ADDED = 64  # gradients in bfloat16: each sum is rounded to 8 bits, and the errors grow with the root
 APART_FROM_FP8 = ("expert", "context", "tensor", "tile")
 CALLBACKS, VALIDATION = "hpc_parallel.training.callbacks", "validation_loss"
 CLASSES = {  # files of conf/optimizer -> the class that their options belong to
@@ -184,6 +188,49 @@ def fp8_problems(config: RunConfig) -> Problems:
     if config.training.activation_checkpointing == "selective":
         rule = f"keeps no product of training.fp8 = {recipe}"
         yield Problem("training.activation_checkpointing", "selective", rule, ("full", "none"))
+
+
+def rounding_problems(config: RunConfig) -> Problems:
+    """The settings that weights or optimizer state in bfloat16 can't be combined with."""
+    training, optimizer = config.training, config.optimizer
+    tables = [rule for rule in optimizer.groups.values() if isinstance(rule, dict)]
+    targets = {optimizer._target_, *(rule.get("_target_") for rule in tables)}
+    others = sorted(target for target in map(str, targets - {None}) if target not in ELEMENTWISE)
+    kept = {"training.weights": training.weights, "optimizer.state": optimizer.state}
+    for key in (key for key, dtype in kept.items() if dtype == BFLOAT16 and others):
+        rule = (
+            f"is for classes that update each number alone ({', '.join(ELEMENTWISE)}), not for "
+            f"{' and '.join(others)}"
+        )
+        yield Problem(key, BFLOAT16, rule, ("float32",))
+    if training.weights != BFLOAT16:
+        return
+    if training.precision not in (BFLOAT16, "float64"):
+        rule = (
+            f"can't be combined with training.weights = {BFLOAT16}: gradients in bfloat16 need its products"
+        )
+        yield Problem("training.precision", training.precision, rule, (BFLOAT16,))
+    added = _added_microbatches(config)
+    reasons = {
+        f"adds up {added} microbatches in bfloat16, and more than {MOST_ADDED} may lose over 1 % of a "
+        "gradient: larger microbatches are fewer": added > MOST_ADDED,
+        f"can't be combined with training.fp8 = {training.fp8}, which rounds float32 weights":
+            training.fp8 != OFF,
+        f"can't be combined with strategy.execution = {config.strategy.execution}, which adds the gradients "
+        "of all devices in the type of the weights": config.strategy.execution != SPMD,
+    }  # fmt: skip
+    yield from (
+        Problem("training.weights", BFLOAT16, rule, ("float32",)) for rule, holds in reasons.items() if holds
+    )
+
+
+def _added_microbatches(config: RunConfig) -> int:
+    """The gradients that a device adds up in a step; 0 if other checks refuse the layout or the batch."""
+    layout = legal_layout(config.strategy, devices=config.devices)
+    try:
+        return 0 if layout is None else batch_of(config, layout).microbatches
+    except ValueError:
+        return 0
 
 
 def _rules_of_fp8(config: RunConfig) -> list[str]:

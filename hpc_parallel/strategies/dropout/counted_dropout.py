@@ -129,12 +129,20 @@ def keeps(key: Tensor, samples: Tensor, coordinates: Sequence[Tensor], *, rate: 
 
     All tensors are int64. `key` has no dim; `samples` and each of `coordinates` have one dim.
     """
-    rows = mix64(mix64(samples) ^ key)
+    threshold = min(round(rate * 2**32), 2**32 - 1) - 2**31
+    return uniform_bits(key, mix64(mix64(samples) ^ key), coordinates) >= threshold
+
+
+def uniform_bits(key: Tensor, rows: Tensor, coordinates: Sequence[Tensor]) -> Tensor:
+    """32 uniform bits of each element, as int32 [*rows, *coordinates], from its coordinates and `key`.
+
+    All tensors are int64: `rows` are hashes that contain `key`, which has no dim; each of `coordinates` has
+    one dim.
+    """
     for coordinate in coordinates[:-1]:
         rows = mix64(rows.unsqueeze(-1) ^ mix64(coordinate))
     columns = mix64(coordinates[-1] ^ mix64(key))
-    threshold = min(round(rate * 2**32), 2**32 - 1) - 2**31
-    return mix32(rows.unsqueeze(-1), columns) >= threshold
+    return mix32(rows.unsqueeze(-1), columns)
 
 
 def mix64(x: Tensor) -> Tensor:
