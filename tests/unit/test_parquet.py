@@ -233,3 +233,19 @@ def test_the_login_node_reads_the_files_without_torch(tmp_path: Path) -> None:
         f"assert Path({str(file)!r}) == t.find_files({str(file)!r})[0]; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+@pytest.mark.usefixtures("cache")
+def test_rows_are_packed_as_documents(tmp_path: Path, ending: str) -> None:
+    from hpc_parallel.data.parquet import ParquetData
+
+    write(tmp_path / f"a{ending}", {"input_ids": [[1, 2, 3, 4], [5, 6], [7]]})
+    write(tmp_path / f"b{ending}", {"input_ids": [[8, 9, 10], [11, 12, 13]]})
+    data = ParquetData(
+        path=str(tmp_path), sequence_length=4, vocab_size=20, validation_share=0.2, packing=True
+    )
+    inputs, targets = data.train.batch(np.arange(len(data.train)))
+    assert inputs.tolist() == [[[1, 0], [2, 0], [3, 0], [5, 3]], [[8, 0], [9, 0], [0, 2], [0, 2]]]
+    assert targets.tolist() == [[2, 3, 4, 6], [9, 10, -100, -100]]
+    assert data.validation.batch(np.zeros(1, dtype=np.int64))[1].tolist() == [[12, 13, -100, -100]]
