@@ -251,8 +251,9 @@ class DatasetData:
                 for part in (self.train, self.validation)
             ]
             _, digest = _look_at(*packed)
-            self.sequence_length, self.sample_shape = sequence_length, (sequence_length,)
-            vars(self).update(packed_data(*packed, digest=digest))
+            self.sequence_length = sequence_length
+            shape = {"sample_shape": (sequence_length,)}
+            vars(self).update(shape | packed_data(*packed, digest=digest))
             return
         self.sample_shape, self.digest = _look_at(self.train, self.validation)
         self.train = replace(self.train, draws=self.train.draws_at(_checked(self.train)))

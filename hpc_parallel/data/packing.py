@@ -28,10 +28,15 @@ SCANNED = 1 << 24  # tokens that are compared with the separator at once
 class Documents(Protocol):
     """Documents of token ids, accessed by number."""
 
-    name: str
-    """"training" or "validation", for messages."""
-    pairs: NDArray[np.int64]
-    """The number of pairs of an input and its target in each document: [documents]."""
+    @property
+    def name(self) -> str:
+        """`training` or `validation`, for messages."""
+        ...
+
+    @property
+    def pairs(self) -> NDArray[np.int64]:
+        """The number of pairs of an input and its target in each document: [documents]."""
+        ...
 
     def read(self, document: int, *, first: int, count: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Returns inputs and targets [count] of a document, from its pair number `first` on."""
@@ -51,7 +56,8 @@ class TokenDocuments:
     @cached_property
     def pairs(self) -> NDArray[np.int64]:
         """One fewer than the tokens of each document."""
-        return np.maximum(np.diff(self.ends, prepend=self.begin) - 1, 0)
+        lengths: NDArray[np.int64] = np.diff(self.ends, prepend=self.begin)
+        return np.maximum(lengths - 1, 0)
 
     def read(self, document: int, *, first: int, count: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Raises ValueError for a token outside of the vocabulary; an embedding on a GPU would crash."""

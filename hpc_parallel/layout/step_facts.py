@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 HALF = ("bfloat16", "float16")
 
 
+def packs(config: RunConfig) -> bool:
+    """Whether samples are packed documents (`data/packing.py`)."""
+    return bool(config.data.get("packing"))
+
+
 def number_bytes(config: RunConfig) -> int:
     """Bytes of one number of the weights, their gradients and the loss."""
     return 8 if config.training.precision == "float64" else 4

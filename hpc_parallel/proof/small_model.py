@@ -17,6 +17,7 @@ from hpc_parallel.layout.layout import DATAPARALLEL, Layout, divisors, layout_of
 from hpc_parallel.layout.schedules import stages_per_rank
 from hpc_parallel.models.drawn_weights import tensor_seed
 from hpc_parallel.models.layered import LayeredModel, part_of
+from hpc_parallel.strategies import packed_documents
 from hpc_parallel.strategies.dropout.dropout_shapes import dry_pass
 from hpc_parallel.strategies.whole_model import build_small_sizes
 
@@ -62,7 +63,9 @@ class SmallRun:
         indices = np.arange(count, dtype=np.int64) % len(data.train)
         inputs, targets = data.train.batch(indices)
         sequence = inputs[:1] if layout.context > 1 else None
-        if inputs.dim() == 2 and targets.shape[:2] == inputs.shape[:2]:
+        if model.packs and sequence is not None:
+            sequence = sequence[..., 0]
+        if inputs.dim() == (3 if model.packs else 2) and targets.shape[:2] == inputs.shape[:2]:
             length = _short_length(inputs.shape[1], config=config, layout=layout)
             if _takes(model, inputs[:, :length]) or not _takes(model, inputs):
                 inputs, targets = inputs[:, :length], targets[:, :length]
@@ -105,7 +108,7 @@ def build_small(config: RunConfig, *, as_random: bool = True) -> LayeredModel:
     shapes of their weights differ, because the remaining blocks might not fit together.
     """
     layout = layout_of(config.strategy, devices=config.devices)
-    model = build_small_sizes(config.model, seed=config.seed)
+    model = packed_documents.apply(build_small_sizes(config.model, seed=config.seed), config=config)
     blocks = list(model.blocks.values())
     count = max(FEW_BLOCKS, layout.pipeline * stages_per_rank(config.strategy))
     shared = any(part_of(alias) not in ("stem", "head") for alias in model.tied)
