@@ -18,7 +18,14 @@ from hpc_parallel.layout.holdings import FIRST, OTHER, Holding, Setup, first_hol
 from hpc_parallel.layout.layout import PARAMETER_SERVER, SPMD, Layout, layout_of
 from hpc_parallel.layout.model_weights import HEAD, STEM, ModelWeights, Weight, sample_shape_of, weights_of
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
-from hpc_parallel.layout.step_facts import casts_once, chunks_loss, number_bytes, product_bytes, types_of
+from hpc_parallel.layout.step_facts import (
+    casts_once,
+    chunks_loss,
+    number_bytes,
+    packs,
+    product_bytes,
+    types_of,
+)
 from hpc_parallel.planning.activations import kept_of
 from hpc_parallel.planning.pipeline_orders import live_microbatches
 from hpc_parallel.planning.planned_state import Division, StateBytes, States
@@ -128,6 +135,8 @@ def _without_peak(config: RunConfig, layout: Layout) -> str | None:
         return "models of images"
     if count(config, "experts")[1] is not None:
         return "mixtures of experts"
+    if packs(config):
+        return "packed documents"
     if layout.pipeline > 1:
         return "pipelines"
     if config.strategy.execution != SPMD:

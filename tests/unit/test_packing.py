@@ -15,6 +15,7 @@ from hpc_parallel.data.dataset import DatasetData
 from hpc_parallel.data.packing import IGNORED, Packed, TokenDocuments, best_fit, document_ends
 from hpc_parallel.data.tokens import TokensData
 from hpc_parallel.problems import ConfigError
+from tests.composed import prepared
 
 END = 0  # the separator
 LENGTH = 8
@@ -150,3 +151,29 @@ def test_a_dataset_of_documents_is_packed(told: bool) -> None:
     wrong.lengths = [2] * 6
     with pytest.raises(ConfigError, match="but its length was 2 at the start"):
         DatasetData(dataset=wrong, **arguments)
+
+
+def told(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        prepared("launcher=local", *words)
+    return str(caught.value)
+
+
+def test_problems_are_told_before_the_run_starts(tmp_path: Path) -> None:
+    path = f"data.path={write_tokens(tmp_path, 9, 40, 9)}"
+    words = ("data=tokens", path, "model.vocab_size=1000", "data.sequence_length=8")
+    needed = (*words, "data.packing=true")
+    assert "data.separator = null must be given with data.packing=true" in told(*needed)
+    assert "Try data.separator=999." in told(*needed, "data.separator=1000")
+    assert "data.separator = 3 is used with data.packing=true only" in told(*words, "data.separator=3")
+    right = (*needed, "data.separator=999")
+    assert prepared("launcher=local", *right).config.data["separator"] == 999
+    ring = told(*right, "strategy=context", "nodes=2")
+    assert "strategy.context_attention = ring can't be used with data.packing=true" in ring
+    assert "Try strategy.context_attention=gather." in ring
+    assert "the experts are balanced over whole samples" in told(*right, "model=moe_tiny")
+    assert "can't be used with task=generate" in told(*right, "task=generate")
+    texts = ("data=dataset", "data.dataset._target_=tests.datasets.Texts", "data.packing=true")
+    both = told(*texts)
+    assert "data.sequence_length = null must be given with data.packing=true" in both
+    assert "data.vocab_size = null must be given with data.packing=true" in both

@@ -204,6 +204,10 @@ def test_problems_are_told_before_the_run_starts(tmp_path: Path) -> None:
     assert "data.vocab_size = null must be given for token ids" in told(path, "data.sequence_length=8")
     assert "data.sequence_length = null must be given" in told(path, "data.vocab_size=256")
     assert "model.vocab_size = 256 is too small for the data" in told(*tokens, "data.vocab_size=300")
+    flat = write(tmp_path / "flat.parquet", {"input_ids": [1, 2]})
+    assert "names a column without one list of token ids in each row" in told(
+        *tokens, f"data.path={flat}", "data.packing=true"
+    )
     padded = pa.array([[3, -1], [199]], pa.list_(pa.int32()))
     write(folder / "1b.parquet", {"input_ids": padded, "text": ["a", "a"]})
     assert "data.input = input_ids names a column with the token -1, but token ids start at 0" in told(

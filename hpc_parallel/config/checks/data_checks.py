@@ -91,9 +91,18 @@ def packing_problems(config: RunConfig) -> Problems:
                 yield Problem(f"data.{key}", None, "must be given with data.packing=true", (legal,))
     if not data.get("packing"):
         return
+    if config.task.name == "generate":
+        rule = "can't be used with task=generate, which continues samples without a mask of documents"
+        yield Problem("data.packing", True, rule, (False,))
     if target == ParquetDataConfig._target_ and data["target"] is not None:
         rule = "can't be used with data.target: a packed document is a row of token ids (data.input)"
         yield Problem("data.packing", True, rule, (False,))
+    if config.strategy.context != 1 and config.strategy.context_attention == "ring":
+        rule = (
+            "can't be used with data.packing=true: the kernels that merge the parts of a ring take no mask, "
+            "and a device would gather all keys"
+        )
+        yield Problem("strategy.context_attention", "ring", rule, ("gather",))
     if reason := UNPACKED.get(str(model)):
         yield Problem("data.packing", True, f"can't be used: {reason}", (False,))
 
@@ -191,6 +200,9 @@ def parquet_problems(config: RunConfig) -> Problems:
         return
     for key, name in names.items():
         yield from _column(key, name, [parts[name] for parts in columns], are_tokens=not data["target"])
+        if data["packing"] and not data["target"] and columns[0][name].dims != 1:
+            rule = "names a column without one list of token ids in each row, which is a packed document"
+            yield Problem(key, name, rule)
         nulls = [(file, parts[name].nulls) for file, parts in zip(files, columns, strict=True)]
         yield from (
             Problem(key, name, f"names a column with {count} nulls in {file}: leave out such rows")
