@@ -92,8 +92,6 @@ class LayeredModel(nn.Module):
     """The target that `loss` leaves out (-100 in torch); the mean is taken over all other targets."""
     pixelwise: bool = False
     """Whether an image model has an output and a target for each position of the image."""
-    packs: bool = False
-    """Whether samples are packed documents [batch, seq, 2]: tokens, and where their documents begin."""
     channels_last: bool = False
     """Whether GPUs may compute its 2d convolutions in torch's channels_last order, which is faster in half
     precision. Outputs then have other strides, so `view` may fail where `reshape` or `flatten` works."""
@@ -102,6 +100,7 @@ class LayeredModel(nn.Module):
         super().__init__()
         self.sample_positions = Positions()
         self.sample_indices = SampleIndices()
+        self.packed_samples = False  # whether samples [batch, seq, 2] are packed documents (`unpacked`)
         self._stem_takes_positions = "positions" in inspect.signature(stem.forward).parameters
         self.stem = stem
         self.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
@@ -198,7 +197,7 @@ def unpacked(model: LayeredModel, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
     A model that trains on packed samples also takes plain ones, such as prompts.
     """
-    if not model.packs or x.dim() != 3:
+    if not model.packed_samples or x.dim() != 3:
         return x, None
     tokens, starts = x.unbind(-1)
     return tokens, starts

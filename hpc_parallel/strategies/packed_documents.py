@@ -19,7 +19,7 @@ from hpc_parallel.problems import Problem, Problems
 def apply(model: LayeredModel, *, config: RunConfig) -> LayeredModel:
     """Let the whole `model` take the packed samples of `config`, if they are packed; returns it."""
     if packs(config):
-        model.packs = True
+        model.packed_samples = True
         if model.ignore_index is None and type(model).loss is LanguageModel.loss:
             model.ignore_index = IGNORED
     return model

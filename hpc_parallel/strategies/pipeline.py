@@ -283,7 +283,7 @@ class PipelineDriver:
         self._auxiliary_losses = auxiliary_losses(models)
         self._loss = loss
         self._count_terms = terms
-        self._packs = models[0].packs
+        self._packs = models[0].packed_samples
         self._terms: float | Tensor = 1.0
         self._first = min(stages) == 0
         self._last = max(stages) == count - 1

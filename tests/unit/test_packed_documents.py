@@ -74,7 +74,7 @@ def difference(model: LayeredModel) -> float:
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(8)  # scores of order 1, so that attention matters
-    model.packs = True
+    model.packed_samples = True
     inputs, targets = DATA.train.batch(np.arange(len(DATA.train) - 8, len(DATA.train)))
     results = []
     for loss in (model.loss(model(inputs), targets), loss_of_documents(model, inputs, targets)):
