@@ -22,6 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 IGNORED = -100  # the target of a position without a document; torch's cross_entropy leaves it out
+COST = (
+    "packing: attention computes all pairs of positions of a sample under a mask, twice as many as without "
+    "packing, and without FlashAttention"
+)
 SCANNED = 1 << 24  # tokens that are compared with the separator at once
 
 
@@ -192,7 +196,7 @@ def packed_parts(
 def packed_data(train: Packed, validation: Packed, *, digest: str) -> dict[str, Any]:
     """The attributes of data with these samples; `digest`: of the content of the documents."""
     digest = validation.digest(train.digest(digest))
-    notes = (str(train), str(validation))
+    notes = (str(train), str(validation), COST)
     return {"train": train, "validation": validation, "digest": digest, "notes": notes}
 
 
