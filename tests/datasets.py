@@ -111,3 +111,18 @@ class Table(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         row = torch.randn(self.columns, generator=torch.Generator().manual_seed(index))
         return row, (row.sum() > 0).long() + (row[0] > 1).long()
+
+
+class Texts(Dataset[tuple[Tensor, Tensor]]):
+    """Documents of 1 to `longest` random tokens, with their targets."""
+
+    def __init__(self, count: int = 400, longest: int = 40) -> None:
+        numbers = torch.Generator().manual_seed(5)
+        sizes = torch.randint(1, longest + 1, (count,), generator=numbers).tolist()
+        self.texts = [torch.randint(256, (size + 1,), generator=numbers) for size in sizes]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.texts[index][:-1], self.texts[index][1:]

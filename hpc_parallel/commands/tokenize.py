@@ -55,6 +55,8 @@ def main(arguments: Sequence[str]) -> int:
     for note in notes:
         print(note)
     print(f"Train on them: data=tokens data.path={output} model.vocab_size={encoder.vocab_size}")
+    if encoder.end_of_text is not None:
+        print(f"In samples of whole documents: data.packing=true data.separator={encoder.end_of_text}")
     return DONE
 
 

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpc_parallel.data.generators import generator_states, restored, seed_all
-from hpc_parallel.data.sampler import Data, sample_order
+from hpc_parallel.data.packing import Packed, packed_data
+from hpc_parallel.data.sampler import Data, Samples, sample_order
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.user_code import UserCodeError, described
 
@@ -114,7 +115,7 @@ class DatasetSamples:
         except Exception as error:
             raise UserCodeError([f"{described(error)}, raised by {self._named(index)}"]) from error
         if not isinstance(sample, tuple | list) or len(sample) != 2:
-            self._refuse(index, f"is a {type(sample).__name__}: __getitem__ must return (input, target)")
+            self.refuse(index, f"is a {type(sample).__name__}: __getitem__ must return (input, target)")
         tensors = [self._tensor(part, index) for part in sample]
         self._require_tokens(tensors[0], index)
         if self.vocab_size is not None and tensors[0].dtype in NARROW:
@@ -130,7 +131,7 @@ class DatasetSamples:
             kind = f"{type(part).__module__}.{type(part).__qualname__}"
             if isinstance(part, np.ndarray):
                 kind = f"numpy array of {part.dtype}"
-            self._refuse(index, f"has a {kind}: return a tensor, an array or a number")
+            self.refuse(index, f"has a {kind}: return a tensor, an array or a number")
         return tensor.long() if tensor.dtype in UNSUITED else tensor
 
     def _require_tokens(self, tokens: Tensor, index: int) -> None:
@@ -138,11 +139,11 @@ class DatasetSamples:
         if self.vocab_size is None or not tokens.numel():
             return
         if tokens.is_floating_point():
-            self._refuse(index, f"has inputs of {tokens.dtype}, but data.vocab_size is for token ids")
+            self.refuse(index, f"has inputs of {tokens.dtype}, but data.vocab_size is for token ids")
         least, most = int(tokens.min()), int(tokens.max())  # as int, because 256 is 0 in uint8
         if least < 0 or most >= self.vocab_size:
             worst = least if least < 0 else most
-            self._refuse(index, f"has the token {worst}, but data.vocab_size = {self.vocab_size}")
+            self.refuse(index, f"has the token {worst}, but data.vocab_size = {self.vocab_size}")
 
     def _require_like(
         self, sample: Sequence[Tensor], other: Sequence[Tensor], *, index: int, first: int
@@ -151,20 +152,65 @@ class DatasetSamples:
             if tensor.shape != like.shape or tensor.dtype != like.dtype:
                 shape, other_shape = (f"{list(one.shape)} ({one.dtype})" for one in (tensor, like))
                 rule = f"has the {part} {shape}, but sample {first} has {other_shape}: all need one shape"
-                self._refuse(index, rule)
+                self.refuse(index, rule)
 
-    def _refuse(self, index: int, rule: str) -> None:
+    def refuse(self, index: int, rule: str) -> None:
+        """Raises ConfigError with the name of the sample and `rule`."""
         raise ConfigError([f"{self._named(index)} {rule}."])
 
     def _named(self, index: int) -> str:
         return f"sample {index} of {type(self.dataset).__name__} ({self.name})"
 
 
+class DatasetDocuments:
+    """The samples of a dataset as documents for `Packed`: input and target are token ids [n], for any n.
+
+    A dataset with an attribute `lengths` gives the number n of each sample there. Otherwise each sample is
+    read once for it.
+
+    Raises ConfigError for a sample that is no document, or that draws random numbers.
+    """
+
+    def __init__(self, samples: DatasetSamples) -> None:
+        self.name, self._samples = samples.name, samples
+        self.dataset = samples.dataset
+        if samples.draws_at(_checked(samples)):
+            name = f"{type(self.dataset).__name__} ({self.name})"
+            rule = "draws random numbers, but a packed document must be the same each time"
+            raise ConfigError([f"{name} {rule}. Set data.packing=false, or draw nothing in __getitem__."])
+        indices = samples.indices(np.arange(len(samples)))
+        if (lengths := getattr(self.dataset, "lengths", None)) is not None:
+            self.pairs = np.asarray([int(lengths[index]) for index in indices], dtype=np.int64)
+        else:
+            self.pairs = np.asarray([len(self._read(number)[0]) for number in range(len(samples))])
+
+    def read(self, document: int, *, first: int, count: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Raises ConfigError if the document has another length than at the start."""
+        tokens, targets = self._read(document)
+        if len(tokens) != self.pairs[document]:
+            rule = f"has {len(tokens)} tokens, but its length was {self.pairs[document]} at the start"
+            self._samples.refuse(self._index(document), rule)
+        span = slice(first, first + count)
+        return tokens[span].numpy(), targets[span].numpy()
+
+    def _read(self, document: int) -> tuple[Tensor, Tensor]:
+        tokens, targets = (part[0] for part in self._samples.unseeded_batch(np.asarray([document])))
+        if tokens.dim() != 1 or tokens.shape != targets.shape or targets.is_floating_point():
+            shapes = f"{list(tokens.shape)} and {list(targets.shape)} ({targets.dtype})"
+            rule = f"has an input and a target of {shapes}: a document has token ids [n] and as many targets"
+            self._samples.refuse(self._index(document), rule)
+        return tokens, targets
+
+    def _index(self, document: int) -> int:
+        return self._samples.indices(np.asarray([document]))[0]
+
+
 class DatasetData:
     """`dataset` for training, and `validation`. Without `validation`, a share of `dataset` is held out.
 
     The held-out samples are chosen by a fixed shuffle, so a dataset that is sorted by its labels has all
-    labels in both parts. `sequence_length` and `vocab_size`: for token ids, checked if given.
+    labels in both parts. `sequence_length` and `vocab_size`: for token ids, checked if given. With `packing`,
+    a sample is a document of any length, and samples of `sequence_length` have whole documents.
 
     Raises ConfigError if an object is no map-style dataset, a sample can't be used, or the samples do not
     depend on their index alone.
@@ -178,6 +224,7 @@ class DatasetData:
         validation_share: float = 0.05,
         sequence_length: int | None = None,
         vocab_size: int | None = None,
+        packing: bool = False,
     ) -> None:
         for part in (dataset, validation):
             if part is not None:
@@ -196,6 +243,18 @@ class DatasetData:
             count=held_out if validation is None else len(validation),
             shuffled=validation is None, vocab_size=vocab_size,
         )  # fmt: skip
+        if packing:
+            if sequence_length is None or vocab_size is None:
+                raise ConfigError(["data.packing = true needs data.sequence_length and data.vocab_size."])
+            packed = [
+                Packed(DatasetDocuments(part), sequence_length=sequence_length)
+                for part in (self.train, self.validation)
+            ]
+            _, digest = _look_at(*packed)
+            self.sequence_length = sequence_length
+            shape = {"sample_shape": (sequence_length,)}
+            vars(self).update(shape | packed_data(*packed, digest=digest))
+            return
         self.sample_shape, self.digest = _look_at(self.train, self.validation)
         self.train = replace(self.train, draws=self.train.draws_at(_checked(self.train)))
         if sequence_length is not None:
@@ -224,11 +283,11 @@ def _require_map_style(dataset: object) -> None:
         raise ConfigError([f"{rule} Add them, or `train` and `validation` (hpc_parallel/data/sampler.py)."])
 
 
-def _checked(part: DatasetSamples) -> NDArray[np.int64]:
+def _checked(part: Samples) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, len(part) - 1, CHECKED).astype(np.int64))
 
 
-def _look_at(*parts: DatasetSamples) -> tuple[tuple[int, ...], str]:
+def _look_at(*parts: DatasetSamples | Packed) -> tuple[tuple[int, ...], str]:
     """The shape of an input, and a hash of the lengths and of a few samples of each part.
 
     Raises ConfigError if a sample differs when it is read again, because layouts would then train on
@@ -241,9 +300,10 @@ def _look_at(*parts: DatasetSamples) -> tuple[tuple[int, ...], str]:
         batch, repeated = part.batch(positions), part.batch(positions)
         for tensor, other in zip(batch, repeated, strict=True):
             if tensor.numpy().tobytes() != other.numpy().tobytes():
+                name = type(getattr(part, "dataset", part)).__name__
                 raise ConfigError(
                     [
-                        f"{type(part.dataset).__name__} ({part.name}) returns other samples when it is read "
+                        f"{name} ({part.name}) returns other samples when it is read "
                         "again, so no layout could repeat another. Draw random numbers from the global "
                         "generators of torch, numpy or Python, which are seeded for each sample."
                     ]

@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from hpc_parallel.data.dataset import DatasetData
+from hpc_parallel.data.packing import packed_parts
 from hpc_parallel.data.table_files import find_files, is_parquet, row_count, with_rows
 from hpc_parallel.data.tokens import Description, sampled_digest
 from hpc_parallel.data.windows import Windows
@@ -36,7 +37,8 @@ class ParquetData:
 
     With a `target`, each row is a sample: the columns `input` and `target`. They have numbers, or lists of
     numbers of the same length in all rows. Without a `target`, `input` has token ids. All rows in order are
-    one text, which is cut into windows of `sequence_length` tokens. The end of the text is held out.
+    one text, which is cut into windows of `sequence_length` tokens. The end of the text is held out. With
+    `packing`, each row is a document, and samples have whole documents (`packing.py`).
 
     Raises ValueError if the files or their columns can't be used.
     """
@@ -53,6 +55,7 @@ class ParquetData:
         sequence_length: int | None = None,
         vocab_size: int | None = None,
         validation_share: float = 0.05,
+        packing: bool = False,
     ) -> None:
         files = with_rows(find_files(path))
         rows = open_rows(files, columns=[input] if target is None else [input, target])
@@ -73,6 +76,14 @@ class ParquetData:
         self.sample_shape = (sequence_length,)
         description = Description(vocab_size=vocab_size, tokenizer="", count=len(tokens))
         self.digest = sampled_digest(cast("NDArray[Any]", tokens), description=description)
+        if packing:
+            ends = row_ends(rows.data.column(input))
+            packed = packed_parts(
+                tokens, ends, sequence_length=sequence_length, vocab_size=vocab_size,
+                validation_share=validation_share, digest=self.digest,
+            )  # fmt: skip
+            vars(self).update(packed)
+            return
         parts = (("training", tokens.part(0, cut)), ("validation", tokens.part(cut, len(tokens))))
         self.train, self.validation = (
             Windows(cast("NDArray[Any]", part), sequence_length, vocab_size, name) for name, part in parts
@@ -169,6 +180,12 @@ def as_array(values: Any, *, name: str) -> NDArray[Any]:
         shape.append(lengths.pop())
         values = inner
     return np.array(values.to_numpy(zero_copy_only=False)).reshape(shape)
+
+
+def row_ends(column: Any) -> NDArray[np.int64]:
+    """The end of each row of an Arrow column of lists among the items of all rows."""
+    lengths = [pc.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in column.chunks]
+    return np.cumsum(np.concatenate(lengths), dtype=np.int64)
 
 
 class TokenStream:

@@ -17,6 +17,7 @@ from hpc_parallel.record.safe_read import open_regular, read_json
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from hpc_parallel.data.packing import Packed
     from hpc_parallel.data.windows import Windows
 
 MAKE_IT = "Make both with `python -m hpc_parallel tokenize SOURCE --output tokens.npy`."
@@ -33,14 +34,25 @@ class Description(TypedDict):
 class TokensData:
     """Windows of `sequence_length` tokens; the last `validation_share` of the tokens is held out.
 
+    With `packing`, samples of whole documents (`packing.py`); each document ends with the token `separator`.
+
     Raises ValueError if the file or its description is missing or malformed, if they don't match, or if there
     are too few tokens.
     """
 
-    train: Windows
-    validation: Windows
+    train: Windows | Packed
+    validation: Windows | Packed
 
-    def __init__(self, *, path: str, sequence_length: int = 1024, validation_share: float = 0.05) -> None:
+    def __init__(
+        self,
+        *,
+        path: str,
+        sequence_length: int = 1024,
+        validation_share: float = 0.05,
+        packing: bool = False,
+        separator: int | None = None,
+    ) -> None:
+        from hpc_parallel.data.packing import document_ends, packed_parts
         from hpc_parallel.data.windows import Windows
 
         file = Path(os.path.expanduser(path))
@@ -51,6 +63,18 @@ class TokensData:
         self.sequence_length = sequence_length
         self.sample_shape = (sequence_length,)
         self.digest = sampled_digest(tokens, description=description)
+        if packing:
+            if separator is None:
+                raise ValueError(
+                    "data.packing = true needs data.separator, the token that ends each document"
+                )
+            ends = document_ends(tokens, separator=separator)
+            parts = packed_parts(
+                tokens, ends, sequence_length=sequence_length, vocab_size=self.vocab_size,
+                validation_share=validation_share, digest=self.digest,
+            )  # fmt: skip
+            vars(self).update(parts)
+            return
         self.train = Windows(tokens[:cut], sequence_length, self.vocab_size, "training")
         self.validation = Windows(tokens[cut:], sequence_length, self.vocab_size, "validation")
 

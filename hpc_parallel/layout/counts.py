@@ -18,7 +18,7 @@ from hpc_parallel.layout.model_data_schema import (
     TransformerConfig,
     UNetConfig,
 )
-from hpc_parallel.layout.step_facts import HALF, number_bytes, product_bytes, state_bytes, weight_bytes
+from hpc_parallel.layout.step_facts import HALF, number_bytes, packs, product_bytes, state_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from hpc_parallel.config.schema import RunConfig
@@ -65,8 +65,8 @@ class DecoderSizes:
     """The sizes of a decoder, from which its weights, FLOPs and activations are counted.
 
     ffn_matrices: 2, or 3 with a gate. flash: scores do not reach memory. tied: embedding and head share a
-    weight. experts: the number of feed-forward networks of a block; a token uses `per_token` of them. A model
-    without a mixture has one.
+    weight. masked: documents are packed, so attention computes all scores, under a mask. experts: the number
+    of feed-forward networks of a block; a token uses `per_token` of them. A model without a mixture has one.
     """
 
     layers: int
@@ -81,6 +81,7 @@ class DecoderSizes:
     tied: bool = True
     experts: int = 1
     per_token: int = 1
+    masked: bool = False
 
     @property
     def kv_dim(self) -> int:
@@ -250,7 +251,7 @@ def decoder_sizes(config: RunConfig) -> DecoderSizes | None:
         sizes["blocks"], sizes["dim"], sizes["heads"], sizes["kv_heads"], sizes["columns"],
         sizes["vocabulary"], sequence_length(config) or 0, ffn_matrices=3, flash=True,
         tied=bool(model.get("tied_head")), experts=sizes.get("experts", 1),
-        per_token=model.get("experts_per_token") or 1,
+        per_token=model.get("experts_per_token") or 1, masked=packs(config),
     )  # fmt: skip
 
 
@@ -291,13 +292,15 @@ def sample_bytes(config: RunConfig, layout: Layout) -> int | None:
         return None
     dim, blocks = sizes.dim, sizes.layers
     number, product = number_bytes(config), product_bytes(config)
-    of_block = 9 * dim * number + (2 * sizes.kv_dim + 4 * sizes.per_token * sizes.ffn_dim) * product
+    kv = dim if sizes.masked else sizes.kv_dim
+    of_block = 9 * dim * number + (2 * kv + 4 * sizes.per_token * sizes.ffn_dim) * product
     if config.training.activation_checkpointing == "full":
         of_blocks = blocks * dim * number + of_block
     else:
         of_blocks = blocks * of_block
     of_head = 2 * dim * number if config.training.chunked_loss else 3 * sizes.vocabulary * number
-    return length * (of_blocks + of_head) // (layout.tensor * layout.context)
+    bias = length * product if sizes.masked else 0  # of packed documents
+    return length * ((of_blocks + of_head) // layout.tensor + bias) // layout.context
 
 
 def _working_copies(config: RunConfig, layout: Layout) -> int:

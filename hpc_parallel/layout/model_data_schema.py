@@ -107,6 +107,9 @@ class TokensDataConfig:
     sequence_length: int = key(1024, SEQUENCE)  # Tokens in one sample.
     # The share of the tokens, at the end, that is held out for validation.
     validation_share: float = key(0.05, HELD_OUT)
+    # Samples have whole documents, which do not see each other; each ends with `separator`.
+    packing: bool = False
+    separator: int | None = key(None, at_least(0))  # The token that ends each document; only with `packing`.
 
 
 @dataclass
@@ -147,6 +150,8 @@ class DatasetDataConfig:
     sequence_length: int | None = key(None, SEQUENCE)  # Tokens in one sample, if the samples are tokens.
     # The number of tokens in the vocabulary, if the samples are tokens.
     vocab_size: int | None = key(None, count(), legal=256)
+    # Samples of `sequence_length` have whole documents, which do not see each other; `dataset` has documents.
+    packing: bool = False
 
 
 @dataclass
@@ -163,6 +168,7 @@ class ParquetDataConfig:
     vocab_size: int | None = key(None, count(), legal=256)
     # The share of the rows, or of the tokens at the end, that is held out.
     validation_share: float = key(0.05, HELD_OUT)
+    packing: bool = False  # Samples have whole documents, which do not see each other; each row is one.
 
 
 @dataclass

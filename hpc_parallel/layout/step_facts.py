@@ -19,6 +19,11 @@ UPDATED_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
 """The most numbers of a weight that are widened at the same time for an update that is rounded afterwards."""
 
 
+def packs(config: RunConfig) -> bool:
+    """Whether samples are packed documents (`data/packing.py`)."""
+    return bool(config.data.get("packing"))
+
+
 def number_bytes(config: RunConfig) -> int:
     """Bytes of one number of the loss, of sums of gradients, and of weights that are not rounded."""
     return 8 if config.training.precision == "float64" else 4

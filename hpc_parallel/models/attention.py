@@ -38,6 +38,23 @@ class Positions:
         """A key of the indices: equal keys mean equal indices. None if nothing is known about them."""
         return length if type(self) is Positions else None
 
+    def documents(self, starts: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """What keeps causal attention inside documents: [batch, 1, q, k], 0 for a visible key, else -inf.
+
+        `starts`: for each position that this device has, the index in the sample at which its document
+        begins, [batch, seq]. The queries and the keys are those of the attention on this device.
+        """
+        rows, columns, starts = self.places(starts)
+        hidden = (columns > rows[:, None]) | (columns < starts[..., None])
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, -torch.inf)[
+            :, None
+        ]
+
+    def places(self, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The indices of the queries [q] and of the keys [k], and the `starts` of the queries [batch, q]."""
+        indices = self(starts.shape[1], device=starts.device)
+        return indices, indices, starts
+
 
 class PositionTables(Generic[Tables]):
     """Tables of the positions, such as their angles, computed once for all blocks and recomputations.
@@ -84,13 +101,17 @@ class Attention(nn.Module):
         *,
         bias: Bias | None = None,
         key_mask: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Returns the outputs, like `query`; zeros for a query that sees no key.
 
         `query`, `key`, `value` and the outputs are [batch, head, seq, head_dim]; `key` and `value` may have
         fewer heads than `query`. `key_mask`: [batch, seq] bool of this device's positions, False where no
-        query may see the key (padding).
+        query may see the key (padding). `documents`: from `Positions.documents`, for causal attention.
         """
+        if documents is not None:
+            require_documents_only(bias, key_mask, causal=self.causal)
+            return attend_within(documents, query, key, value)
         if bias is None and key_mask is None:
             return attend(query, key, value, causal=self.causal)
         indices = self.positions(query.shape[2], device=query.device)
@@ -140,12 +161,28 @@ def require_shape(score_bias: Tensor, *, heads: int, indices: tuple[Tensor, Tens
 def attend_with(score_bias: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention with `score_bias`. A query that sees no key gives zeros: torch's kernels differ there."""
     sees_no_key = (score_bias == -torch.inf).all(-1, keepdim=True)
-    score_bias = score_bias.masked_fill(sees_no_key, 0.0)
+    output = attend_within(score_bias.masked_fill(sees_no_key, 0.0), query, key, value)
+    return output.masked_fill(sees_no_key, 0.0)
+
+
+def attend_within(score_bias: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention with `score_bias` [batch or 1, heads or 1, q, k], in which each query sees a key.
+
+    The blocks of a model share the bias of packed documents, so it must not be copied here.
+    """
     if query.shape[1] != key.shape[1]:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    score_bias = score_bias.expand(len(query), query.shape[1], -1, -1)
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=score_bias)
-    return output.masked_fill(sees_no_key, 0.0)
+    score_bias = score_bias.to(query.dtype).expand(len(query), query.shape[1], -1, -1)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=score_bias)
+
+
+def require_documents_only(bias: Bias | None, key_mask: Tensor | None, *, causal: bool) -> None:
+    """Raises ValueError for what attention can't combine with packed documents."""
+    if bias is not None or key_mask is not None or not causal:
+        other = (
+            "in both directions" if not causal else "with a bias" if bias is not None else "with a key_mask"
+        )
+        raise ValueError(f"attention {other} can't keep packed documents apart: set data.packing=false")
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:

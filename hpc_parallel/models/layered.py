@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hpc_parallel.failure.error_place import mark
 from hpc_parallel.layout.stage_cuts import PartCosts, PartFlops
-from hpc_parallel.models.attention import Positions
+from hpc_parallel.models.attention import Positions, product_dtype
 from hpc_parallel.models.drawn_weights import Drawing, by_rows, draw
 from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.problems import ConfigError
@@ -61,6 +61,10 @@ class LayeredModel(nn.Module):
 
     If the stem's forward pass has a parameter `positions`, it gets the index of each input position in its
     sample: [seq], int64. A stem must not count positions itself, because it may get only some of them.
+
+    If `documents` is the last parameter of every block's forward pass, the model can train on packed
+    documents. A block gets the argument after its inputs and hands it on to `CausalAttention`. `positions`
+    are then counted from the begin of each document: [batch, seq].
     """
 
     stem: nn.Module | None
@@ -96,6 +100,7 @@ class LayeredModel(nn.Module):
         super().__init__()
         self.sample_positions = Positions()
         self.sample_indices = SampleIndices()
+        self.packed_samples = False  # whether samples [batch, seq, 2] are packed documents (`unpacked`)
         self._stem_takes_positions = "positions" in inspect.signature(stem.forward).parameters
         self.stem = stem
         self.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
@@ -106,15 +111,20 @@ class LayeredModel(nn.Module):
         """The blocks without repeats: a model may use the same block several times, as ALBERT does."""
         return list(dict.fromkeys(self.blocks.values()))
 
-    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Run the present parts in order; a stage without a stem takes the previous stage's outputs."""
+    def forward(self, *inputs: Tensor, document_starts: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+        """Run the present parts in order; a stage without a stem takes the previous stage's outputs.
+
+        It also needs the `document_starts` of packed samples, which a stem's inputs hold (`unpacked`).
+        """
         part, state = "stem", inputs
         try:
             if self.stem is not None:
-                state = stem_outputs(self, *inputs)
+                tokens, document_starts = unpacked(self, *inputs)
+                state = stem_outputs(self, tokens, document_starts)
+            documents = documents_of(self, document_starts, like=state[0])
             for name, block in self.blocks.items():
                 part = f"block {name}"
-                state = as_tuple(block(*state))
+                state = as_tuple(block(*state, *documents))
             part = "head"
             if self.head is not None:
                 state = as_tuple(self.head(*state))
@@ -182,12 +192,33 @@ class LayeredModel(nn.Module):
         )
 
 
-def stem_outputs(model: LayeredModel, x: Tensor) -> tuple[Tensor, ...]:
+def unpacked(model: LayeredModel, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The inputs of the stem, and where the documents of packed samples begin: both [batch, seq].
+
+    A model that trains on packed samples also takes plain ones, such as prompts.
+    """
+    if not model.packed_samples or x.dim() != 3:
+        return x, None
+    tokens, starts = x.unbind(-1)
+    return tokens, starts
+
+
+def stem_outputs(model: LayeredModel, x: Tensor, document_starts: Tensor | None = None) -> tuple[Tensor, ...]:
     """Run the stem of `model` on the samples `x`; returns the inputs of the first block."""
     assert model.stem is not None
     if not model._stem_takes_positions:
         return as_tuple(model.stem(x))
-    return as_tuple(model.stem(x, positions=model.sample_positions(x.shape[1], device=x.device)))
+    positions = model.sample_positions(x.shape[1], device=x.device)
+    return as_tuple(
+        model.stem(x, positions=positions if document_starts is None else positions - document_starts)
+    )
+
+
+def documents_of(model: LayeredModel, starts: Tensor | None, *, like: Tensor) -> tuple[Tensor, ...]:
+    """The last argument of each block for packed samples, computed once for all blocks; else nothing."""
+    if starts is None:
+        return ()
+    return (model.sample_positions.documents(starts, dtype=product_dtype(like)),)
 
 
 def as_tuple(output: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

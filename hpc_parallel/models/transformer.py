@@ -113,17 +113,20 @@ class Block(nn.Module):
         self.attention = attention
         self.feed_forward = feed_forward
 
-    def prepare_compiled(self, x: Tensor) -> None:
+    def prepare_compiled(self, x: Tensor, documents: Tensor | None = None) -> None:
         """Called with the forward pass's inputs before compiled code runs (`LayeredModel`)."""
         self.attention.prepare_compiled(x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), documents=documents)
         return x + self.feed_forward(self.feed_forward_norm(x))  # type: ignore[no-any-return]
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions; `heads / kv_heads` query heads share a key-value head."""
+    """Causal attention with rotary positions; `heads / kv_heads` query heads share a key-value head.
+
+    Scores depend on the distance of two rotary positions, so positions in a packed sample do for documents.
+    """
 
     def __init__(
         self, dim: int, *, heads: int, kv_heads: int, rope_theta: float, tables: RotaryTables | None = None
@@ -139,14 +142,14 @@ class Attention(nn.Module):
         self.mix = CausalAttention()
         self.output = nn.Linear(heads * self.head_dim, dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         # The number of heads comes from the projections' outputs: a device may have only some of the heads.
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [batch, head, seq, head_dim]
             for projection in (self.query, self.key, self.value)
         )
         cos_sin = self._rotation(x)
-        mixed = self.mix(rotate(query, cos_sin), rotate(key, cos_sin), value)
+        mixed = self.mix(rotate(query, cos_sin), rotate(key, cos_sin), value, documents=documents)
         return self.output(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
     def prepare_compiled(self, x: Tensor) -> None:

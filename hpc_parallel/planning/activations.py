@@ -83,11 +83,11 @@ def _decoder(run: _Run) -> Kept:
     selective = stream + attention.expensive + feed_forward.expensive + _exchanged(run, sliced)
     block = {"none": full, "selective": selective, "full": stream}[mode]
     return Kept(
-        stem=tokens * INDEX,
+        stem=tokens * INDEX * (2 if sizes.masked else 1),
         blocks=(block,) * sizes.layers,
         head=norm + _language_loss(run),
         recomputed=(0 if mode == "none" else full,) * sizes.layers,
-        shared=tables,
+        shared=tables + _documents(run),
         states=(stream,) * sizes.layers,
     )
 
@@ -99,6 +99,18 @@ def _exchanged(run: _Run, sliced: int) -> int:
     gathered = run.types.product if run.types.cast else run.types.precise
     slices = run.tokens * gathered if run.config.strategy.sequence_parallel else 0
     return 2 * run.sizes.dim * (slices + sliced * run.types.product)
+
+
+def _documents(run: _Run) -> int:
+    """The bias of packed documents, for the queries and the keys of the attention on this device."""
+    if not run.sizes.masked:
+        return 0
+    return run.tokens * (run.layout.context if _has_heads(run) else 1) * run.sizes.sequence * run.types.stream
+
+
+def _has_heads(run: _Run) -> bool:
+    """Whether the devices of a context axis divide the heads in attention, not the queries."""
+    return run.layout.context > 1 and run.config.strategy.context_attention == "all_to_all"
 
 
 def _casts(run: _Run) -> int:
@@ -123,9 +135,13 @@ def _attention(run: _Run) -> _Part:
     layout, types, sizes, tokens = run.layout, run.types, run.sizes, run.tokens
     query, heads = sizes.dim // layout.tensor, sizes.heads // layout.tensor
     projected = kv = sizes.kv_dim // layout.tensor
-    passes = layout.context > 1 and run.config.strategy.context_attention != "all_to_all"
+    passes = layout.context > 1 and not _has_heads(run)
     if layout.context > 1 and not passes:  # a head that serves several devices is sent to each
         kv *= max(1, layout.context // (sizes.kv_heads // layout.tensor))
+    if (
+        sizes.masked
+    ):  # keys and values are repeated for the query heads, and `gather` keeps those of all devices
+        kv, passes = query * (layout.context if passes else 1), False
     lse = tokens * heads * types.precise
     mixed = tokens * query * types.product + lse
     inputs = tokens * (query + 2 * kv) * types.product

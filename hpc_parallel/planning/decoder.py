@@ -96,7 +96,7 @@ class Share:
         columns, head_batch = decoder.ffn_dim / tensor, self.samples * decoder.heads / tensor
         score_bytes: float = SCORE_BYTES + UNFUSED_BYTES * self.unfused
         if decoder.flash:
-            head_batch *= self.traffic.flash_share or 1.0
+            head_batch *= 1.0 if decoder.masked else self.traffic.flash_share or 1.0
             score_bytes = self.traffic.flash_bytes or 0.0
         scores = head_batch * decoder.sequence**2 / self.context
         activated = ACTIVATION_BYTES if decoder.experts == 1 else ACTIVATION_BYTES / 4 * self._copied

@@ -23,6 +23,7 @@ from hpc_parallel.layout.step_facts import (
     casts_once,
     chunks_loss,
     number_bytes,
+    packs,
     product_bytes,
     rounded_parts,
     types_of,
@@ -139,6 +140,8 @@ def _without_peak(config: RunConfig, layout: Layout) -> str | None:
         return "models of images"
     if count(config, "experts")[1] is not None:
         return "mixtures of experts"
+    if packs(config):
+        return "packed documents"
     if layout.pipeline > 1:
         return "pipelines"
     if config.strategy.execution != SPMD:

@@ -22,7 +22,7 @@ from hpc_parallel.layout.holdings import sliced_over
 from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, servers
 from hpc_parallel.layout.model_weights import ModelWeights, weights_of
 from hpc_parallel.layout.schedules import stages_per_rank
-from hpc_parallel.layout.step_facts import types_of
+from hpc_parallel.layout.step_facts import packs, types_of
 from hpc_parallel.planning.hardware import FITTED_BY, MEASURED_BY, NOT_CALIBRATED, Hardware
 from hpc_parallel.planning.operations import FLOAT8, NUMBER_BYTES, Rounding
 from hpc_parallel.planning.pipeline_orders import Pipeline
@@ -259,6 +259,8 @@ def assumptions(config: RunConfig, hardware: Hardware) -> Iterator[str]:
         yield _compiled(config, hardware)
     if config.training.compile_whole:
         yield "training.compile_whole is planned as compiled blocks: expect a shorter step of a small model."
+    if packs(config):
+        yield "data.packing: attention is planned to compute all pairs of a sample, as under its mask."
     if config.training.fp8 != OFF:
         yield "Two trainings in float8 were compared with plans (docs/plan.md). MFU: of the peak of bfloat16."
 

@@ -15,8 +15,10 @@ from hpc_parallel.data.sampler import Data, to_device
 from hpc_parallel.layout.batch_plan import Plan
 from hpc_parallel.layout.layout import DATAPARALLEL, Layout, divisors, layout_of, share_of
 from hpc_parallel.layout.schedules import stages_per_rank
+from hpc_parallel.layout.step_facts import packs
 from hpc_parallel.models.drawn_weights import tensor_seed
 from hpc_parallel.models.layered import LayeredModel, part_of
+from hpc_parallel.strategies import packed_documents
 from hpc_parallel.strategies.dropout.dropout_shapes import dry_pass
 from hpc_parallel.strategies.whole_model import build_small_sizes
 
@@ -61,8 +63,9 @@ class SmallRun:
         count = STEPS * microbatches * distinct * SAMPLES
         indices = np.arange(count, dtype=np.int64) % len(data.train)
         inputs, targets = data.train.batch(indices)
-        sequence = inputs[:1] if layout.context > 1 else None
-        if inputs.dim() == 2 and targets.shape[:2] == inputs.shape[:2]:
+        tokens = inputs[..., 0] if packs(config) else inputs
+        sequence = tokens[:1] if layout.context > 1 else None
+        if tokens.dim() == 2 and targets.shape[:2] == inputs.shape[:2]:
             length = _short_length(inputs.shape[1], config=config, layout=layout)
             if _takes(model, inputs[:, :length]) or not _takes(model, inputs):
                 inputs, targets = inputs[:, :length], targets[:, :length]
@@ -76,6 +79,12 @@ class SmallRun:
             device=device,
             sequence=sequence,
         )
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """The shape of a sample, [seq] for packed documents."""
+        shape = tuple(self.inputs.shape[1:])
+        return shape[:1] if packs(self.config) else shape
 
     def samples(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and targets of these rows, on the device."""
@@ -105,7 +114,7 @@ def build_small(config: RunConfig, *, as_random: bool = True) -> LayeredModel:
     shapes of their weights differ, because the remaining blocks might not fit together.
     """
     layout = layout_of(config.strategy, devices=config.devices)
-    model = build_small_sizes(config.model, seed=config.seed)
+    model = packed_documents.apply(build_small_sizes(config.model, seed=config.seed), config=config)
     blocks = list(model.blocks.values())
     count = max(FEW_BLOCKS, layout.pipeline * stages_per_rank(config.strategy))
     shared = any(part_of(alias) not in ("stem", "head") for alias in model.tied)

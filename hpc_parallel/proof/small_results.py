@@ -112,7 +112,7 @@ def on_one_device(run: SmallRun, model: LayeredModel) -> Reference:
             results.note_logits(model.eval()(run.samples(run.local_rows(0))[0])[:, -LAST:])
         return results
     model.train()
-    shapes = dropout_shapes.whole_shapes(model, sample_shape=tuple(run.inputs.shape[1:]))
+    shapes = dropout_shapes.whole_shapes(model, sample_shape=run.sample_shape)
     counted_dropout.apply(
         model, shapes=shapes, part=counted_dropout.SamplePart(), seed=run.config.seed, device=run.device
     )
@@ -168,7 +168,7 @@ def on_layout(run: SmallRun, model: LayeredModel, *, groups: Groups, reference: 
         model,
         config=run.config,
         batch=BatchPlan(data=run.layout.data, microbatches=run.microbatches, microbatch_size=SAMPLES),
-        sample_shape=tuple(run.inputs.shape[1:]),
+        sample_shape=run.sample_shape,
         groups=groups,
         device=run.device,
         trains=not generates,

@@ -20,8 +20,10 @@ from hpc_parallel.data.sampler import Data
 from hpc_parallel.failure.error_place import located
 from hpc_parallel.layout.batch_plan import Plan
 from hpc_parallel.layout.schedules import schedule_of
+from hpc_parallel.layout.step_facts import packs
 from hpc_parallel.models.layered import STATISTICS, LayeredModel
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.proof.document_check import mixes_documents
 from hpc_parallel.proof.layout_check_key import is_proven, layout_check_key, proofs_folder, record_proof
 from hpc_parallel.proof.loss_check import check_loss
 from hpc_parallel.proof.position_check import mixes_positions
@@ -51,6 +53,8 @@ def verify(config: RunConfig, *, plan: Plan, data: Data, groups: Groups, device:
     mode, generates = config.strategy.verify, config.task.name == "generate"
     if config.task.name not in TASKS or not (is_own(config) or mode == "always"):
         return None
+    if packs(config) and mode != "never" and config.task.name == "train":
+        _check_documents(config, plan=plan, data=data, device=device)
     if config.devices == 1 and not generates:
         _check_alone(config, data=data, device=device)
         return None
@@ -83,6 +87,17 @@ def verify(config: RunConfig, *, plan: Plan, data: Data, groups: Groups, device:
         record_proof(key, folder=folder, about=about)
     took_s = time.perf_counter() - start
     return _say(f"{equals}: they differ by at most {largest:.0e} ({took_s:.1f} s)")
+
+
+def _check_documents(config: RunConfig, *, plan: Plan, data: Data, device: torch.device) -> None:
+    """Raises DifferenceError if the model lets packed documents see each other."""
+    model = build_small(config)
+    if mixes_documents(SmallRun.of(config, plan=plan, model=model, data=data, device=device), model):
+        rule = (
+            f"can't be used: {_name(config)} lets a document see the one before it in the sample. Hand "
+            "`documents` on to CausalAttention (docs/own-model.md)"
+        )
+        raise DifferenceError([Problem("data.packing", True, rule, (False,))])
 
 
 def _check_alone(config: RunConfig, *, data: Data, device: torch.device) -> None:

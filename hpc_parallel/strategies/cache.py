@@ -149,8 +149,11 @@ class CachedAttention(CausalAttention):
         *,
         bias: Bias | None = None,
         key_mask: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Like `CausalAttention.forward`; after the first pass `query` has one position, which sees all.
+
+        A prompt is one document, so there are no `documents`.
 
         A pass without a `key_mask` keeps the masks of earlier passes and hides none of its own keys.
         """

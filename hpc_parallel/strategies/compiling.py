@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from hpc_parallel.models.layered import LayeredModel, Loss, stem_outputs
+from hpc_parallel.models.layered import LayeredModel, Loss, stem_outputs, unpacked
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.written_buffers import versions_of, written_since
@@ -90,7 +90,7 @@ def run_whole(
     methods = [getattr(block, "prepare_compiled", None) for block in model.distinct_blocks]
     if last != shape and any(methods):
         with torch.no_grad():
-            state = inputs if model.stem is None else stem_outputs(model, *inputs)
+            state = inputs if model.stem is None else stem_outputs(model, *unpacked(model, *inputs))
         for prepare in filter(None, methods):
             prepare(*state)
     last[:] = shape

@@ -8,10 +8,11 @@ from torch import nn
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.schedules import stages_per_rank
+from hpc_parallel.layout.step_facts import packs
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.plain import PlainModel
 from hpc_parallel.problems import ConfigError, Problem, Problems
-from hpc_parallel.strategies import cache, expert, float8, stages
+from hpc_parallel.strategies import cache, expert, float8, packed_documents, stages
 from hpc_parallel.strategies.context import split_sequence
 from hpc_parallel.strategies.dropout import dropout_shapes
 from hpc_parallel.strategies.tensor import tensor_roles
@@ -57,6 +58,8 @@ def find_problems(
     """
     yield from _sparse(model)
     yield from float8.find_problems(model, recipe=config.training.fp8)
+    if packs(config):
+        yield from packed_documents.find_problems(model)
     if isinstance(model, PlainModel) and (uncut := [axis for axis in NEEDS if layout.degrees[axis] > 1]):
         yield from (_uncut(model, axis, degree=layout.degrees[axis]) for axis in uncut)
         return

@@ -141,14 +141,18 @@ def delay_averaging(runners: Sequence[Module]) -> None:
             torch_internals.leave_averaging_to_the_caller(runner)
 
 
-def contiguous_ends(forward: Callable[..., Any], stage: LayeredModel, *inputs: Tensor) -> Any:
+def contiguous_ends(
+    forward: Callable[..., Any], stage: LayeredModel, *inputs: Tensor, **named: Tensor
+) -> Any:
     """The forward pass of a stage whose outputs, and whose inputs' gradients, can be sent.
 
     torch's pipelines send tensors as they are, but backends send only contiguous tensors. A schedule that
     splits the backward pass detaches outputs in place. Views do not allow this, so an input that a stage only
     passes on is copied.
     """
-    outputs = forward(stage, *(ContiguousGradient.apply(x) if x.requires_grad else x for x in inputs))
+    outputs = forward(
+        stage, *(ContiguousGradient.apply(x) if x.requires_grad else x for x in inputs), **named
+    )
     if isinstance(outputs, tuple):
         return tuple(map(sendable, outputs))
     return sendable(outputs)
@@ -269,6 +273,7 @@ class PipelineDriver:
         self._auxiliary_losses = auxiliary_losses(models)
         self._loss = loss
         self._count_terms = terms
+        self._packs = models[0].packed_samples
         self._terms: float | Tensor = 1.0
         self._first = min(stages) == 0
         self._last = max(stages) == count - 1
@@ -320,10 +325,11 @@ class PipelineDriver:
                 part.more_passes = index < self._passes - 1
                 part.first_microbatch = index * self._per_pass
             stage_inputs = (samples,) if self._first else ()
+            named = {"document_starts": samples[..., 1]} if self._packs and samples.dim() == 3 else {}
             losses: list[Tensor] = []
             if self._last:
-                execute(*stage_inputs, target=expected, losses=losses, return_outputs=False)
+                execute(*stage_inputs, target=expected, losses=losses, return_outputs=False, **named)
             else:
-                execute(*stage_inputs)
+                execute(*stage_inputs, **named)
             all_losses.extend(loss.detach() for loss in losses)
         return torch.stack(all_losses).sum(0) if all_losses else torch.zeros((), device=self._device)

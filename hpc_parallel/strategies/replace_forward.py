@@ -52,7 +52,7 @@ def _subclass(kind: type[Module], forward: Callable[..., Tensor], technique: str
     """One class for all modules with the same `forward`: torch.compile distinguishes them by class."""
     original: Forward = kind.forward
 
-    def replaced(self: Module, *inputs: Any) -> Tensor:
-        return forward(original, self, *inputs)
+    def replaced(self: Module, *inputs: Any, **named: Any) -> Tensor:
+        return forward(original, self, *inputs, **named)
 
     return type(f"{technique}{kind.__name__}", (kind,), {"forward": replaced})

@@ -15,6 +15,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.generators import seeded
 from hpc_parallel.models.layered import LayeredModel, with_ties
 from hpc_parallel.models.plain import plain_model
+from hpc_parallel.strategies import packed_documents
 from hpc_parallel.user_code import UserCodeError
 
 
@@ -24,7 +25,7 @@ class NeedsNumbersError(UserCodeError):
 
 def build_model(config: RunConfig) -> LayeredModel:
     """The whole model of `config`, on meta. Raises ConfigError with the error of the model's class."""
-    return build_whole(config.model, seed=config.seed)
+    return packed_documents.apply(build_whole(config.model, seed=config.seed), config=config)
 
 
 def build_whole(table: Mapping[str, Any], *, seed: int) -> LayeredModel:

@@ -108,6 +108,8 @@ class Session:
         on_phase("reading the data")
         data = as_data(build(config.data, key="data"))
         require_equal_data(data.digest)
+        for note in getattr(data, "notes", ()) if dist.get_rank() == 0 else ():
+            print(note, flush=True)
         on_phase("building the model")
         model = build_model(config)
         dtype = data.train.batch(np.zeros(1, dtype=np.int64))[0].dtype

@@ -23,7 +23,7 @@ from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.layout.batch_plan import Plan
 from hpc_parallel.layout.layout import DATAPARALLEL, SPMD, servers
 from hpc_parallel.layout.model_weights import sample_shape_of
-from hpc_parallel.layout.step_facts import casts_once
+from hpc_parallel.layout.step_facts import casts_once, packs
 from hpc_parallel.models.drawn_weights import without_values
 from hpc_parallel.models.experts import Experts
 from hpc_parallel.models.layered import LayeredModel
@@ -114,7 +114,8 @@ class TracedRank:
     def _inputs(self, microbatches: int, *, device: str = "cpu") -> Tensor:
         dtype = torch.int64 if len(self._shape) == 1 else torch.uint8
         samples = microbatches * self._batch.microbatch_size
-        return torch.zeros((samples, *self._shape), dtype=dtype, device=device)
+        starts = (2,) if packs(self._config) else ()
+        return torch.zeros((samples, *self._shape, *starts), dtype=dtype, device=device)
 
     def _targets(self, microbatches: int) -> Tensor:
         pixelwise = self._assembled.parts[0].pixelwise

@@ -231,6 +231,10 @@ def test_problems_are_told_before_the_run_starts(tmp_path: Path) -> None:
     assert "data.vocab_size = null must be given for token ids" in told(path, "data.sequence_length=8")
     assert "data.sequence_length = null must be given" in told(path, "data.vocab_size=256")
     assert "model.vocab_size = 256 is too small for the data" in told(*tokens, "data.vocab_size=300")
+    flat = write(tmp_path / "flat.parquet", {"input_ids": [1, 2]})
+    assert "names a column without one list of token ids in each row" in told(
+        *tokens, f"data.path={flat}", "data.packing=true"
+    )
     padded = pa.array([[3, -1], [199]], pa.list_(pa.int32()))
     write(folder / "1b.parquet", {"input_ids": padded, "text": ["a", "a"]})
     assert "data.input = input_ids names a column with the token -1, but token ids start at 0" in told(
@@ -260,3 +264,19 @@ def test_the_login_node_reads_the_files_without_torch(tmp_path: Path) -> None:
         f"assert Path({str(file)!r}) == t.find_files({str(file)!r})[0]; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+@pytest.mark.usefixtures("cache")
+def test_rows_are_packed_as_documents(tmp_path: Path, ending: str) -> None:
+    from hpc_parallel.data.parquet import ParquetData
+
+    write(tmp_path / f"a{ending}", {"input_ids": [[1, 2, 3, 4], [5, 6], [7]]})
+    write(tmp_path / f"b{ending}", {"input_ids": [[8, 9, 10], [11, 12, 13]]})
+    data = ParquetData(
+        path=str(tmp_path), sequence_length=4, vocab_size=20, validation_share=0.2, packing=True
+    )
+    inputs, targets = data.train.batch(np.arange(len(data.train)))
+    assert inputs.tolist() == [[[1, 0], [2, 0], [3, 0], [5, 3]], [[8, 0], [9, 0], [0, 2], [0, 2]]]
+    assert targets.tolist() == [[2, 3, 4, 6], [9, 10, -100, -100]]
+    assert data.validation.batch(np.zeros(1, dtype=np.int64))[1].tolist() == [[12, 13, -100, -100]]

@@ -14,6 +14,7 @@ SMALL = "model.layers=2 data.sequence_length=64"
 MOE = f"model=moe_tiny model.ffn_dim=176 {SMALL}"  # grouped products in bfloat16 need a multiple of 8
 HALF, DOUBLE, FLOAT16 = (f"training.precision={name}" for name in ("bfloat16", "float64", "float16"))
 FULL, SELECTIVE = (f"training.activation_checkpointing={keeps}" for keeps in ("full", "selective"))
+PACKED = "data=dataset data.dataset._target_=tests.datasets.Texts data.vocab_size=256 data.packing=true"
 LOGITS = "training.chunked_loss=false"
 TWO, FOUR, EIGHT = "nodes=2", "nodes=2 gpus_per_node=2", "nodes=2 gpus_per_node=4"
 CASES = [  # words, rank
@@ -32,9 +33,16 @@ CASES = [  # words, rank
     (f"strategy=pipeline {TWO} strategy.schedule=zbv {HALF}", 1),  # with autocast
     (f"strategy=pipeline {TWO} {MOE} {SELECTIVE}", 1),
     (f"strategy=hybrid {EIGHT} strategy.tensor=2 {HALF}", 6),
+    (f"strategy=single {SMALL} {PACKED}", 0),
+    (f"strategy=context {TWO} {SMALL} {PACKED} strategy.context_attention=gather {SELECTIVE}", 1),
 ]  # fmt: skip
 MORE = [
     (f"strategy=single {SMALL} {HALF}", 0),
+    (f"strategy=single {SMALL} {PACKED} {HALF}", 0),
+    (f"strategy=single {SMALL} {PACKED} {HALF} {FULL}", 0),
+    (f"strategy=tensor {TWO} {SMALL} {PACKED} {HALF}", 1),
+    (f"strategy=context nodes=4 {SMALL} {PACKED} strategy.context_attention=all_to_all {HALF}", 2),
+    (f"strategy=fsdp {FOUR} {SMALL} {PACKED} strategy.context=2 strategy.context_attention=gather", 3),
     (f"strategy=single {SMALL} {DOUBLE}", 0),
     (f"strategy=single {SMALL} {FLOAT16}", 0),
     (f"strategy=single {SMALL} {HALF} {SELECTIVE}", 0),

@@ -47,6 +47,7 @@ OF_TRAINING = (
     Check(training_checks.callback_problems, lambda run: bool(run.training.callbacks)),
     Check(data_checks.find_problems),
     Check(data_checks.parquet_problems, of=ParquetDataConfig),
+    Check(data_checks.packing_problems, lambda run: "packing" in run.data),
     Check(model_size_checks.huggingface_problems, of=HuggingFaceConfig),
     Check(data_checks.fit_problems),
     Check(data_checks.digit_problems, of=DigitsDataConfig),

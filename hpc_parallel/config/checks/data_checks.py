@@ -23,9 +23,11 @@ from hpc_parallel.layout.counts import class_path, count
 from hpc_parallel.layout.model_data_schema import (
     CellsDataConfig,
     ConvNetConfig,
+    DatasetDataConfig,
     DigitsDataConfig,
     HuggingFaceConfig,
     MoeTransformerConfig,
+    ParquetDataConfig,
     SegmenterConfig,
     TextDataConfig,
     TokensDataConfig,
@@ -43,6 +45,12 @@ FITTING = {
     ConvNetConfig._target_: {"digits": DigitsDataConfig._target_},
     SegmenterConfig._target_: {"cells": CellsDataConfig._target_},
     UNetConfig._target_: {"cells": CellsDataConfig._target_},
+}
+# Our models that can't keep packed documents apart.
+UNPACKED = {
+    HuggingFaceConfig._target_: "the layers of transformers take no documents here",
+    MoeTransformerConfig._target_: "the experts are balanced over whole samples, which mixes documents and "
+    "padding",
 }
 MOST_FILES = 256  # Parquet files whose schemas are read; the job reads all files
 
@@ -69,6 +77,54 @@ def find_problems(config: RunConfig) -> Problems:
     if isinstance(vocab_size, int) and room and room < vocab_size:
         rule = f"is too small for the data, whose tokens run from 0 to {vocab_size - 1}"
         yield Problem(key, room, rule, (vocab_size,))
+
+
+def packing_problems(config: RunConfig) -> Problems:
+    """What `data.packing` needs of the data, and of our models (others: `strategies/packed_documents.py`)."""
+    data, model = config.data, class_path(config.model)
+    target = class_path(data)
+    if target == TokensDataConfig._target_:
+        yield from _separator(data)
+    elif target == DatasetDataConfig._target_ and data["packing"]:
+        for key, legal in (("sequence_length", 1024), ("vocab_size", 50257)):
+            if data[key] is None:
+                yield Problem(f"data.{key}", None, "must be given with data.packing=true", (legal,))
+    if not data.get("packing"):
+        return
+    if config.task.name == "generate":
+        rule = "can't be used with task=generate, which continues samples without a mask of documents"
+        yield Problem("data.packing", True, rule, (False,))
+    if target == ParquetDataConfig._target_ and data["target"] is not None:
+        rule = "can't be used with data.target: a packed document is a row of token ids (data.input)"
+        yield Problem("data.packing", True, rule, (False,))
+    if config.strategy.context != 1 and config.strategy.context_attention == "ring":
+        rule = (
+            "can't be used with data.packing=true: the kernels that merge the parts of a ring take no mask, "
+            "and a device would gather all keys"
+        )
+        yield Problem("strategy.context_attention", "ring", rule, ("gather",))
+    if reason := UNPACKED.get(str(model)):
+        yield Problem("data.packing", True, f"can't be used: {reason}", (False,))
+
+
+def _separator(data: dict[str, Any]) -> Problems:
+    """The token that ends a document must be one of the vocabulary, and is needed for packing only."""
+    separator = data["separator"]
+    try:
+        most = tokens.read_description(Path(os.path.expanduser(data["path"])))["vocab_size"] - 1
+    except (ValueError, OSError):  # find_problems reports it
+        return
+    if not data["packing"]:
+        if separator is not None:
+            yield Problem("data.separator", separator, "is used with data.packing=true only", (None,))
+    elif separator is None:
+        rule = (
+            "must be given with data.packing=true: the id of the token that ends each document "
+            "(`tokenize --end-of-text` prints it)"
+        )
+        yield Problem("data.separator", None, rule, (most,))
+    elif separator > most:
+        yield Problem("data.separator", separator, f"is no token: the file has tokens 0 to {most}", (most,))
 
 
 def _stored_vocab_size(data: dict[str, Any]) -> int | None:
@@ -144,6 +200,9 @@ def parquet_problems(config: RunConfig) -> Problems:
         return
     for key, name in names.items():
         yield from _column(key, name, [parts[name] for parts in columns], are_tokens=not data["target"])
+        if data["packing"] and not data["target"] and columns[0][name].dims != 1:
+            rule = "names a column without one list of token ids in each row, which is a packed document"
+            yield Problem(key, name, rule)
         nulls = [(file, parts[name].nulls) for file, parts in zip(files, columns, strict=True)]
         yield from (
             Problem(key, name, f"names a column with {count} nulls in {file}: leave out such rows")

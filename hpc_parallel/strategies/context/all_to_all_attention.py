@@ -37,6 +37,7 @@ class HeadsAttention(Attention):
         *,
         bias: Bias | None = None,
         key_mask: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         degree, group = self._axis.size(), self._axis.get_group()
         heads, kv_heads = query.shape[1], key.shape[1]
@@ -51,7 +52,7 @@ class HeadsAttention(Attention):
         kv = kv_heads * copies // degree
         parts = received.split([heads // degree, kv, kv], dim=1)
         if bias is None and key_mask is None:
-            output = super().forward(*parts)
+            output = super().forward(*parts, documents=documents)
         else:
             indices = torch.arange(received.shape[2], device=query.device)
             mask = None if key_mask is None else gather_mask(key_mask, group)

@@ -27,7 +27,9 @@ from hpc_parallel.models.attention import (
     FullAttention,
     Positions,
     attend_with,
+    attend_within,
     product_dtype,
+    require_documents_only,
 )
 from hpc_parallel.models.auxiliary_loss import SequenceSum
 from hpc_parallel.models.layered import LayeredModel
@@ -35,6 +37,7 @@ from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.context.all_to_all_attention import HeadsAttention
 from hpc_parallel.strategies.context.ring import (
     GatherKv,
+    gather_kv,
     gather_mask,
     sequence_attention,
     slices_of,
@@ -49,7 +52,7 @@ ALL_TO_ALL = "all_to_all"
 
 def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> LayeredModel:
     """Let every attention of `model` (or a stage of it) see the whole sequence, which `axis` splits."""
-    model.sample_positions = SlicedPositions(axis)
+    model.sample_positions = SlicedPositions(axis, kind=options.context_attention)
     replace_modules(model, Attention, partial(split_attention, axis=axis, kind=options.context_attention))
     replace_modules(model, SequenceSum, lambda _: SumOverParts(axis))
     return model
@@ -85,10 +88,11 @@ def find_problems(model: LayeredModel, *, degree: int, sample_shape: tuple[int, 
 
 
 class SlicedPositions(Positions):
-    """The positions of this device's two slices."""
+    """The positions of this device's two slices. kind: strategy.context_attention."""
 
-    def __init__(self, axis: DeviceMesh) -> None:
+    def __init__(self, axis: DeviceMesh, *, kind: str = "ring") -> None:
         self._rank, self._degree = axis.get_local_rank(), axis.size()
+        self._axis, self._kind = axis, kind
 
     def __call__(self, length: int, *, device: torch.device) -> Tensor:
         slices = slices_of(self._rank, degree=self._degree, length=length * self._degree)
@@ -96,6 +100,14 @@ class SlicedPositions(Positions):
 
     def key(self, length: int) -> Hashable:
         return self._rank, self._degree, length
+
+    def places(self, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All keys of the sample, and this device's queries; `HeadsAttention` has all queries too."""
+        rows = self(starts.shape[1], device=starts.device)
+        columns = torch.arange(len(rows) * self._degree, device=starts.device)
+        if self._kind != ALL_TO_ALL:
+            return rows, columns, starts
+        return columns, columns, gather_kv(starts[..., None], self._axis.get_group())[..., 0]
 
 
 class SumOverParts(SequenceSum):
@@ -139,17 +151,24 @@ class SplitAttention(Attention):
         *,
         bias: Bias | None = None,
         key_mask: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
-        """Like `Attention.forward`. With a bias or a mask, every device gathers all keys and values."""
+        """Like `Attention.forward`.
+
+        With a bias, a mask or documents, every device gathers all keys and values.
+        """
         dtype = product_dtype(query)  # torch applies autocast to its own attention
         query, key, value = (x.to(dtype) for x in (query, key, value))
         group = self._axis.get_group()
         with torch.autocast(query.device.type, enabled=False):  # parts are merged in float32
-            if bias is None and key_mask is None:
+            if bias is None and key_mask is None and documents is None:
                 options = (group.group_name, self._exchange, self.causal)
                 out: Tensor = sequence_attention(query, key, value, *options)[0]
                 return out
             kv: Tensor = GatherKv.apply(torch.stack((key, value)), group)
+            if documents is not None:
+                require_documents_only(bias, key_mask, causal=self.causal)
+                return attend_within(documents, query, *kv)
             rows = self.positions(query.shape[2], device=query.device)
             columns = torch.arange(kv.shape[-2], device=query.device)
             if key_mask is not None:
