@@ -150,8 +150,9 @@ def suggest(key: str, keys: Iterable[str]) -> str | None:
     same_name = [other for other in legal if other.rpartition(".")[2] == last]
     if len(same_name) == 1:
         return same_name[0]
+    likeness = min(TYPING_ERROR, 1 - 1 / max(3, len(last)))  # one wrong letter of three
     group = {other.rpartition(".")[2]: other for other in legal if other.rpartition(".")[0] == parent}
-    return next((group[name] for name in nearest(last, group, likeness=TYPING_ERROR)), None)
+    return next((group[name] for name in nearest(last, group, likeness=likeness)), None)
 
 
 def same_quantity(key: str, value: str) -> float | None:

@@ -24,11 +24,10 @@ from hpc_parallel.config.site_schema import (
     PreflightConfig,
 )
 from hpc_parallel.config.task_schema import TASKS, ScriptConfig, TaskConfig
-from hpc_parallel.layout.action_file import SUFFIX
 from hpc_parallel.layout.axes import DegreesConfig
 from hpc_parallel.layout.layout import EXECUTIONS
 from hpc_parallel.layout.model_data_schema import DATA, MODELS
-from hpc_parallel.layout.schedules import SCHEDULES
+from hpc_parallel.layout.schedules import SCHEDULES, SUFFIX
 from hpc_parallel.rules import Rule, above, at_least, between, count, key, one_of
 
 BETAS = Rule(

@@ -18,7 +18,7 @@ from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.slurm.jobs import ENDED, job_fields, job_of
 from hpc_parallel.slurm.limits import hosts_of
 from hpc_parallel.slurm.short_forms import expand_hosts
-from hpc_parallel.slurm.submit import SiteRefusedError, requeue, resubmit
+from hpc_parallel.slurm.submit import SiteRefusedError, is_lost, requeue, resubmit
 
 TIME_LIMIT, PREEMPTED, CANCELLED = "time_limit", "preempted", "cancelled"
 REQUEUED = "requeued"  # a script asked for it by its exit code
@@ -104,7 +104,7 @@ def requeue_or_resubmit(
         return f"requeued as job {job}" + (f", without {', '.join(excluded)}" if excluded else "")
     fields = job_fields(job)
     if fields is None:
-        return f"not requeued, since Slurm does not answer ({refusal})"
+        return f"nobody knows whether it is requeued: Slurm does not answer ({refusal})"
     if _is_requeued(fields, environment=environment):
         return f"requeued by Slurm itself as job {job}"
     if not launcher["resubmit"]:
@@ -112,6 +112,8 @@ def requeue_or_resubmit(
     try:
         new_job = resubmit(folder.resubmission, exclude=exclude)
     except SiteRefusedError as error:
+        if is_lost(str(error)):
+            return f"not known whether it is resubmitted: {error}"
         return f"neither requeued ({refusal}) nor resubmitted ({error})"
     with suppress(DamagedError):  # the submission knew the cluster, the job may not
         before = owner.Owner.read(folder) or owner.Owner()

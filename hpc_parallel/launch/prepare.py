@@ -24,10 +24,10 @@ from hpc_parallel.config.site_limits import container_warnings, site_warnings
 from hpc_parallel.config.task_schema import ScriptConfig
 from hpc_parallel.config.tasks import total_steps
 from hpc_parallel.launch.import_check import check_imports
-from hpc_parallel.layout import action_file
 from hpc_parallel.layout.batch_plan import Plan
 from hpc_parallel.layout.counts import trains
 from hpc_parallel.layout.layout import processes_per_node, servers
+from hpc_parallel.layout.schedules import file_of
 from hpc_parallel.machine import fabric
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.names import RUNS
@@ -236,7 +236,9 @@ def _places(
         places["weights"] = str(path_of(config.weights))
     if config.task.name == TASK:
         places["script"] = values["script"] | _script_places(config.script, folder=folder, snapshot=snapshot)
-    if (schedule := action_file.path_of(config.strategy.schedule)) is not None:  # `run_files` copies it there
+    if (schedule := file_of(config.strategy.schedule)) is not None:  # `run_files` copies it there
+        from hpc_parallel.layout import action_file
+
         kept = folder.path / action_file.read(schedule).named(schedule.stem)
         places["strategy"] = values["strategy"] | {"schedule": str(kept)}
     return places

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.layout import action_file
+from hpc_parallel.layout.schedules import file_of
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.provenance import PREDICTED, GitState, origin
@@ -100,7 +100,9 @@ def _claim_folder(run: PreparedRun) -> None:
 def _write_files(run: PreparedRun, copied: Snapshot | None, git_state: GitState | None) -> None:
     if run.snapshot is not None:
         run.snapshot.take() if copied is None else run.snapshot.take_as(copied)
-    if (schedule := action_file.path_of(run.config.strategy.schedule)) is not None:
+    if (schedule := file_of(run.config.strategy.schedule)) is not None:
+        from hpc_parallel.layout import action_file
+
         write_text(Path(run.values["strategy"]["schedule"]), action_file.read(schedule).text)
     text = yaml.dump(run.values, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)
     _require_readable(run, text)

@@ -9,7 +9,6 @@ field is a pause, which changes nothing: a rank waits for its inputs by itself. 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from pathlib import Path
 
 from hpc_parallel.record.safe_read import read_text
 
-SUFFIX = ".csv"
 SHOWN = 4  # problems of one file
 Action = tuple[int, str, int]  # stage, kind, microbatch
 _ACTION = re.compile(r"(\d{1,5})([FBIW])(\d{1,5})", re.ASCII)
@@ -58,12 +56,7 @@ class ActionFile:
     def named(self, stem: str) -> str:
         """A file name that tells the contents apart: `stem` and the start of their hash."""
         digest = hashlib.sha256(self.text.encode()).hexdigest()[:8]
-        return (stem if stem.endswith(f"-{digest}") else f"{stem}-{digest}") + SUFFIX
-
-
-def path_of(name: str) -> Path | None:
-    """The file that `strategy.schedule` names; None if it names one of our schedules."""
-    return Path(os.path.expanduser(name)).absolute() if name.endswith(SUFFIX) else None
+        return (stem if stem.endswith(f"-{digest}") else f"{stem}-{digest}") + ".csv"
 
 
 def read(path: Path) -> ActionFile:

@@ -7,13 +7,14 @@ its actions. A user's schedule is a file of actions (`action_file.py`).
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
-
-from hpc_parallel.layout import action_file
 
 if TYPE_CHECKING:  # schema.py reads the names of the schedules
     from hpc_parallel.config.schema import StrategyConfig
+    from hpc_parallel.layout.action_file import ActionFile
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Schedule:
     splits_backward: bool = False  # computes gradients of weights later than those of inputs
     in_turn: bool = False  # a microbatch starts after the previous one has finished
     two_way: bool = False  # sends activations and gradients at the same time, in separate calls
-    file: action_file.ActionFile | None = None  # a user's schedule
+    file: ActionFile | None = None  # a user's schedule
     known: bool = True
 
     @property
@@ -40,6 +41,7 @@ class Schedule:
         return (2, 13) if self.splits_backward else (2, 11)
 
 
+SUFFIX = ".csv"  # of a user's file
 _ROUND = (2, None, 2)
 _PAIR = (2, 2, 2)
 SCHEDULES = {
@@ -54,11 +56,17 @@ SCHEDULES = {
 }
 
 
+def file_of(name: str) -> Path | None:
+    """The file that `strategy.schedule` names; None if it is the name of a schedule."""
+    return Path(os.path.expanduser(name)).absolute() if name.endswith(SUFFIX) else None
+
+
 def schedule_named(name: str) -> Schedule:
     """The rules of a schedule or of a user's file; defaults for an unknown name, which the checks report."""
-    path = action_file.path_of(name)
-    if path is None:
+    if name in SCHEDULES or (path := file_of(name)) is None:
         return SCHEDULES.get(name, Schedule(known=False))
+    from hpc_parallel.layout import action_file
+
     file = action_file.read(path)
     return Schedule(
         (file.per_rank,) * 3, v_shaped=file.v_shaped, splits_backward=file.splits_backward, two_way=True,

@@ -48,7 +48,7 @@ def prove(context: TaskContext) -> None:
         data = as_data(build(context.config.data, key="data"))
         first_samples = data.train.batch(np.arange(2, dtype=np.int64) % len(data.train))
         with PrecisionLoss() as rounding:
-            trained.build_schedule(1).evaluate(*to_device(first_samples, context.device))
+            trained.build_schedule(1).train(*to_device(first_samples, context.device))
         if rounding.seen:
             write_text(folder / ROUNDED, "")
 

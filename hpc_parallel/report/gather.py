@@ -18,9 +18,9 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.failure.run_state import states
 from hpc_parallel.failure.summary import summarise
-from hpc_parallel.layout.action_file import SUFFIX
 from hpc_parallel.layout.axes import AXES, with_all_axes
 from hpc_parallel.layout.layout import Layout, layout_of, recorded_strategy
+from hpc_parallel.layout.schedules import SUFFIX
 from hpc_parallel.problems import printable
 from hpc_parallel.record import attempts
 from hpc_parallel.record.credentials import without_secret_values

@@ -80,10 +80,9 @@ def verdicts(rows: Sequence[Row]) -> list[VerdictLine]:
 def scope(rows: Sequence[Row]) -> str:
     """Which runs the verdict is about, if not about all that completed; and losses that can't be compared."""
     same, completed = _largest_group(rows)
-    totals = [(row.run.totals, row.label) for row in rows]
     differences = [
-        other_statistics((found.statistics_samples, label) for found, label in totals),
-        other_state((found.in_bfloat16, label) for found, label in totals),
+        other_statistics((row.run.totals.statistics_samples, row.label) for row in same),
+        other_state((row.run.totals.in_bfloat16, row.label) for row in rows),
     ]
     incomparable = " ".join(filter(None, differences))
     if len(same) == completed:

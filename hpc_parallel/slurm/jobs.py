@@ -216,7 +216,16 @@ def _is_unexamined(state: JobState) -> bool:
 
 
 def jobs_by_script(slurm: Inquiry) -> dict[str, tuple[str, JobState]] | None:
-    """Batch script -> this user's pending or running job of that script, and its state.
+    """Batch script -> one of this user's pending or running jobs of that script, and its state.
+
+    None if Slurm does not answer.
+    """
+    jobs = scripts_in_queue(slurm)
+    return None if jobs is None else {script: (job, state) for script, job, state in jobs}
+
+
+def scripts_in_queue(slurm: Inquiry) -> list[tuple[str, str, JobState]] | None:
+    """The batch script, id and state of each pending or running job of this user.
 
     None if Slurm does not answer.
     """
@@ -225,7 +234,7 @@ def jobs_by_script(slurm: Inquiry) -> dict[str, tuple[str, JobState]] | None:
     if not _is_answer(answer, rows):
         return None
     columns = [row.split("|", 4) for row in rows if row.count("|") > 3]
-    return {script: (job, JobState(state, reason)) for job, _, state, reason, script in columns}
+    return [(script, job, JobState(state, reason)) for job, _, state, reason, script in columns]
 
 
 def scripts_of(jobs: Sequence[Job], slurm: Inquiry) -> dict[str, str] | None:

@@ -22,7 +22,7 @@ from hpc_parallel.slurm.client import (
     run,
     submission_environment,
 )
-from hpc_parallel.slurm.jobs import Job, by_cluster, jobs_by_script
+from hpc_parallel.slurm.jobs import Job, by_cluster, scripts_in_queue
 from hpc_parallel.slurm.limits import partitions
 
 ANSWER_S = 60.0  # after a lost answer, how long to ask the controller whether it has the job
@@ -35,6 +35,11 @@ _LOST = re.compile(
 
 class SiteRefusedError(RuntimeError):
     """Slurm refused a request; the message contains Slurm's message."""
+
+
+def is_lost(message: str) -> bool:
+    """Whether only Slurm's answer was lost: it may have taken the job."""
+    return _LOST.search(message) is not None
 
 
 def require_sbatch() -> None:
@@ -85,7 +90,7 @@ def job_in(output: str, *, scripts: Path) -> Job:
     ids, clusters = {job for job, _ in jobs}, {cluster for _, cluster in jobs if cluster}
     if len(ids) != 1 or len(clusters) > 1:
         excerpt = f"{_UNCLEAR}. It printed: {' '.join(output.split())[:200] or 'nothing'}"
-        clusters, ids = set(), {job.partition("_")[0] for job in _jobs_of(scripts) or ()}
+        clusters, ids = set(), set(_jobs_of(scripts) or ())
         ids.discard(os.environ.get("SLURM_JOB_ID", ""))  # a job that ends, and submits its script again
         if len(ids) != 1:
             raise SiteRefusedError(excerpt)
@@ -98,7 +103,7 @@ def refusal(text: str, *, scripts: Path) -> SiteRefusedError:
 
     If only Slurm's answer was lost, Slurm may have accepted the job. This function then cancels the job.
     """
-    if not _LOST.search(text):
+    if not is_lost(text):
         return SiteRefusedError(refusal_message(text))
     jobs = _jobs_of(scripts)
     if jobs == []:
@@ -106,18 +111,21 @@ def refusal(text: str, *, scripts: Path) -> SiteRefusedError:
     message = f"Slurm's answer was lost: {' '.join(text.split())}\n  "
     if jobs is None:
         return SiteRefusedError(f"{message}It may have taken the job. When it answers, see squeue --me.")
+    if len(jobs) > 1:  # one of them may be older
+        return SiteRefusedError(f"{message}It may have taken one of jobs {', '.join(jobs)}: see squeue --me.")
     withdraw(map(Job, jobs))
-    return SiteRefusedError(f"{message}It had taken job {', '.join(jobs)}, which is cancelled. Submit again.")
+    return SiteRefusedError(f"{message}It had taken job {jobs[0]}, which is cancelled. Submit again.")
 
 
 def _jobs_of(scripts: Path) -> list[str] | None:
     """The jobs whose batch script is in the folder `scripts`; None if Slurm does not answer for a minute."""
     deadline = time.monotonic() + ANSWER_S
-    while (by_script := jobs_by_script(Inquiry())) is None:
+    while (jobs := scripts_in_queue(Inquiry())) is None:
         if time.monotonic() > deadline:
             return None
         time.sleep(1)
-    return [job for script, (job, _) in by_script.items() if Path(script).parent == scripts]
+    found = (job.partition("_")[0] for script, job, _ in jobs if Path(script).parent == scripts)
+    return list(dict.fromkeys(found))
 
 
 def refusal_message(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
@@ -48,8 +49,12 @@ class Executor(SlurmExecutor):
         warn_of_overrides(self._script)
         began_s = time.time()
         try:
-            with redirect_stderr(io.StringIO()):  # submitit prints the refusal, which the exception repeats
+            # submitit prints the refusal, which the exception repeats
+            with redirect_stderr(io.StringIO()) as printed:
                 self.submit(function, *arguments)
+            for line in printed.getvalue().splitlines():
+                if line.startswith("warning"):  # of `job_in`
+                    print(line, file=sys.stderr)
         except (FailedJobError, FailedSubmissionError, SiteRefusedError) as error:
             raise refusal(str(error), scripts=Path(self.folder)) from error
         return replace(self._job, submitted_s=began_s)

@@ -181,9 +181,19 @@ def notes(plan: SweepPlan) -> list[str]:
     lines = skipped(plan.skipped, [planned.overrides for planned in plan.runs])
     if plan.duplicates:
         lines.append(f"dropped {plan.duplicates} duplicate{'s' * (plan.duplicates > 1)}")
-    statistics = other_statistics((_statistics_samples(planned.run), planned.label) for planned in plan.runs)
+    statistics = _other_statistics(plan)
     state = other_state((rounded_parts(planned.run.config), planned.label) for planned in plan.runs)
-    return [*lines, *filter(None, (statistics, state))]
+    return [*lines, *filter(None, (*statistics, state))]
+
+
+def _other_statistics(plan: SweepPlan) -> list[str]:
+    """A line for each model, data and global batch whose runs have other statistics of BatchNorm."""
+    groups: dict[str, list[tuple[int | None, str]]] = {}
+    for planned in plan.runs:
+        config = planned.run.config
+        same = repr((config.model, config.data, config.training.global_batch_size))
+        groups.setdefault(same, []).append((_statistics_samples(planned.run), planned.label))
+    return [*map(other_statistics, groups.values())]
 
 
 def _statistics_samples(run: PreparedRun) -> int | None:

@@ -51,7 +51,8 @@ LAYOUTS = (
         ("strategy=pipeline nodes=2 strategy.schedule=naive training.activation_checkpointing=full",),
         *((f"strategy=context nodes=2 strategy.context_attention={kind}",)
           for kind in ("gather", "all_to_all")),
-        ("strategy=context nodes=2 strategy.context_attention=gather training.compile=true",),
+        *((f"strategy=context nodes=2 strategy.context_attention={kind} training.compile=true",)
+          for kind in ("gather", "all_to_all")),
         ("strategy=pipeline nodes=2 gpus_per_node=2 strategy.pipeline=2 strategy.context=2 " + GATHER,),
         ("strategy=tensor nodes=2 gpus_per_node=2 strategy.tensor=2 strategy.context=2 " + GATHER,),
         ("strategy=hybrid nodes=2 gpus_per_node=4 strategy.tensor=2 strategy.context=2 " + GATHER,),

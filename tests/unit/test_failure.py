@@ -37,7 +37,7 @@ from hpc_parallel.user_code import causes_of, hint
 SUMMARY_KEYS = {
     "weights",
     "comparison",
-    "slow_ranks", "shares", "statistics_samples", "rank_memory_bytes", "rank_state_bytes",
+    "slow_ranks", "shares", "statistics_samples", "in_bfloat16", "rank_memory_bytes", "rank_state_bytes",
     "ended_early", "left_out",
     "outcome", "strategy", "layout", "nodes", "gpus_per_node", "world_size", "steps", "samples",
     "final_loss", "validation_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",

@@ -263,6 +263,18 @@ def test_the_job_of_a_submission(slurm: Slurm, output: str, cluster: str | None,
     )
 
 
+def test_a_job_that_ends_is_not_its_own_successor(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "resubmit.sh"
+    slurm.answers["scripts"] = f"21|21|PENDING|None|{script}\n20|20|COMPLETING|None|{script}\n"
+    monkeypatch.setenv("SLURM_JOB_ID", "20")
+    assert job_in("", scripts=tmp_path) == Job("21", None)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    with pytest.raises(SiteRefusedError, match="sbatch did not say which job"):  # one of two
+        job_in("", scripts=tmp_path)
+
+
 def test_a_job_of_another_cluster_is_asked_for_there(slurm: Slurm, tmp_path: Path) -> None:
     """sbatch of a federation or of a wrapper may choose the cluster; the shell has no SLURM_CLUSTERS."""
     slurm.answers = {"sbatch": "12;big\n", "squeue": RUNNING}
