@@ -138,9 +138,7 @@ def _attention(run: _Run) -> _Part:
     passes = layout.context > 1 and not _has_heads(run)
     if layout.context > 1 and not passes:  # a head that serves several devices is sent to each
         kv *= max(1, layout.context // (sizes.kv_heads // layout.tensor))
-    if (
-        sizes.masked
-    ):  # keys and values are repeated for the query heads, and `gather` keeps those of all devices
+    if sizes.masked:  # keys and values are repeated for the query heads; `gather` keeps those of all devices
         kv, passes = query * (layout.context if passes else 1), False
     lse = tokens * heads * types.precise
     mixed = tokens * query * types.product + lse
@@ -148,7 +146,7 @@ def _attention(run: _Run) -> _Part:
     # The heads next to each other. `sequence_attention` writes them so.
     joined = 0 if passes else tokens * query * types.product
     outputs = tokens * (query + 2 * projected + sizes.dim) * types.product  # of the four projections
-    arrived = inputs + joined if layout.context > 1 and not passes else 0  # from the other devices
+    arrived = inputs + joined if _has_heads(run) else 0  # from the other devices
     return _Part(inputs + mixed + joined, outputs + mixed + arrived)
 
 

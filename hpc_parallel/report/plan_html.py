@@ -29,7 +29,7 @@ PARTS = (  # of a bar: their fill, and their kinds of bytes
     ),
     (
         ("#999999", "--", "workspaces, context, slack"),
-        ("workspaces", "device context", "allocator slack"),
+        ("rounded update", "workspaces", "device context", "allocator slack"),
     ),
 )
 MAX_RANKS, MAX_CHUNKS = 16, 800  # in the drawing of a step: more would be too narrow to be seen

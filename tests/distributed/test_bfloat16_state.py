@@ -32,6 +32,9 @@ LAYOUTS = [
     f"strategy=context {FOUR} strategy.context=2 strategy.shard=2",
     f"strategy=expert {TWO} model=moe_tiny",
     f"strategy=expert {FOUR} strategy.expert=2 strategy.replicate=2 model=moe_tiny",
+    f"strategy=fsdp {FOUR} strategy.expert=2 model=moe_tiny",
+    f"strategy=expert {FOUR} strategy.expert=2 strategy.tensor=2 model=moe_tiny",
+    f"strategy=expert {FOUR} strategy.expert=2 strategy.context=2 model=moe_tiny",
     f"strategy=hybrid {EIGHT} strategy.tensor=2",
 ]
 SGD = "optimizer=sgd +optimizer.options.nesterov=true"

@@ -41,8 +41,8 @@ SUMMARY = {
     "exposed_communication_share", "bubble_share", "step_parts_s", "traffic_bytes",
     "busiest_rank_traffic_bytes", "traffic", "unknown_collectives", "ring_all_reduce", "predicted",
     "restarts", "lost_steps", "skipped_steps", "started", "ended", "job_ids", "weights", "comparison",
-    "ended_early", "left_out", "slow_ranks", "shares", "statistics_samples", "rank_memory_bytes",
-    "rank_state_bytes",
+    "ended_early", "left_out", "slow_ranks", "shares", "statistics_samples", "in_bfloat16",
+    "rank_memory_bytes", "rank_state_bytes",
 }  # fmt: skip
 
 
