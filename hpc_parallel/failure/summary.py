@@ -98,6 +98,7 @@ def summarise(
         PREDICTED: table((environment or {}).get(PREDICTED)) or None,
         "weights": measured.get("weights", config.get("weights") or INITIAL),
         **FIGURES.get(config["task"]["name"], _trained)(lines),
+        "time_use_s": None,
         **history,
         "useful_share": useful_share(table(history.get("time_use_s"))),
         "ended": datetime.now(UTC).isoformat(),
