@@ -84,6 +84,9 @@ class ClusterConfig:
     hardware: str | None = None  # The file of `conf/hardware/` that describes the nodes, for plans of runs.
     # What an hour of one device costs, in your currency, for the cost in plans; null: no cost.
     device_hour_price: float | None = key(None, at_least(0), legal=2.5)
+    # Mean hours between two failures of one node, for the useful time and the best interval of checkpoints in
+    # plans; null: not planned.
+    node_mtbf_hours: float | None = key(None, above(0), legal=1000)
     # CPU cores for each device, if `launcher.cpus_per_device` is not set; null: the CPUs of a node that
     # jobs can have, divided by its GPUs, or 1 if Slurm does not say.
     cpus_per_device: int | None = key(None, count())

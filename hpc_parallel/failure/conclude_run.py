@@ -328,7 +328,7 @@ def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str])
         folder.read_config(),
         outcome=outcome,
         lines=MetricsReader(folder.metrics).read(),
-        history=vars(attempts.history(folder, environment=environment)),
+        history=vars(attempts.history(folder, environment=environment, until=datetime.now(UTC))),
         measured={"slow_ranks": accusations(folder)},
         environment=read_environment(folder),
     )

@@ -34,7 +34,7 @@ from hpc_parallel.failure.supervisor import Supervisor
 from hpc_parallel.layout.layout import processes_per_node, recorded_strategy
 from hpc_parallel.machine.fabric import site_variables
 from hpc_parallel.machine.world import World
-from hpc_parallel.record import owner
+from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.endings import Failure, Summary
 from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_tail
@@ -96,6 +96,7 @@ def _attempt(
     is_rank = not starts_torchrun(config)
     if not is_rank:
         environments = {rank: environments[rank] for rank in range(0, len(environments), per_node)}
+    attempts.note(folder, "launched")
     folder.begin_anew()
     failure.forget_all(folder)
     note_phase(folder, "starting the script" if is_script(config) else "importing torch")

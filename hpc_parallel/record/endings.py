@@ -64,6 +64,8 @@ class Summary:
     comparison: str | None = None
     ended_early: str | None = None
     left_out: str | None = None
+    useful_share: float | None = None
+    time_use_s: Mapping[str, float] = field(default_factory=dict)  # `time_use.CAUSES`
 
     @property
     def completed(self) -> bool:

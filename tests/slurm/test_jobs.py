@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -455,6 +456,16 @@ def test_a_requeued_job_goes_on_and_doubles_no_step(site: Site) -> None:
     wait_for((folder / "summary.json").exists)
     summary = read(folder, "summary.json")
     assert (summary["restarts"], summary["lost_steps"], summary["job_ids"]) == (1, 0, [job_id])
+    events = [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
+    launched = [datetime.fromisoformat(event["launched"]) for event in events if "launched" in event]
+    assert len(launched) == 2
+    span_s = (
+        datetime.fromisoformat(summary["ended"]) - datetime.fromisoformat(events[0]["submitted"])
+    ).total_seconds()
+    use = summary["time_use_s"]
+    assert sum(use.values()) == pytest.approx(span_s, rel=0.01)
+    assert use["restart"] > 0
+    assert summary["useful_share"] == pytest.approx(use["steps"] / span_s, rel=0.01)
 
 
 def last_step(folder: Path) -> int:
