@@ -41,8 +41,7 @@ def _declared(axis: Axis, degree: int, *, config: RunConfig, layout: Layout) -> 
             rule = f"can't be combined with strategy.{axis.name} = {degree}: {reason}"
             yield without_axis(other, rule, config=config, layout=layout)
     for conflict in axis.conflicts:
-        holds = all(_value_at(config, key) == value for key, value in conflict.when.items())
-        if holds and _value_at(config, conflict.key) == conflict.value:
+        if _value_at(config, conflict.key) == conflict.value:
             rule = f"can't be combined with strategy.{axis.name} = {degree}: {conflict.reason}"
             # A group is chosen by its own name: task=infer has other keys than task=generate.
             yield Problem(conflict.key.removesuffix(".name"), conflict.value, rule, conflict.legal)
