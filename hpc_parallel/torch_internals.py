@@ -376,14 +376,7 @@ def flash_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) ->
 
 
 def flash_backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    output: Tensor,
-    lse: Tensor,
-    causal: bool,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *, output: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward pass of `flash_forward`, with `lse` and output from the caller.
 
@@ -392,7 +385,7 @@ def flash_backward(
     unused = torch.empty(2, dtype=torch.uint64, device=query.device)
     lengths = (query.shape[-2], key.shape[-2])
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad_output, query, key, value, output, lse, None, None, *lengths, 0.0, causal, unused, unused
+        grad, query, key, value, output, lse, None, None, *lengths, 0.0, causal, unused, unused
     )
     return gradients
 
@@ -405,20 +398,13 @@ def cudnn_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) ->
 
 
 def cudnn_backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    output: Tensor,
-    lse: Tensor,
-    causal: bool,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *, output: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
     lengths = (query.shape[-2], key.shape[-2])
     backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     gradients: tuple[Tensor, Tensor, Tensor] = backward(
-        grad_output, query, key, value, output, lse.unsqueeze(-1), unused, unused, None, None, None, *lengths,
+        grad, query, key, value, output, lse.unsqueeze(-1), unused, unused, None, None, None, *lengths,
         0.0, causal,
     )  # fmt: skip
     return gradients
@@ -432,21 +418,12 @@ def efficient_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool
 
 
 def efficient_backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    output: Tensor,
-    lse: Tensor,
-    causal: bool,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *, output: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
     needed = [True, True, True, False]  # there is no bias, so it needs no gradient
     backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-    gradients = backward(
-        grad_output, query, key, value, None, output, lse, unused, unused, 0.0, needed, causal
-    )
+    gradients = backward(grad, query, key, value, None, output, lse, unused, unused, 0.0, needed, causal)
     return tuple(gradients[:3])
 
 
@@ -457,17 +434,10 @@ def cpu_flash_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool
 
 
 def cpu_flash_backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    output: Tensor,
-    lse: Tensor,
-    causal: bool,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *, output: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad_output, query, key, value, output, lse, 0.0, causal)  # type: ignore[no-any-return]
+    return backward(grad, query, key, value, output, lse, 0.0, causal)  # type: ignore[no-any-return]
 
 
 def scaled_product(first: Tensor, second: Tensor, *, scales: tuple[Tensor, Tensor], fast: bool) -> Tensor:

@@ -67,6 +67,7 @@ class DecoderSizes:
     ffn_matrices: 2, or 3 with a gate. flash: scores do not reach memory. tied: embedding and head share a
     weight. masked: documents are packed, so attention computes all scores, under a mask. experts: the number
     of feed-forward networks of a block; a token uses `per_token` of them. A model without a mixture has one.
+    router: the outputs of a block's router; 0 without a mixture.
     """
 
     layers: int
@@ -81,6 +82,7 @@ class DecoderSizes:
     tied: bool = True
     experts: int = 1
     per_token: int = 1
+    router: int = 0
     masked: bool = False
 
     @property
@@ -105,8 +107,7 @@ class DecoderSizes:
 
     def weights_with(self, experts: float) -> float:
         """The weights of one block with this number of its experts, and with its router."""
-        router = self.dim * self.experts if self.experts > 1 else 0
-        return self.attention_weights + router + experts * self.expert_weights
+        return self.attention_weights + self.dim * self.router + experts * self.expert_weights
 
     @property
     def attention_weights(self) -> int:
@@ -251,7 +252,7 @@ def decoder_sizes(config: RunConfig) -> DecoderSizes | None:
         sizes["blocks"], sizes["dim"], sizes["heads"], sizes["kv_heads"], sizes["columns"],
         sizes["vocabulary"], sequence_length(config) or 0, ffn_matrices=3, flash=True,
         tied=bool(model.get("tied_head")), experts=sizes.get("experts", 1),
-        per_token=model.get("experts_per_token") or 1, masked=packs(config),
+        per_token=model.get("experts_per_token") or 1, router=sizes.get("experts", 0), masked=packs(config),
     )  # fmt: skip
 
 
@@ -260,8 +261,7 @@ def parameters(config: RunConfig) -> int | None:
     sizes = decoder_sizes(config)
     if sizes is None:
         return None
-    router = sizes.dim * sizes.experts if "experts" in KEYS[config.model["_target_"]] else 0
-    of_block = sizes.attention_weights + router + sizes.experts * sizes.expert_weights + 2 * sizes.dim
+    of_block = int(sizes.block_weights) + 2 * sizes.dim
     return sizes.layers * of_block + sizes.end_weights * (1 if sizes.tied else 2) + sizes.dim
 
 

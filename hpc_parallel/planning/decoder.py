@@ -99,7 +99,7 @@ class Share:
             head_batch *= 1.0 if decoder.masked else self.traffic.flash_share or 1.0
             score_bytes = self.traffic.flash_bytes or 0.0
         scores = head_batch * decoder.sequence**2 / self.context
-        activated = ACTIVATION_BYTES if decoder.experts == 1 else ACTIVATION_BYTES / 4 * self._copied
+        activated = ACTIVATION_BYTES / 4 * self._copied if decoder.router else ACTIVATION_BYTES
         split = (HEADS_BYTES + activated) / tensor
         moved = tokens * dim * (WHOLE_BYTES + split) * self.traffic.elementwise
         wider, number = self.number_bytes / HALF_BYTES, self.number_bytes
@@ -122,7 +122,7 @@ class Share:
     def _feed_forward(self, columns: float) -> Iterator[Operation]:
         """columns: the inner width of this device's part."""
         decoder, dim = self.decoder, self.decoder.dim
-        if decoder.experts == 1:
+        if not decoder.router:
             yield self._linear(UP, (decoder.ffn_matrices - 1) * columns, dim)
             yield self._linear(DOWN, dim, columns)
             return

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpc_parallel.config.checks.training_checks import OFF
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.batch_plan import Plan
 from hpc_parallel.layout.counts import (
@@ -22,7 +21,7 @@ from hpc_parallel.layout.holdings import sliced_over
 from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, servers
 from hpc_parallel.layout.model_weights import ModelWeights, weights_of
 from hpc_parallel.layout.schedules import stages_per_rank
-from hpc_parallel.layout.step_facts import packs, types_of
+from hpc_parallel.layout.step_facts import OFF, packs, types_of
 from hpc_parallel.planning.hardware import FITTED_BY, MEASURED_BY, NOT_CALIBRATED, Hardware
 from hpc_parallel.planning.operations import FLOAT8, NUMBER_BYTES, Rounding
 from hpc_parallel.planning.pipeline_orders import Pipeline

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn import Linear
 
+from hpc_parallel.layout.step_facts import OFF
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError, Problem, Problems
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.torch_internals import scaled_product
 
-KEY, OFF = "training.fp8", "off"
+KEY = "training.fp8"
 INPUT, GRADIENT = torch.float8_e4m3fn, {True: torch.float8_e4m3fn, False: torch.float8_e5m2}
 ALIGNED = 16  # cuBLAS needs every dim of a product to be a multiple of it
 CAPABILITY = (8, 9)  # the first GPUs with float8

@@ -27,8 +27,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_parallel import torch_internals
-from hpc_parallel.config.checks.pipeline_checks import version_problem
-from hpc_parallel.layout.schedules import schedule_named
+from hpc_parallel.layout.schedules import schedule_named, version_problem
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss, part_of
 from hpc_parallel.problems import ConfigError

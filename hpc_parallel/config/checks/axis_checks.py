@@ -12,12 +12,12 @@ from typing import Any
 from hpc_parallel.config.checks import pipeline_checks
 from hpc_parallel.config.checks.key_checks import sizes_are_legal
 from hpc_parallel.config.checks.suggestions import multiples_near, with_degree_near, without_axis
-from hpc_parallel.config.checks.training_checks import too_old
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.axes import DECLARED, Axis
 from hpc_parallel.layout.counts import KEYS, class_path, count, halvings, is_convnet, reads, sequence_length
 from hpc_parallel.layout.layout import Layout, divisors, tile_grid
 from hpc_parallel.layout.model_data_schema import ConvNetConfig, MoeTransformerConfig
+from hpc_parallel.layout.schedules import too_old
 from hpc_parallel.problems import Problem, Problems
 
 
@@ -41,8 +41,7 @@ def _declared(axis: Axis, degree: int, *, config: RunConfig, layout: Layout) -> 
             rule = f"can't be combined with strategy.{axis.name} = {degree}: {reason}"
             yield without_axis(other, rule, config=config, layout=layout)
     for conflict in axis.conflicts:
-        holds = all(_value_at(config, key) == value for key, value in conflict.when.items())
-        if holds and _value_at(config, conflict.key) == conflict.value:
+        if _value_at(config, conflict.key) == conflict.value:
             rule = f"can't be combined with strategy.{axis.name} = {degree}: {conflict.reason}"
             # A group is chosen by its own name: task=infer has other keys than task=generate.
             yield Problem(conflict.key.removesuffix(".name"), conflict.value, rule, conflict.legal)
@@ -69,20 +68,11 @@ def _experts(config: RunConfig, layout: Layout) -> Problems:
         rule = f"does not divide model.experts = {experts}: each device has the same number of experts"
         yield with_degree_near("expert", rule, experts, config=config, layout=layout)
     dim = count(config, "dim")[1]
-    if dim is not None and (uneven := uneven_slices(dim, layout)):
+    if dim is not None and (uneven := layout.uneven_slices(dim)):
         yield with_degree_near("shard", uneven, dim, config=config, layout=layout)
     if layout.by_fully_shard and (outdated := too_old((2, 13))):
         rule = f"in slices (strategy.shard or strategy.tensor) {outdated}"
         yield without_axis("expert", rule, config=config, layout=layout)
-
-
-def uneven_slices(dim: int, layout: Layout) -> str | None:
-    """Returns the broken rule if the slices of the experts' weights don't divide the model's width, `dim`."""
-    if dim % layout.expert_slices == 0:
-        return None
-    return (
-        f"makes {layout.expert_slices} slices of each expert's weights, which don't divide their width, {dim}"
-    )
 
 
 def _mixture(config: RunConfig, layout: Layout) -> Problems:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 import netrc
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlparse
@@ -27,10 +25,9 @@ from hpc_parallel.layout.counts import class_path, is_convnet
 from hpc_parallel.layout.layout import SPMD, Layout, legal_layout
 from hpc_parallel.layout.model_data_schema import MoeTransformerConfig
 from hpc_parallel.layout.schedules import schedule_of
-from hpc_parallel.layout.step_facts import BFLOAT16
+from hpc_parallel.layout.step_facts import BFLOAT16, OFF, selective_problem
 from hpc_parallel.problems import Problem, Problems, nearest
 
-OFF = "off"  # training.fp8
 MOST_ADDED = 64  # gradients in bfloat16: each sum is rounded to 8 bits, and the errors grow with the root
 APART_FROM_FP8 = ("expert", "context", "tensor", "tile")
 CALLBACKS, VALIDATION = "hpc_parallel.training.callbacks", "validation_loss"
@@ -97,29 +94,6 @@ def _selective(config: RunConfig) -> Problems:
             f"can't be combined with strategy.schedule = {strategy.schedule}, which splits the backward pass"
         )
         yield Problem("training.activation_checkpointing", keeps, rule, ("full", "none"))
-
-
-def selective_problem() -> Problem | None:
-    """Before torch 2.12, a block that overwrites a kept result could not be noticed."""
-    rule = too_old((2, 12))
-    if rule is None:
-        return None
-    return Problem("training.activation_checkpointing", "selective", rule, ("full", "none"))
-
-
-def too_old(needed: tuple[int, int]) -> str | None:
-    """Returns the broken rule if the installed torch, which the job uses too, is older than `needed`.
-
-    Returns None also if no torch is installed.
-    """
-    try:
-        match = re.match(r"(\d+)\.(\d+)", version("torch"))
-    except PackageNotFoundError:
-        return None
-    if match is None or (installed := (int(match[1]), int(match[2]))) >= needed:
-        return None
-    oldest, current = (".".join(map(str, release)) for release in (needed, installed))
-    return f"needs torch {oldest} or newer, and torch {current} is installed here"
 
 
 def _memory_budget(config: RunConfig) -> Problems:
