@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -34,7 +35,9 @@ from hpc_parallel.failure.root_cause import (
     with_early_ends,
 )
 from hpc_parallel.failure.summary import summarise
+from hpc_parallel.problems import quoted
 from hpc_parallel.record import attempts
+from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Failure, Follower, Stop, Summary
 from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.provenance import read_environment
@@ -48,6 +51,8 @@ from hpc_parallel.user_code import hint
 
 _LOG_LINES = 40
 _NFS_S = 90.0
+# What `failure.json` calls a stop after which no start follows.
+_KINDS = {restart.TIME_LIMIT: failure.TIME_LIMIT, restart.REQUEUED: failure.ERROR}
 _UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a preempted run that could not save
 _TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT|^Slurm says of job [\d_]+: timeout", re.MULTILINE)
 
@@ -210,10 +215,9 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
             line += f"; launcher.max_requeues={launcher['max_requeues']} are used up"
         else:
             line += "; try a longer launcher.time_minutes or a smaller task.seconds"
-        kind = failure.TIME_LIMIT if how == restart.TIME_LIMIT else failure.ERROR
-        _without_rank(kind=kind, message=line, line=line).write(folder)
+        _without_rank(kind=_KINDS[how], message=line, line=line).write(folder)
     if stopped.step is not None and not restarts:
-        line += f"; go on with resume={folder.path}"
+        line += _advice(folder)
     outcome = "preempted" if restarts else "cancelled" if how == restart.CANCELLED else "failed"
     write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     replace(stopped, how=how, line=line).write(folder)
@@ -230,12 +234,19 @@ def _start_again(folder: RunFolder, *, launcher: Mapping[str, Any], environment:
     if not line.startswith(restart.NO_START):
         return line
     ended, stopped = Failure.read(folder), Stop.read(folder)
+    if complete(folder.checkpoints) or (stopped is not None and stopped.step is not None):
+        line += _advice(folder)
     if ended is None and stopped is not None:
-        ended = _without_rank(kind=failure.KILLED, message=line, line=str(stopped.line))
+        kind = _KINDS.get(str(stopped.how), failure.KILLED)
+        ended = _without_rank(kind=kind, message=line, line=str(stopped.line))
         write_json(folder.summary, _summary(folder, outcome="failed", environment=environment))
     if ended is not None:
         replace(ended, line=f"{ended.line}; {line}").write(folder)
     return line
+
+
+def _advice(folder: RunFolder) -> str:
+    return f"; go on with {shlex.quote(f'resume={quoted(folder.path)}')}"
 
 
 def _failed(cause: Record, *, followers: Sequence[Record]) -> Failure:

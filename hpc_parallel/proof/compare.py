@@ -37,14 +37,22 @@ class Tolerance:
     weights: float
     why: str
 
+    @property
+    def bounds(self) -> dict[str, float]:
+        return {"losses": self.losses, "gradients": self.gradients, "weights": self.weights}
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """`word`: equal, MISS, failed or left out. `reasons`: one line for each, and for other bounds."""
+    """`word`: equal, MISS, failed or left out. `reasons`: one line for each, and for other bounds.
+
+    bounds: the largest differences that count as equal in this row, by the names of `differences`.
+    """
 
     word: str
     reasons: Sequence[str] = ()
     differences: dict[str, Difference] = field(default_factory=dict)
+    bounds: dict[str, float] = field(default_factory=dict)
 
 
 TOLERANCES = {

@@ -85,8 +85,6 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     if dist.get_rank() == 0 and (count := session.statistics_samples) is not None:
         other = "runs with another number (training.microbatch_size) have other losses"
         print(f"BatchNorm takes its statistics over {count} samples: {other}", flush=True)
-    if dist.get_rank() == 0 and (parts := rounded_parts(config)) is not None:
-        print(f"{parts} in bfloat16, rounded at random: other losses than with float32", flush=True)
     limit = time_limit_of(context.environment, save_s=lambda: saver.save_s) if dist.get_rank() == 0 else None
     stop = StopFlag(step=steps_done, time_limit=limit)
     step = step_of(session, optimizer=optimizer, on_gradients=on_gradients)

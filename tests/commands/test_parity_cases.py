@@ -19,7 +19,7 @@ from hpc_parallel.problems import ConfigError
 from hpc_parallel.proof import cases as rows_to_plan
 from hpc_parallel.proof import parity_table
 from hpc_parallel.proof.cases import Case, plan, without_refused
-from hpc_parallel.proof.compare import TOLERANCES, Verdict, compare
+from hpc_parallel.proof.compare import ROUNDED, TOLERANCES, Difference, Verdict, compare
 from hpc_parallel.proof.pace import Pace
 from hpc_parallel.proof.rows import ROWS
 from hpc_parallel.record.run_folder import RunFolder
@@ -286,6 +286,23 @@ def test_ctrl_c_keeps_the_rows_that_are_done(
     shown = capsys.readouterr().out
     assert f"ended by Ctrl-C: 2 of {len(cases)} rows are done and kept" in shown
     assert "2 rows in float32: 1 equal, 1 left out." in shown
+
+
+@pytest.mark.parametrize(("is_rounded", "bound"), [(False, 1e-9), (True, 1e-5)])
+def test_a_row_has_the_bounds_that_judged_it(
+    is_rounded: bool, bound: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (case, *_), _ = plan(["strategy=fsdp", f"run_dir={tmp_path}", "training.precision=float64"])
+    assert case.alone is not None
+    case.alone.folder.proof.mkdir(parents=True)
+    if is_rounded:
+        (case.alone.folder.proof / ROUNDED).touch()
+    differences = {"losses": Difference(1e-7, "step 1")}
+    monkeypatch.setattr(command, "run_quietly", lambda run: None)
+    monkeypatch.setattr(command, "compare", lambda *_, **__: differences)
+    prove([case], [], precision="float64")
+    (row,) = json.loads((tmp_path / "parity.json").read_text())["rows"]
+    assert (row["word"], row["bounds"]["losses"]) == ("equal" if is_rounded else "MISS", bound)
 
 
 @pytest.mark.parametrize(("columns", "has_measures"), [(40, False), (80, True)])

@@ -180,10 +180,15 @@ def test_names_of_modules_are_only_names(node: Node) -> None:
     assert not node.calls.exists()  # nothing to conclude
 
 
-# As Environment Modules 3: the exit code is that of `eval` of nothing.
+# As Environment Modules 3: the exit code is that of `eval` of nothing, and `show` prints to stderr.
 MODULES_3 = """
-MODULE_VERSION={version} LOADEDMODULES=base/1
-module() {{ case $2 in gcc) LOADEDMODULES+=:gcc/9 ;; cc) LOADEDMODULES+=:icc ;; esac; }}
+MODULE_VERSION={version} LOADEDMODULES=base/1 _LMFILES_=/mf/base/1
+module() {{ case $* in
+    "load gcc") LOADEDMODULES+=:gcc/9 ;; "load cc") LOADEDMODULES+=:icc ;;
+    "show default") printf -- '---\\n/mf/base/1:\\n\\nsetenv BASE /b:\\n---\\n' >&2 ;;
+    "show base2") printf -- '---\\n/mf/base/2:\\n\\n---\\n' >&2 ;;
+    show*) echo "ModuleCmd_Display.c(140):ERROR:105: Unable to locate a modulefile for '$2'" >&2 ;;
+esac; }}
 """
 
 
@@ -191,7 +196,9 @@ module() {{ case $2 in gcc) LOADEDMODULES+=:gcc/9 ;; cc) LOADEDMODULES+=:icc ;; 
     ("version", "names", "missing"),
     [
         ("3.2.10", "gcc,cc,base,base/1,gcc/9", None),  # cc is an alias of icc
+        ("3.2.10", "gcc,default", None),  # an alias of what is loaded
         ("3.2.10", "gcc,cuda,base", "cuda"),
+        ("3.2.10", "gcc,base2,base", "base2"),  # it exists, and failed
         ("5.3.0", "cuda", None),  # has an exit code of its own
     ],
 )

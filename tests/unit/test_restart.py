@@ -13,6 +13,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.slurm import submit
 from hpc_parallel.slurm.jobs import Job
 
+DISABLED = "Requested operation is presently disabled"  # as scontrol of 22.05 says it
 LAUNCHER = {"max_requeues": 2, "max_restarts": 1, "exclude": None, "resubmit": False, "partition": None}
 
 
@@ -92,7 +93,7 @@ def test_a_new_job_stays_on_the_cluster_and_is_what_its_script_says(
         return CompletedProcess(command, 0, "13\n", "")
 
     monkeypatch.setattr(submit, "run", run)
-    monkeypatch.setattr(restart, "requeue", lambda job, *, exclude: "Requested operation is disabled")
+    monkeypatch.setattr(restart, "requeue", lambda *_, **__: f"{DISABLED} for job 12")
     monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "RUNNING"})
     monkeypatch.setenv("SBATCH_TIMELIMIT", "5")
     owner.hand_to_job(folder, Job("12", "big"))

@@ -203,3 +203,18 @@ def test_what_can_not_be_rounded_is_refused(words: tuple[str, ...], message: str
     with pytest.raises(ConfigError) as error:
         prepared("launcher=local", "device=cpu", "training.precision=bfloat16", *words)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ((HALF, "training.precision=bfloat16"), "weights"),
+        (("optimizer.state=bfloat16",), "optimizer state"),
+        (("optimizer.state=bfloat16", "task=infer"), None),
+        ((), None),
+    ],
+)
+def test_what_is_rounded_is_said_before_the_start(words: tuple[str, ...], parts: str | None) -> None:
+    line = f"warning     {parts} in bfloat16, rounded at random: other losses than with float32"
+    notes = [note for note in prepared(*words).notes if "in bfloat16" in note]
+    assert notes == ([line] if parts else [])

@@ -25,7 +25,7 @@ from hpc_parallel.layout.counts import class_path, is_convnet
 from hpc_parallel.layout.layout import SPMD, Layout, legal_layout
 from hpc_parallel.layout.model_data_schema import MoeTransformerConfig
 from hpc_parallel.layout.schedules import schedule_of
-from hpc_parallel.layout.step_facts import BFLOAT16, OFF, selective_problem
+from hpc_parallel.layout.step_facts import BFLOAT16, OFF, rounded_parts, selective_problem
 from hpc_parallel.problems import Problem, Problems, nearest
 
 MOST_ADDED = 64  # gradients in bfloat16: each sum is rounded to 8 bits, and the errors grow with the root
@@ -162,6 +162,12 @@ def fp8_problems(config: RunConfig) -> Problems:
     if config.training.activation_checkpointing == "selective":
         rule = f"keeps no product of training.fp8 = {recipe}"
         yield Problem("training.activation_checkpointing", "selective", rule, ("full", "none"))
+
+
+def rounding_warnings(config: RunConfig) -> list[str]:
+    """Say that a run trains otherwise than with the default types of its weights and its optimizer state."""
+    parts = rounded_parts(config) if config.task.name == "train" else None
+    return [f"{parts} in bfloat16, rounded at random: other losses than with float32"] if parts else []
 
 
 def rounding_problems(config: RunConfig) -> Problems:
