@@ -1,7 +1,7 @@
 """Stochastic rounding to bfloat16 by counted noise, the same on every layout.
 
 A number is rounded up with the probability of its distance from the lower neighbour, so the mean over many
-steps is exact. RandomRounding to the nearest neighbour would lose every update that is smaller than half the
+steps is exact. Rounding to the nearest neighbour would lose every update that is smaller than half the
 distance between two neighbours, 2^-9 of a weight (Gupta et al. 2015; Zamirai et al. 2020). The noise is a
 hash of the seed, the weight's name, the step and the element's place in the whole weight.
 """
