@@ -67,6 +67,7 @@ class DecoderSizes:
     ffn_matrices: 2, or 3 with a gate. flash: scores do not reach memory. tied: embedding and head share a
     weight. masked: documents are packed, so attention computes all scores, under a mask. experts: the number
     of feed-forward networks of a block; a token uses `per_token` of them. A model without a mixture has one.
+    head_dim: the width of a head; None: `dim / heads`. qk_norm: each head's queries and keys are normed.
     """
 
     layers: int
@@ -82,16 +83,33 @@ class DecoderSizes:
     experts: int = 1
     per_token: int = 1
     masked: bool = False
+    head_dim: int | None = None
+    qk_norm: bool = False
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def query_dim(self) -> int:
+        """The width of all query heads together."""
+        return self.heads * self.head_width
 
     @property
     def kv_dim(self) -> int:
         """The width of all key heads together."""
-        return self.kv_heads * (self.dim // self.heads)
+        return self.kv_heads * self.head_width
+
+    @property
+    def normed_dim(self) -> int:
+        """The width of the queries and keys that are normed."""
+        return self.query_dim + self.kv_dim if self.qk_norm else 0
 
     @property
     def attention(self) -> tuple[Shape, ...]:
         """The matrices of queries, keys, values and outputs."""
-        return (self.dim, self.dim), (self.kv_dim, self.dim), (self.kv_dim, self.dim), (self.dim, self.dim)
+        of_kv = self.kv_dim, self.dim
+        return (self.query_dim, self.dim), of_kv, of_kv, (self.dim, self.query_dim)
 
     @property
     def feed_forward(self) -> tuple[Shape, ...]:
@@ -142,8 +160,8 @@ class DecoderSizes:
 
     @property
     def attention_flops(self) -> int:
-        """FLOPs of one sample in the attention of a block: scores and weighted values, 4 * dim for a pair."""
-        return 2 * self.sequence * (self.sequence + 1) * self.dim
+        """FLOPs of one sample in the attention of a block: scores and values, 4 * query_dim for a pair."""
+        return 2 * self.sequence * (self.sequence + 1) * self.query_dim
 
     @property
     def head_flops(self) -> int:
@@ -252,6 +270,7 @@ def decoder_sizes(config: RunConfig) -> DecoderSizes | None:
         sizes["vocabulary"], sequence_length(config) or 0, ffn_matrices=3, flash=True,
         tied=bool(model.get("tied_head")), experts=sizes.get("experts", 1),
         per_token=model.get("experts_per_token") or 1, masked=packs(config),
+        head_dim=model.get("head_dim"), qk_norm=bool(model.get("qk_norm")),
     )  # fmt: skip
 
 
@@ -261,7 +280,8 @@ def parameters(config: RunConfig) -> int | None:
     if sizes is None:
         return None
     router = sizes.dim * sizes.experts if "experts" in KEYS[config.model["_target_"]] else 0
-    of_block = sizes.attention_weights + router + sizes.experts * sizes.expert_weights + 2 * sizes.dim
+    norms = 2 * sizes.dim + (2 * sizes.head_width if sizes.qk_norm else 0)
+    of_block = sizes.attention_weights + router + sizes.experts * sizes.expert_weights + norms
     return sizes.layers * of_block + sizes.end_weights * (1 if sizes.tied else 2) + sizes.dim
 
 
@@ -283,7 +303,8 @@ def fitting_samples(config: RunConfig, layout: Layout) -> int | None:
 def sample_bytes(config: RunConfig, layout: Layout) -> int | None:
     """The bytes that a forward pass of one sample keeps for its backward pass, on one device.
 
-    For each position, a block of our decoders keeps 9 * dim + 2 * kv_heads * head_dim + 4 * ffn_dim numbers.
+    For each position, a block of our decoders keeps 9 * dim + 2 * kv_heads * head_dim + 4 * ffn_dim numbers
+    (3 of the 9 are queries and mixed heads; norms of heads add their inputs and outputs).
     The first term is float32 or float64, and the others have the compute dtype. A pipeline rank keeps fewer
     blocks of more microbatches, which needs about the same memory. A test compares this with torch.
     """
@@ -292,8 +313,10 @@ def sample_bytes(config: RunConfig, layout: Layout) -> int | None:
         return None
     dim, blocks = sizes.dim, sizes.layers
     number, product = number_bytes(config), product_bytes(config)
-    kv = dim if sizes.masked else sizes.kv_dim
-    of_block = 9 * dim * number + (2 * kv + 4 * sizes.per_token * sizes.ffn_dim) * product
+    kv = sizes.query_dim if sizes.masked else sizes.kv_dim
+    of_block = (6 * dim + 3 * sizes.query_dim + 2 * sizes.normed_dim) * number + (
+        2 * kv + 4 * sizes.per_token * sizes.ffn_dim
+    ) * product
     if config.training.activation_checkpointing == "full":
         of_blocks = blocks * dim * number + of_block
     else:

@@ -33,6 +33,8 @@ class TransformerConfig:
     tied_head: bool = True  # The head uses the weight of the embedding.
     rope_theta: float = key(10000.0, above(0))  # The base of the rotary positions.
     norm_eps: float = key(1e-5, above(0))  # The epsilon of RMSNorm.
+    head_dim: int | None = key(None, count())  # The width of a head, an even number; null: `dim / heads`.
+    qk_norm: bool = False  # Each head's queries and keys pass an RMSNorm before their rotation.
 
 
 @dataclass
@@ -44,6 +46,7 @@ class MoeTransformerConfig(TransformerConfig):
     experts: int = key(MISSING, count())
     experts_per_token: int = 2  # The number of experts that each token uses.
     balance: float = key(0.01, at_least(0))  # The weight of the loss that balances the experts' use.
+    renormalise: bool = False  # The gates of a token's experts are divided by their sum.
 
 
 @dataclass

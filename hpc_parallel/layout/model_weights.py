@@ -118,7 +118,7 @@ def _decoder(model: Mapping[str, Any], sample_shape: Shape) -> ModelWeights:
     (seq,), experts = sample_shape, model.get("experts")
     sizes = DecoderSizes(
         model["layers"], model["dim"], model["heads"], model["kv_heads"], model["ffn_dim"],
-        model["vocab_size"], seq, ffn_matrices=3, tied=model["tied_head"],
+        model["vocab_size"], seq, ffn_matrices=3, tied=model["tied_head"], head_dim=model.get("head_dim"),
     )  # fmt: skip
 
     def linear(name: str, shape: Shape, tensor_dim: int) -> Weight:
@@ -131,6 +131,9 @@ def _decoder(model: Mapping[str, Any], sample_shape: Shape) -> ModelWeights:
         yield Weight(f"{at}.feed_forward_norm.weight", (sizes.dim,))
         for name, shape, tensor_dim in attention:
             yield linear(f"{at}.attention.{name}", shape, tensor_dim)
+        if model.get("qk_norm"):
+            yield Weight(f"{at}.attention.query_norm.weight", (sizes.head_width,))
+            yield Weight(f"{at}.attention.key_norm.weight", (sizes.head_width,))
         if experts is not None:
             yield Weight(f"{at}.feed_forward.router.weight", (experts, sizes.dim))
         for name, shape, tensor_dim in feed_forward:

@@ -1,8 +1,8 @@
 """The reference decoder with a mixture of experts in each block.
 
 Shazeer et al. 2017 (experts and router), Fedus et al. 2021 (Switch: gates that are not renormalised, and the
-balancing loss), DeepSeek-AI 2024 (balance within each sequence, so that it does not depend on the layout).
-No token is dropped.
+balancing loss), Jiang et al. 2024 (Mixtral: gates that are), DeepSeek-AI 2024 (balance within each sequence,
+so that it does not depend on the layout). No token is dropped.
 """
 
 from __future__ import annotations
@@ -35,14 +35,25 @@ class MoeTransformer(Transformer):
     )
 
     def __init__(
-        self, *, experts: int, experts_per_token: int, balance: float, dim: int, ffn_dim: int, **shape: Any
+        self,
+        *,
+        experts: int,
+        experts_per_token: int,
+        balance: float,
+        dim: int,
+        ffn_dim: int,
+        renormalise: bool = False,
+        **shape: Any,
     ) -> None:
         if not 1 <= experts_per_token <= experts:
             raise ValueError(f"model.experts_per_token = {experts_per_token} must be 1 to {experts}")
         super().__init__(dim=dim, ffn_dim=ffn_dim, **shape)
         for block in self.blocks.values():
             block.feed_forward = MixtureOfExperts(
-                Experts(experts, dim=dim, hidden=ffn_dim), per_token=experts_per_token, balance=balance
+                Experts(experts, dim=dim, hidden=ffn_dim),
+                per_token=experts_per_token,
+                balance=balance,
+                renormalise=renormalise,
             )
 
     @by_rows
@@ -66,15 +77,21 @@ class MoeTransformer(Transformer):
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token goes to the experts with the largest router probabilities; these weight the outputs."""
+    """Each token goes to the experts with the largest router probabilities; these weight the outputs.
 
-    def __init__(self, experts: Experts, *, per_token: int, balance: float) -> None:
+    renormalise: the weights of a token's experts are divided by their sum.
+    """
+
+    def __init__(
+        self, experts: Experts, *, per_token: int, balance: float, renormalise: bool = False
+    ) -> None:
         super().__init__()
         dim = experts.gate.shape[-1]
         self.router = nn.Linear(dim, experts.count, bias=False)
         self.experts = experts
         self.per_token = per_token
         self.balance = balance
+        self.renormalise = renormalise
         self.auxiliary = AuxiliaryLoss()
         self.over_positions = SequenceSum()
 
@@ -90,6 +107,8 @@ class MixtureOfExperts(nn.Module):
         logits = logits if logits.dtype == torch.float64 else logits.float()
         probabilities = logits.softmax(dim=-1)  # [batch, seq, expert]
         gates, chosen = probabilities.topk(self.per_token, dim=-1)  # [batch, seq, per_token]
+        if self.renormalise:
+            gates = gates / gates.sum(dim=-1, keepdim=True)
         output = self._mix(x.flatten(0, 1), chosen.flatten(0, 1), gates.flatten(0, 1)).view_as(x)
         return self.auxiliary(output, self.balance * imbalance(probabilities, chosen, self.over_positions))  # type: ignore[no-any-return]
 

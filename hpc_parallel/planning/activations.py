@@ -70,11 +70,10 @@ def _decoder(run: _Run) -> Kept:
     mode, dim = run.config.training.activation_checkpointing, sizes.dim
     sliced = tokens // layout.tensor if run.config.strategy.sequence_parallel else tokens
     rows = sizes.sequence // layout.context
-    tables = 0 if mode != "none" else rows * (dim // sizes.heads) * types.precise
+    tables = 0 if mode != "none" else rows * sizes.head_width * types.precise
     # A norm keeps its inputs, the normed inputs and one number for each row. The GPU's kernel keeps its
     # inputs in their own type, and no normed inputs.
-    fused = run.config.device != "cpu" and types.cast
-    norm = sliced * (dim * (types.stream if fused else 2 * types.precise) + types.precise)
+    norm = sliced * (dim * (types.stream if _norm_is_fused(run) else 2 * types.precise) + types.precise)
     attention = _attention(run)
     feed_forward = _experts(run) if run.is_mixture else _swiglu(run)
     full = 2 * (norm + tokens * dim * types.product) + attention.kept + feed_forward.kept
@@ -133,7 +132,7 @@ class _Part:
 
 def _attention(run: _Run) -> _Part:
     layout, types, sizes, tokens = run.layout, run.types, run.sizes, run.tokens
-    query, heads = sizes.dim // layout.tensor, sizes.heads // layout.tensor
+    query, heads = sizes.query_dim // layout.tensor, sizes.heads // layout.tensor
     projected = kv = sizes.kv_dim // layout.tensor
     passes = layout.context > 1 and not _has_heads(run)
     if layout.context > 1 and not passes:  # a head that serves several devices is sent to each
@@ -147,7 +146,19 @@ def _attention(run: _Run) -> _Part:
     joined = 0 if passes else tokens * query * types.product
     outputs = tokens * (query + 2 * projected + sizes.dim) * types.product  # of the four projections
     arrived = inputs + joined if _has_heads(run) else 0  # from the other devices
-    return _Part(inputs + mixed + joined, outputs + mixed + arrived)
+    return _Part(inputs + mixed + joined + _norms_of_heads(run), outputs + mixed + arrived)
+
+
+def _norms_of_heads(run: _Run) -> int:
+    """Each head's norm of queries and keys keeps what the norm of a block keeps."""
+    types, normed = run.types, run.sizes.normed_dim // run.layout.tensor
+    of_each = types.product if _norm_is_fused(run) else 2 * types.precise
+    return run.tokens * normed * of_each + run.tokens * normed // run.sizes.head_width * types.precise
+
+
+def _norm_is_fused(run: _Run) -> bool:
+    """Whether a norm keeps its inputs in their own type, and no normed inputs."""
+    return run.config.device != "cpu" and run.types.cast
 
 
 def _swiglu(run: _Run) -> _Part:

@@ -349,7 +349,7 @@ class PlannedSplitAttention:
     def _kv(self) -> float:
         """The numbers of this device's keys and values."""
         decoder = self.share.decoder
-        return 2 * self.share.tokens * decoder.kv_heads * decoder.dim / decoder.heads / self.share.tensor
+        return 2 * self.share.tokens * decoder.kv_dim / self.share.tensor
 
     @property
     def _bytes(self) -> int:
@@ -382,7 +382,7 @@ class PlannedSplitAttention:
         """A key-value head that serves several devices is sent to each."""
         decoder, tensor = self.share.decoder, self.share.tensor
         copies = max(1, self.group.ranks // (decoder.kv_heads // tensor))
-        queries = self.share.tokens * decoder.dim / tensor
+        queries = self.share.tokens * decoder.query_dim / tensor
         for kind, of in ((FORWARD, ""), (BACKWARD, "gradients of ")):
             sent = (queries + copies * self._kv) * self._bytes
             yield self._at_once(kind, f"{of}queries, keys and values", "all_to_all", sent)

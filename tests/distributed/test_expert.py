@@ -28,6 +28,7 @@ from tests.parity import LONG, follow_one_device
 from tests.workers import Train, Workers
 
 MODEL = ("model=moe_tiny", "model.layers=2", "model.ffn_dim=48", "model.balance=0.1")
+QWEN = ("model.head_dim=16", "model.qk_norm=true", "model.renormalise=true", "model.experts_per_token=3")
 LAYOUTS = {
     "expert over 2": ("strategy=expert", "nodes=2"),
     "expert over 4, accumulating 4": ("strategy=expert", "nodes=4", "training.microbatch_size=1"),
@@ -77,6 +78,17 @@ LAYOUTS = {
         "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.expert=2",
         "training.microbatch_size=4",
     ),
+    "expert 2 x tensor 2, as Qwen3": (
+        "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.expert=2", *QWEN,
+    ),
+    "shard 2 x expert 2, as Qwen3": (
+        "strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.expert=2", *QWEN,
+        "training.activation_checkpointing=full",
+    ),
+    "pipeline 2 x expert 2 x context 2, as Qwen3": (
+        "strategy=pipeline", "nodes=2", "gpus_per_node=4", "strategy.pipeline=2", "strategy.expert=2",
+        "strategy.context=2", "strategy.microbatches=4", *QWEN,
+    ),
     "replicate 2 x tensor 2, whole sequences": (
         "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.replicate=2",
         "strategy.sequence_parallel=false",
@@ -124,6 +136,7 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 SLOW = (
+    "shard 2 x expert 2, as Qwen3", "pipeline 2 x expert 2 x context 2, as Qwen3",
     "checkpointed", "shard 2 x expert 2, checkpointed", "shard 2 x expert 2, selective",
     "tensor 2", "replicate 2 x tensor 2, whole sequences", "shard 2 x expert 2 x tensor 2",
     "pipeline 2 x shard 2 x expert 2 x tensor 2", "pipeline 2 x shard 2 x expert 2 x context 2",

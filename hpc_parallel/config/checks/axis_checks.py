@@ -90,6 +90,9 @@ def _mixture(config: RunConfig, layout: Layout) -> Problems:
     if isinstance(experts, int) and isinstance(per_token, int) and not 1 <= per_token <= experts:
         rule = f"must be from 1 to model.experts = {experts}"
         yield Problem("model.experts_per_token", per_token, rule, (min(2, max(1, experts)),))
+    elif per_token == 1 and config.model["renormalise"]:
+        rule = "makes the gate of a token's only expert 1, so that its router learns nothing from the loss"
+        yield Problem("model.renormalise", True, rule, (False,))
     if config.training.compile:
         rule = "can't be used: torch can't compile the products of experts"
         yield Problem("training.compile", True, rule, (False,))
