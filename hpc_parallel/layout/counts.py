@@ -23,6 +23,7 @@ from hpc_parallel.layout.step_facts import HALF, number_bytes, packs, product_by
 if TYPE_CHECKING:
     from hpc_parallel.config.schema import RunConfig
 
+DENSE = "dense_ffn_dim"  # of the first blocks of a mixture of experts; may be null
 _DECODER = {
     "dim": "dim",
     "blocks": "layers",
@@ -33,7 +34,7 @@ _DECODER = {
 }
 KEYS = {
     TransformerConfig._target_: _DECODER,
-    MoeTransformerConfig._target_: {**_DECODER, "experts": "experts"},
+    MoeTransformerConfig._target_: {**_DECODER, "experts": "experts", DENSE: DENSE},
     HuggingFaceConfig._target_: {
         "blocks": "config.num_hidden_layers",
         "heads": "config.num_attention_heads",
@@ -68,6 +69,8 @@ class DecoderSizes:
     weight. masked: documents are packed, so attention computes all scores, under a mask. experts: the number
     of feed-forward networks of a block; a token uses `per_token` of them. A model without a mixture has one.
     head_dim: the width of a head; None: `dim / heads`. qk_norm: each head's queries and keys are normed.
+    shared: the number of experts that every token uses, beside `experts`. The first `dense_layers` blocks
+    have one feed-forward network of the width `dense_ffn_dim` instead of a mixture.
     """
 
     layers: int
@@ -85,6 +88,9 @@ class DecoderSizes:
     masked: bool = False
     head_dim: int | None = None
     qk_norm: bool = False
+    shared: int = 0
+    dense_layers: int = 0
+    dense_ffn_dim: int = 0
 
     @property
     def head_width(self) -> int:
@@ -122,9 +128,13 @@ class DecoderSizes:
         return self.weights_with(self.experts)
 
     def weights_with(self, experts: float) -> float:
-        """The weights of one block with this number of its experts, and with its router."""
+        """The weights of one block with this number of its experts, its router and shared experts."""
         router = self.dim * self.experts if self.experts > 1 else 0
-        return self.attention_weights + router + experts * self.expert_weights
+        return self.attention_weights + router + (experts + self.shared) * self.expert_weights
+
+    def dense_weights(self, blocks: int) -> float:
+        """The weights of the matrices of `blocks` blocks without experts."""
+        return blocks * (self.attention_weights + self.ffn_matrices * self.dim * self.dense_ffn_dim)
 
     @property
     def attention_weights(self) -> int:
@@ -147,8 +157,9 @@ class DecoderSizes:
         block; None: all.
         """
         ends = first + last - (first and last and self.tied)
-        held = self.experts if experts is None else experts
-        return blocks * self.weights_with(held) + ends * self.end_weights
+        held, dense = self.experts if experts is None else experts, min(blocks, self.dense_layers) * first
+        mixtures = (blocks - dense) * self.weights_with(held)
+        return mixtures + self.dense_weights(dense) + ends * self.end_weights
 
     @property
     def block_flops(self) -> float:
@@ -171,7 +182,9 @@ class DecoderSizes:
     @property
     def forward_flops(self) -> float:
         """FLOPs of one sample in the whole model."""
-        return self.layers * self.block_flops + self.head_flops
+        dense = 2 * self.sequence * self.dense_weights(self.dense_layers)
+        dense += self.dense_layers * self.attention_flops
+        return (self.layers - self.dense_layers) * self.block_flops + dense + self.head_flops
 
 
 def count(config: RunConfig, what: str) -> tuple[str, int | None]:
@@ -262,7 +275,7 @@ def decoder_sizes(config: RunConfig) -> DecoderSizes | None:
     if not is_reference_decoder(config):
         return None
     model = config.model
-    sizes = {name: count(config, name)[1] or 0 for name in KEYS[model["_target_"]]}
+    sizes = {name: count(config, name)[1] or 0 for name in KEYS[model["_target_"]] if name != DENSE}
     if not all(sizes.values()):
         return None
     return DecoderSizes(
@@ -271,6 +284,8 @@ def decoder_sizes(config: RunConfig) -> DecoderSizes | None:
         tied=bool(model.get("tied_head")), experts=sizes.get("experts", 1),
         per_token=model.get("experts_per_token") or 1, masked=packs(config),
         head_dim=model.get("head_dim"), qk_norm=bool(model.get("qk_norm")),
+        shared=model.get("shared_experts") or 0, dense_layers=model.get("dense_layers") or 0,
+        dense_ffn_dim=model.get(DENSE) or sizes["columns"],
     )  # fmt: skip
 
 
@@ -281,8 +296,9 @@ def parameters(config: RunConfig) -> int | None:
         return None
     router = sizes.dim * sizes.experts if "experts" in KEYS[config.model["_target_"]] else 0
     norms = 2 * sizes.dim + (2 * sizes.head_width if sizes.qk_norm else 0)
-    of_block = sizes.attention_weights + router + sizes.experts * sizes.expert_weights + norms
-    return sizes.layers * of_block + sizes.end_weights * (1 if sizes.tied else 2) + sizes.dim
+    mixture = sizes.attention_weights + router + (sizes.experts + sizes.shared) * sizes.expert_weights
+    blocks = (sizes.layers - sizes.dense_layers) * mixture + int(sizes.dense_weights(sizes.dense_layers))
+    return blocks + sizes.layers * norms + sizes.end_weights * (1 if sizes.tied else 2) + sizes.dim
 
 
 def fitting_samples(config: RunConfig, layout: Layout) -> int | None:
@@ -314,9 +330,9 @@ def sample_bytes(config: RunConfig, layout: Layout) -> int | None:
     dim, blocks = sizes.dim, sizes.layers
     number, product = number_bytes(config), product_bytes(config)
     kv = sizes.query_dim if sizes.masked else sizes.kv_dim
-    of_block = (6 * dim + 3 * sizes.query_dim + 2 * sizes.normed_dim) * number + (
-        2 * kv + 4 * sizes.per_token * sizes.ffn_dim
-    ) * product
+    columns = (sizes.per_token + sizes.shared) * sizes.ffn_dim
+    of_block = (6 * dim + 3 * sizes.query_dim + 2 * sizes.normed_dim) * number
+    of_block += (2 * kv + 4 * columns) * product
     if config.training.activation_checkpointing == "full":
         of_blocks = blocks * dim * number + of_block
     else:

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from hpc_parallel.rules import Rule, above, at_least, count, inside, key
+from hpc_parallel.rules import Rule, above, at_least, count, inside, key, one_of
 
 SEQUENCE = count(most=2**31)
 HELD_OUT = replace(inside(0, 0.5), legal=(0.05,))
@@ -47,6 +47,16 @@ class MoeTransformerConfig(TransformerConfig):
     experts_per_token: int = 2  # The number of experts that each token uses.
     balance: float = key(0.01, at_least(0))  # The weight of the loss that balances the experts' use.
     renormalise: bool = False  # The gates of a token's experts are divided by their sum.
+    # How the router's outputs become gates: probabilities of all experts, or of each expert by itself.
+    gate: str = key("softmax", one_of("softmax", "sigmoid"))
+    # The number of experts that every token uses, beside `experts`.
+    shared_experts: int = key(0, at_least(0))
+    # The step of each expert's bias against its load after each update; 0: no bias. Needs no `balance`.
+    balance_step: float = key(0.0, at_least(0))
+    # The number of first blocks that have one feed-forward network instead of experts.
+    dense_layers: int = key(0, at_least(0))
+    # The inner width of their feed-forward network; null: `ffn_dim`.
+    dense_ffn_dim: int | None = key(None, count())
 
 
 @dataclass

@@ -7,6 +7,7 @@ Ainslie et al. 2023 (grouped-query attention), Shazeer 2020 (SwiGLU). No biases,
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from hpc_parallel.models.attention import CausalAttention, PositionTables
 from hpc_parallel.models.drawn_weights import by_rows
 from hpc_parallel.models.language import LanguageHead, LanguageModel
+from hpc_parallel.models.layered import Column
 
 RotaryTables = PositionTables[tuple[Tensor, Tensor]]
 """cos and sin, as `rotation` returns them."""
@@ -30,7 +32,7 @@ class Transformer(LanguageModel):
     Raises ValueError if the width of a head is not a whole, even number, or `kv_heads` don't divide `heads`.
     """
 
-    tensor_roles = MappingProxyType(
+    tensor_roles: Mapping[str, str | Column] = MappingProxyType(
         {
             "stem": "vocabulary",
             "blocks.*.attention_norm": "position",

@@ -75,17 +75,27 @@ def _decoder(run: _Run) -> Kept:
     # inputs in their own type, and no normed inputs.
     norm = sliced * (dim * (types.stream if _norm_is_fused(run) else 2 * types.precise) + types.precise)
     attention = _attention(run)
-    feed_forward = _experts(run) if run.is_mixture else _swiglu(run)
-    full = 2 * (norm + tokens * dim * types.product) + attention.kept + feed_forward.kept
-    full += 0 if types.cast else _casts(run)
     stream = sliced * dim * types.stream
-    selective = stream + attention.expensive + feed_forward.expensive + _exchanged(run, sliced)
-    block = {"none": full, "selective": selective, "full": stream}[mode]
+
+    def block(feed_forward: _Part, casts: int) -> tuple[int, int]:
+        """What a block keeps, and what it keeps again after its recomputation."""
+        full = 2 * (norm + tokens * dim * types.product) + attention.kept + feed_forward.kept
+        full += 0 if types.cast else casts
+        selective = stream + attention.expensive + feed_forward.expensive + _exchanged(run, sliced)
+        return {"none": full, "selective": selective, "full": stream}[mode], 0 if mode == "none" else full
+
+    columns, dense = (
+        (sizes.dense_ffn_dim, sizes.dense_layers) if run.is_mixture else (sizes.ffn_dim, sizes.layers)
+    )
+    blocks = [block(_swiglu(run, columns), _casts(run, columns))] * dense
+    if run.is_mixture:
+        blocks += [block(_experts(run), _casts(run))] * (sizes.layers - dense)
+    kept, recomputed = zip(*blocks, strict=True)
     return Kept(
         stem=tokens * INDEX * (2 if sizes.masked else 1),
-        blocks=(block,) * sizes.layers,
+        blocks=kept,
         head=norm + _language_loss(run),
-        recomputed=(0 if mode == "none" else full,) * sizes.layers,
+        recomputed=recomputed,
         shared=tables + _documents(run),
         states=(stream,) * sizes.layers,
     )
@@ -112,13 +122,20 @@ def _has_heads(run: _Run) -> bool:
     return run.layout.context > 1 and run.config.strategy.context_attention == "all_to_all"
 
 
-def _casts(run: _Run) -> int:
-    """Autocast casts the weight and the input of each projection; one of the inputs is counted already."""
+def _casts(run: _Run, columns: int | None = None) -> int:
+    """Autocast casts the weight and the input of each projection; one of the inputs is counted already.
+
+    columns: the inner width of the feed-forward network; None: a mixture of experts.
+    """
     sizes, tensor = run.sizes, run.layout.tensor
-    if run.is_mixture:
-        weights, inputs = sizes.attention_weights + sizes.experts * sizes.dim * tensor, 2
+    if columns is None:
+        weights, inputs = (
+            sizes.attention_weights + sizes.experts * sizes.dim * tensor,
+            4 if sizes.shared else 2,
+        )
+        weights += sizes.shared * sizes.expert_weights
     else:
-        weights, inputs = sizes.attention_weights + sizes.expert_weights, 3
+        weights, inputs = sizes.attention_weights + sizes.ffn_matrices * sizes.dim * columns, 3
     return (weights // tensor + inputs * run.tokens * sizes.dim) * run.types.product
 
 
@@ -161,9 +178,9 @@ def _norm_is_fused(run: _Run) -> bool:
     return run.config.device != "cpu" and run.types.cast
 
 
-def _swiglu(run: _Run) -> _Part:
-    """The outputs of gate, silu and up, and their product."""
-    columns, of_one = run.sizes.ffn_dim // run.layout.tensor, run.tokens * run.types.product
+def _swiglu(run: _Run, columns: int) -> _Part:
+    """The outputs of gate, silu and up, and their product. columns: the inner width on all devices."""
+    columns, of_one = columns // run.layout.tensor, run.tokens * run.types.product
     return _Part(4 * columns * of_one, (2 * columns + run.sizes.dim) * of_one)
 
 
@@ -181,7 +198,10 @@ def _experts(run: _Run) -> _Part:
     weights = 3 * experts // run.layout.expert * dim * columns * types.product if casts else 0
     exchanged = 0 if run.layout.expert == 1 else 2  # rows to their experts and back
     outputs = rows * (2 * columns + (1 + exchanged) * dim) * types.product
-    return _Part(router + orders + gates + products + weights, tokens * experts * types.product + outputs)
+    outputs += tokens * experts * types.product
+    shared = _swiglu(run, sizes.shared * sizes.ffn_dim) if sizes.shared else _Part(0, 0)
+    kept = router + orders + gates + products + weights + shared.kept
+    return _Part(kept, outputs + shared.expensive)
 
 
 def _language_loss(run: _Run) -> int:

@@ -119,7 +119,8 @@ class Share:
     @property
     def _copied(self) -> float:
         """The inner width of all experts of a token, as a multiple of the model's width."""
-        return self.decoder.per_token * self.decoder.ffn_dim / self.decoder.dim
+        used = self.decoder.per_token + self.decoder.shared
+        return used * self.decoder.ffn_dim / self.decoder.dim
 
     def _feed_forward(self, columns: float) -> Iterator[Operation]:
         """columns: the inner width of this device's part."""
@@ -133,6 +134,9 @@ class Share:
         yield MatrixProduct("router", self.tokens, decoder.experts, dim, number)
         yield MatrixProduct(UP, rows, (decoder.ffn_matrices - 1) * columns, dim, number, batch=held)
         yield MatrixProduct(DOWN, rows, dim, columns, number, batch=held)
+        if decoder.shared:
+            yield self._linear("shared experts up", 2 * decoder.shared * columns, dim)
+            yield self._linear("shared experts down", dim, decoder.shared * columns)
         width_bytes = GATED_BYTES + (ARRIVED_BYTES if self.expert > 1 else 0)
         copied = width_bytes * number / HALF_BYTES * self.tokens * decoder.per_token * dim
         routed = ROUTED_BYTES * self.tokens * decoder.experts

@@ -191,6 +191,10 @@ class ExchangeTimes:
             size = work.gradient_bytes * work.decoder.end_weights / work.tensor / work.shard
             both = GroupExchange("gradient of the shared weight", "all_reduce", size, ends)
             seconds += self._exchange_s(both, self._loads.all)
+        if work.loads:
+            size = COUNT_BYTES * self._most_blocks * work.decoder.experts
+            every = self._group(work.alike, stride=work.tensor)
+            seconds += self._exchange_s(GroupExchange("loads of experts", "all_reduce", size, every))
         return seconds
 
     def least_sent_s(self) -> float:

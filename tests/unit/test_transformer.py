@@ -198,12 +198,15 @@ def shape(name: str) -> dict[str, Any]:
 
 def closed_form(*, layers: int, dim: int, heads: int, kv_heads: int, ffn_dim: int, vocab_size: int,
                 tied_head: bool = True, experts: int = 0, head_dim: int = 0, qk_norm: bool = False,
-                **_: float) -> int:  # fmt: skip
+                shared_experts: int = 0, dense_layers: int = 0, dense_ffn_dim: int = 0,
+                **_: Any) -> int:  # fmt: skip
     width = head_dim or dim // heads
     attention = 2 * dim * width * (heads + kv_heads) + 2 * width * qk_norm
     return (
         (1 if tied_head else 2) * vocab_size * dim
-        + layers * (attention + 3 * dim * ffn_dim * (experts or 1) + dim * experts + 2 * dim)
+        + layers * (attention + 2 * dim)
+        + (layers - dense_layers) * (3 * dim * ffn_dim * ((experts or 1) + shared_experts) + dim * experts)
+        + dense_layers * 3 * dim * dense_ffn_dim
         + dim
     )  # fmt: skip
 
@@ -215,6 +218,8 @@ def closed_form(*, layers: int, dim: int, heads: int, kv_heads: int, ffn_dim: in
         ("1b", 1_235_814_400),
         ("8b", 8_030_261_248),
         ("70b", 70_553_706_496),
+        # The published 15,706,484,224, whose attention has 13,763,072 weights in each of 27 layers, not ours.
+        ("deepseek_v2_lite", 15_706_484_224 - 27 * (13_763_072 - 12_582_912)),
         ("mixtral_8x7b", 46_702_792_704),
         ("qwen3_30b_a3b", 30_532_122_624),
     ],
