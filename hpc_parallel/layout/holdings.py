@@ -44,7 +44,7 @@ class ModelFacts:
 
     reads: `text` or `images`. tied: stem and head share a weight. batch_norm: it has BatchNorm layers.
     whole_head: the head of a model of images needs the whole image. balanced: it is the reference mixture,
-    whose routers balance whole sequences.
+    whose routers balance whole sequences. loads: it counts the load of each expert.
     """
 
     reads: str | None = None
@@ -52,6 +52,7 @@ class ModelFacts:
     batch_norm: bool | None = None
     whole_head: bool | None = None
     balanced: bool = False
+    loads: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ def model_facts(model: Any) -> ModelFacts:
         return ModelFacts(kind, tied=False, batch_norm=True, whole_head=whole_head)
     if kind == "text":
         balanced = model["_target_"] == MoeTransformerConfig._target_
-        return ModelFacts(kind, tied=_tied(model), batch_norm=False, balanced=balanced)
+        loads = bool(model.get("balance_step"))
+        return ModelFacts(kind, tied=_tied(model), batch_norm=False, balanced=balanced, loads=loads)
     return ModelFacts()
 
 

@@ -22,6 +22,7 @@ from hpc_parallel.planning.operations import (
 HALF_BYTES = 2
 WHOLE_BYTES = 22  # of a token's width: two norms (4 each), two sums with dropout and its mask (7 each)
 HEADS_BYTES = 12  # of a device's part: transposed heads
+NORM_BYTES = 4  # of a device's normed queries and keys
 ACTIVATION_BYTES = 16  # of a device's part: the activation, at four times the width
 SCORE_BYTES = 9  # of a score: scaled softmax (4), dropout and its mask (5)
 UNFUSED_BYTES = 24  # of a score, in addition, if scale, mask and softmax in float32 are separate kernels
@@ -92,7 +93,7 @@ class Share:
     def _block(self) -> list[Operation]:
         """The forward pass of one block without the rounding to float8."""
         decoder, tokens, tensor = self.decoder, self.tokens, self.tensor
-        dim, width = decoder.dim, decoder.dim / decoder.heads
+        dim, width, queries = decoder.dim, decoder.head_width, decoder.query_dim
         columns, head_batch = decoder.ffn_dim / tensor, self.samples * decoder.heads / tensor
         score_bytes: float = SCORE_BYTES + UNFUSED_BYTES * self.unfused
         if decoder.flash:
@@ -100,15 +101,16 @@ class Share:
             score_bytes = self.traffic.flash_bytes or 0.0
         scores = head_batch * decoder.sequence**2 / self.context
         activated = ACTIVATION_BYTES / 4 * self._copied if decoder.router else ACTIVATION_BYTES
-        split = (HEADS_BYTES + activated) / tensor
-        moved = tokens * dim * (WHOLE_BYTES + split) * self.traffic.elementwise
+        of_heads = HEADS_BYTES * queries + NORM_BYTES * decoder.normed_dim
+        of_token = WHOLE_BYTES * dim + (of_heads + activated * dim) / tensor
+        moved = tokens * of_token * self.traffic.elementwise
         wider, number = self.number_bytes / HALF_BYTES, self.number_bytes
         flash, seq, rows = decoder.flash, decoder.sequence, decoder.sequence / self.context
         return [
-            self._linear(QKV, (dim + 2 * decoder.kv_heads * width) / tensor, dim),
+            self._linear(QKV, (queries + 2 * decoder.kv_dim) / tensor, dim),
             MatrixProduct(SCORES, rows, seq, width, number, batch=head_batch, in_cache=flash),
             MatrixProduct(VALUES, rows, width, seq, number, batch=head_batch, in_cache=flash),
-            self._linear("attention output", dim, dim / tensor),
+            self._linear("attention output", dim, queries / tensor),
             *self._feed_forward(columns),
             Move("norms, activation, sums", wider * moved, kernels=7),
             Move(SOFTMAX, wider * score_bytes * scores * self.traffic.attention, kernels=3),
@@ -117,7 +119,8 @@ class Share:
     @property
     def _copied(self) -> float:
         """The inner width of all experts of a token, as a multiple of the model's width."""
-        return self.decoder.per_token * self.decoder.ffn_dim / self.decoder.dim
+        used = self.decoder.per_token + self.decoder.shared
+        return used * self.decoder.ffn_dim / self.decoder.dim
 
     def _feed_forward(self, columns: float) -> Iterator[Operation]:
         """columns: the inner width of this device's part."""
@@ -131,6 +134,9 @@ class Share:
         yield MatrixProduct("router", self.tokens, decoder.experts, dim, number)
         yield MatrixProduct(UP, rows, (decoder.ffn_matrices - 1) * columns, dim, number, batch=held)
         yield MatrixProduct(DOWN, rows, dim, columns, number, batch=held)
+        if decoder.shared:
+            yield self._linear("shared experts up", 2 * decoder.shared * columns, dim)
+            yield self._linear("shared experts down", dim, decoder.shared * columns)
         width_bytes = GATED_BYTES + (ARRIVED_BYTES if self.expert > 1 else 0)
         copied = width_bytes * number / HALF_BYTES * self.tokens * decoder.per_token * dim
         routed = ROUTED_BYTES * self.tokens * decoder.experts

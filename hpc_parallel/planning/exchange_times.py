@@ -191,6 +191,10 @@ class ExchangeTimes:
             size = work.gradient_bytes * work.decoder.end_weights / work.tensor / work.shard
             both = GroupExchange("gradient of the shared weight", "all_reduce", size, ends)
             seconds += self._exchange_s(both, self._loads.all)
+        if work.loads:
+            size = COUNT_BYTES * self._most_blocks * work.decoder.experts
+            every = self._group(work.alike, stride=work.tensor)
+            seconds += self._exchange_s(GroupExchange("loads of experts", "all_reduce", size, every))
         return seconds
 
     def least_sent_s(self) -> float:
@@ -349,7 +353,7 @@ class PlannedSplitAttention:
     def _kv(self) -> float:
         """The numbers of this device's keys and values."""
         decoder = self.share.decoder
-        return 2 * self.share.tokens * decoder.kv_heads * decoder.dim / decoder.heads / self.share.tensor
+        return 2 * self.share.tokens * decoder.kv_dim / self.share.tensor
 
     @property
     def _bytes(self) -> int:
@@ -382,7 +386,7 @@ class PlannedSplitAttention:
         """A key-value head that serves several devices is sent to each."""
         decoder, tensor = self.share.decoder, self.share.tensor
         copies = max(1, self.group.ranks // (decoder.kv_heads // tensor))
-        queries = self.share.tokens * decoder.dim / tensor
+        queries = self.share.tokens * decoder.query_dim / tensor
         for kind, of in ((FORWARD, ""), (BACKWARD, "gradients of ")):
             sent = (queries + copies * self._kv) * self._bytes
             yield self._at_once(kind, f"{of}queries, keys and values", "all_to_all", sent)
