@@ -26,7 +26,8 @@ WORDS = (
     "data.dataset._target_=tests.datasets.Texts", "data.vocab_size=256", "data.sequence_length=32",
     "data.validation_share=0.2", "training.precision=float64", "model.layers=2",
 )  # fmt: skip
-GATHER = "strategy.context_attention=gather"
+KINDS = ("ring", "gather", "all_to_all")
+RING, GATHER = (f"strategy.context_attention={kind}" for kind in KINDS[:2])
 TWO_BY_TWO = "nodes=2 gpus_per_node=2"
 LAYOUTS = (
     "strategy=data nodes=2 training.microbatch_size=2",
@@ -34,6 +35,7 @@ LAYOUTS = (
     "strategy=tensor nodes=2",
     "strategy=pipeline nodes=2 strategy.schedule=zbv model.layers=4",
     f"strategy=fsdp {TWO_BY_TWO} strategy.context=2 {GATHER}",
+    f"strategy=context nodes=4 {RING}",
     *in_full([
         ("strategy=single training.activation_checkpointing=full",),
         ("strategy=single training.activation_checkpointing=selective training.compile=true",),
@@ -50,9 +52,13 @@ LAYOUTS = (
         ("strategy=pipeline nodes=2 strategy.schedule=interleaved model.layers=4",),
         ("strategy=pipeline nodes=2 strategy.schedule=naive training.activation_checkpointing=full",),
         *((f"strategy=context nodes=2 strategy.context_attention={kind}",)
-          for kind in ("gather", "all_to_all")),
+          for kind in KINDS),
         *((f"strategy=context nodes=2 strategy.context_attention={kind} training.compile=true",)
-          for kind in ("gather", "all_to_all")),
+          for kind in KINDS),
+        *((f"strategy=context nodes=2 {RING} training.activation_checkpointing={kept}",)
+          for kept in ("full", "selective training.compile=true")),
+        (f"strategy=pipeline nodes=2 gpus_per_node=2 strategy.pipeline=2 strategy.context=2 {RING}",),
+        (f"strategy=hybrid nodes=2 gpus_per_node=4 strategy.tensor=2 strategy.context=2 {RING}",),
         ("strategy=pipeline nodes=2 gpus_per_node=2 strategy.pipeline=2 strategy.context=2 " + GATHER,),
         ("strategy=tensor nodes=2 gpus_per_node=2 strategy.tensor=2 strategy.context=2 " + GATHER,),
         ("strategy=hybrid nodes=2 gpus_per_node=4 strategy.tensor=2 strategy.context=2 " + GATHER,),
