@@ -15,6 +15,7 @@ from hpc_parallel.data.dataset import as_data
 from hpc_parallel.data.sampler import sample_order
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.models.transformer import Transformer
+from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.worker.session import read_config
 from tests.marks import in_full
 from tests.one_by_one import loss_of_documents
@@ -132,3 +133,43 @@ def test_a_model_of_ones_own_is_tried_with_two_documents(
     assert "Mixing lets a document see the one before it" in message
     kept = workers.train(*WORDS, "strategy=data", "nodes=2", f"{own}.Keeping")
     assert largest_difference(kept.losses, reference.losses) < 1e-10
+
+
+class Drops(nn.Module):
+    """A block, and dropout of what it adds."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.drop = block, nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        return x + self.drop(self.block(x, documents) - x)
+
+
+class Dropping(Transformer):
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        for name, block in list(self.blocks.items()):
+            self.blocks[name] = Drops(block)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        f"strategy=context nodes=2 {RING}",
+        *in_full([("strategy=pipeline nodes=2",), (f"strategy=hsdp {TWO_BY_TWO}",)]),
+    ],
+)
+def test_a_run_with_dropout_goes_on_in_another_layout(workers: Workers, trained: Train, after: str) -> None:
+    words = (
+        *WORDS, "model._target_=tests.distributed.test_packed_training.Dropping", "training.steps=4",
+        "training.validate_every=4", "training.checkpoint_every=2", "strategy.verify=never",
+    )  # fmt: skip
+    whole, begun = trained(*words, "strategy=single"), trained(*words, "strategy=fsdp", "nodes=2")
+    assert_follows(begun, whole, losses=1e-10, weights=1e-10)
+    (half,) = (each for each in complete(begun.folder / "checkpoints") if each.step == 2)
+    ended = workers.train(*words, *after.split(), resume_from=half.path)
+    assert largest_difference(ended.losses, whole.losses[2:]) < 1e-10
+    assert tensor_difference(ended.weights, whole.weights) < 1e-10
+    plain = trained(*WORDS, "strategy=single")
+    assert abs(whole.losses[0] - plain.losses[0]) > 1e-3  # something was dropped
