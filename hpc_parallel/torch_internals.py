@@ -410,34 +410,54 @@ def cudnn_backward(
     return gradients
 
 
-def efficient_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+def efficient_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The memory-efficient kernel of a GPU, which also computes in float32. Rows of its `lse` are padded."""
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
-    output, lse, *_ = attend(query, key, value, None, True, 0.0, causal)
+    output, lse, *_ = attend(query, key, value, bias, True, 0.0, causal)
     return output, lse
 
 
 def efficient_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *, output: Tensor, lse: Tensor, causal: bool
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    output: Tensor,
+    lse: Tensor,
+    causal: bool,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
-    needed = [True, True, True, False]  # there is no bias, so it needs no gradient
+    needed = [True, True, True, False]  # a bias has no weights, so it needs no gradient
     backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-    gradients = backward(grad, query, key, value, None, output, lse, unused, unused, 0.0, needed, causal)
+    gradients = backward(grad, query, key, value, bias, output, lse, unused, unused, 0.0, needed, causal)
     return tuple(gradients[:3])
 
 
-def cpu_flash_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+def cpu_flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Flash attention on a CPU, also in float64, with its `lse`."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return attend(query, key, value, 0.0, causal)  # type: ignore[no-any-return]
+    return attend(query, key, value, 0.0, causal, attn_mask=bias)  # type: ignore[no-any-return]
 
 
 def cpu_flash_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *, output: Tensor, lse: Tensor, causal: bool
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    output: Tensor,
+    lse: Tensor,
+    causal: bool,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad, query, key, value, output, lse, 0.0, causal)  # type: ignore[no-any-return]
+    return backward(grad, query, key, value, output, lse, 0.0, causal, attn_mask=bias)  # type: ignore[no-any-return]
 
 
 def scaled_product(first: Tensor, second: Tensor, *, scales: tuple[Tensor, Tensor], fast: bool) -> Tensor:

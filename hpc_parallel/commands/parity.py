@@ -1,8 +1,8 @@
 """`python -m hpc_parallel parity [strategy=...] [nodes=...] [any override]`: strategies against one device.
 
-Each row trains the same steps from the same seed as one device does, and is compared with it. Exit
-codes: 0 all equal, 1 one is not or did not run, 2 the configuration is wrong (nothing was started),
-3 the site refused.
+`recipes=true` takes the recipes of docs/recipes.md, with small sizes. Each row trains the same steps from the
+same seed as one device does, and is compared with it. Exit codes: 0 all equal, 1 one is not or did not run,
+2 the configuration is wrong (nothing was started), 3 the site refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.proof.cases import Case, plan, without_refused
-from hpc_parallel.proof.compare import ROUNDED, TOLERANCES, Tolerance, Verdict, compare
+from hpc_parallel.proof.compare import ROUNDED, SHARP, TOLERANCES, Tolerance, Verdict, compare
 from hpc_parallel.proof.pace import Pace
 from hpc_parallel.proof.parity_table import Table
 from hpc_parallel.record.endings import Failure
@@ -108,13 +108,15 @@ def judge(case: Case, tolerance: Tolerance, alone: dict[str, str | None], *, pac
         failure = Failure.read(case.run.folder)
         refused = failure is not None and failure.kind == CONFIGURATION
         return Verdict("left out" if refused else "failed", [cause, f"results: {case.run.folder.path}"])
-    notes = []
+    notes, precision = [], case.run.config.training.precision
     if (case.alone.folder.proof / ROUNDED).exists():  # written on one device
+        notes = ["The model computes parts in less than float64, so the bounds are those of float32"]
         tolerance = TOLERANCES["float32"]
-        listed = ", ".join(f"{name} {bound:g}" for name, bound in tolerance.bounds.items())
-        notes = [
-            f"The model computes parts in less than float64, so the bounds are those of float32: {listed}."
-        ]
+    elif precision not in SHARP:
+        notes, tolerance = [f"The bounds are those of {precision}"], TOLERANCES[precision]
+    if notes:
+        bounds = ", ".join(f"{name} {bound:g}" for name, bound in tolerance.bounds.items())
+        notes = [f"{notes[0]}: {bounds}."]
     try:
         differences = compare(case.run.folder, case.alone.folder, tolerance=tolerance)
     except ValueError as error:

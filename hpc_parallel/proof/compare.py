@@ -67,7 +67,12 @@ TOLERANCES = {
         why="float64 keeps 53 bits (1e-16): another order of the same sums stays far below, "
         "so what is left would be a mistake.",
     ),
+    "bfloat16": Tolerance(
+        losses=2**-9, gradients=2**-4, weights=2**-4,
+        why="bfloat16 keeps 8 bits (4e-3), so only large mistakes show. The rows in float64 find the others.",
+    ),
 }  # fmt: skip
+SHARP = ("float32", "float64")  # what a user may choose
 
 
 ROUNDED = "float32-parts"  # in the folder `proof` of a model that computes parts in less than float64

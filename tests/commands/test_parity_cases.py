@@ -18,10 +18,10 @@ from hpc_parallel.config.typed_config import choices_of
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.proof import cases as rows_to_plan
 from hpc_parallel.proof import parity_table
-from hpc_parallel.proof.cases import Case, plan, without_refused
+from hpc_parallel.proof.cases import ALL_RECIPES, Case, plan, without_refused
 from hpc_parallel.proof.compare import ROUNDED, TOLERANCES, Difference, Verdict, compare
 from hpc_parallel.proof.pace import Pace
-from hpc_parallel.proof.rows import ROWS
+from hpc_parallel.proof.rows import RECIPES, ROWS
 from hpc_parallel.record.run_folder import RunFolder
 from tests.marks import in_full
 
@@ -62,6 +62,30 @@ def test_every_row_of_the_table_can_run() -> None:
         c.alone.plan.batch.microbatches == c.run.plan.batch.microbatches for c in cases if c not in text
     )
     assert len({case.alone.folder.path for case in cases}) <= 8
+
+
+def test_each_recipe_of_the_docs_has_a_proof() -> None:
+    cases, notes = plan([ALL_RECIPES])
+    assert notes == []
+    assert [case.problems for case in cases if case.problems] == []
+    proofs = [f"{case.net}: {case.layout}" for case in cases]
+    page = (Path(__file__).parents[2] / "docs/recipes.md").read_text().splitlines()
+    assert [line for line in page if line.startswith("| ")][1:] == [
+        f"| {recipe.name} | {recipe.publisher} | `{recipe.line}` | {proof} |"
+        for recipe, proof in zip(RECIPES, proofs, strict=True)
+    ]
+    for recipe, case in zip(RECIPES, cases, strict=True):
+        run, alone, words = case.run.config, case.alone.config, recipe.line.split()
+        assert "training.compile=true" not in words or run.training.compile
+        for key in ("precision", "weights"):
+            assert getattr(run.training, key) == getattr(alone.training, key)
+            assert getattr(run.training, key) == value_of(f"training.{key}", words, "float32")
+        assert run.optimizer.state == alone.optimizer.state == value_of("optimizer.state", words, "float32")
+        assert run.data.get("packing", False) == alone.data.get("packing", False) == (case.net == "packed")
+
+
+def value_of(key: str, words: list[str], default: str) -> str:
+    return next((word.partition("=")[2] for word in words if word.startswith(f"{key}=")), default)
 
 
 def test_a_strategy_takes_the_layout_of_the_command_line() -> None:
