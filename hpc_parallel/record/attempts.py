@@ -40,14 +40,18 @@ class End:
     """How a start ended early, and on which host.
 
     how: `time_limit`, `preempted`, `cancelled`, or the kind of the failure. A start that completed has no
-    such record: the summary describes it. exclude: hosts that the next start leaves out; not written if
-    there are none.
+    such record: the summary describes it. exclude: hosts that the next start leaves out. rank: the one that
+    failed first. step: the last one that was logged or saved. line: the cause. Those without a value are not
+    written.
     """
 
     ended: str  # ISO 8601, UTC
     how: str
     host: str | None
     exclude: tuple[str, ...] = ()
+    rank: int | None = None
+    step: int | None = None
+    line: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,12 @@ def keep_metrics(folder: RunFolder, *, until: int) -> int:
     return max([line["step"] for line in lines], default=until) - until
 
 
-def end(folder: RunFolder, *, how: str, host: str | None = None, exclude: Sequence[str] = ()) -> None:
-    """Record how the newest start ended early (`End`)."""
-    line = asdict(End(datetime.now(UTC).isoformat(), how, host, tuple(exclude)))
-    append_line(folder.attempts, {key: value for key, value in line.items() if key != "exclude" or value})
+def end(folder: RunFolder, *, how: str, host: str | None = None, **known: Any) -> None:
+    """Record how the newest start ended early. known: further fields of `End`."""
+    line = asdict(End(datetime.now(UTC).isoformat(), how, host, **known))
+    optional = {"exclude", "rank", "step", "line"}
+    kept = {key: value for key, value in line.items() if key not in optional or value not in ((), [], None)}
+    append_line(folder.attempts, kept)
 
 
 def resumed_by_hand(folder: RunFolder) -> None:
