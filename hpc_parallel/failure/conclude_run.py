@@ -179,7 +179,7 @@ def _rank_failure(
 
 def _reached(folder: RunFolder) -> int | None:
     """The last step that was logged or saved; None for a script that logs none."""
-    steps = [line["step"] for line in MetricsReader(folder.metrics).read()[-1:]]
+    steps: list[int] = [line["step"] for line in MetricsReader(folder.metrics).read()[-1:]]
     if is_script(folder.read_config()):
         return max(steps, default=None)
     return max([0, *steps, *(checkpoint.step for checkpoint in complete(folder.checkpoints)[:1])])

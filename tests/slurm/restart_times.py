@@ -1,6 +1,6 @@
 """How long a run stands still after a rank was killed, on the four hosts of the test cluster.
 
-    python tests/slurm/restart_times.py [TIMES]
+    PYTHONPATH=. python tests/slurm/restart_times.py [TIMES]
 
 Each run has a fresh start (from its first process to its first step), a start in place (from the kill of a
 rank to the next step), and a requeue, which the second failure of a host causes.
