@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
-from hpc_parallel.failure import failure, restart
+from hpc_parallel.config.resolve import resolve
+from hpc_parallel.failure import conclude_run, failure, restart
 from hpc_parallel.failure.restart import Limits
+from hpc_parallel.layout.layout import Layout
+from hpc_parallel.machine.world import World
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.attempts import End
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.slurm import submit
 from hpc_parallel.slurm.jobs import Job
+from tests.composed import composed
 
 LAUNCHER = {"max_requeues": 2, "max_restarts": 1, "exclude": None, "resubmit": False, "partition": None}
 
@@ -101,6 +107,68 @@ def test_the_policy(history: str, given: dict[str, Any], action: str, why: str) 
     decision = restart.decide(ends(history), limits=limits, **place)
     here = "the ranks start again in the same job, on the same hosts, "
     assert decision == restart.Decision(action, here + why if action == "in place" else why)
+
+
+SCRIPT = ("task=script", "script.command=true")
+RESUMES = "script.resume_arguments='--resume {run}/last.pt'"
+
+
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        (("launcher=script",), 3), (("launcher=local",), 0),
+        (("launcher=script", "launcher.max_restarts=1"), 1),
+        (("launcher=local", "launcher.max_restarts=1"), 1),
+        (("launcher=script", "training.checkpoint_every=null"), 0), (("launcher=script", "task=infer"), 0),
+        (("launcher=script", *SCRIPT, RESUMES), 3), (("launcher=script", *SCRIPT), 0),
+        (("launcher=local", *SCRIPT, RESUMES), 0),
+    ],
+)  # fmt: skip
+def test_a_job_that_can_go_on_restarts_by_default(words: tuple[str, ...], most: int) -> None:
+    assert resolve(composed(*words)).config.launcher.max_restarts == most
+
+
+def test_the_end_of_a_start_says_that_the_ranks_start_again(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its exit code, if the batch script can do it; one of an older version gets its job requeued."""
+    config = {
+        "training": {"steps": 9, "on_nonfinite": "stop"}, "task": {"name": "train"}, "nodes": 1,
+        "gpus_per_node": 2, "strategy": {"name": "data", "execution": "spmd", **Layout(replicate=2).degrees},
+        "launcher": LAUNCHER,
+    }  # fmt: skip
+    folder.config.write_text(json.dumps(config))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "RUNNING"})
+    monkeypatch.setattr(restart, "requeue", lambda job, *, exclude: None)
+    monkeypatch.setattr(conclude_run.signal, "signal", lambda *_: None)
+    world = World(1, 2, 1, 2, 0, 1, host="n1", launcher="slurm", attempt="x")
+    for words, line in (
+        (("--start", "0"), "the ranks start again in the same job, on the same hosts, 1 of 1"),
+        ((), "requeued as job 7"),
+    ):
+        attempts.resumed_by_hand(folder)
+        failure.record_death(folder, world=world, returncode=-9)
+        with suppress(SystemExit):
+            conclude_run.main([str(folder.path), "137", "--again", *words])
+            assert not words
+        cause = "rank 1 on n1 failed first: killed by SIGKILL"
+        assert capsys.readouterr().err.splitlines() == [cause, line]
+        assert [end.line for end in attempts.recent_ends(folder)] == [cause]
+        assert [folder.failure.exists(), folder.summary.exists()] == [not words] * 2
+        assert (failure.records(folder) == []) == bool(words)
+
+
+def test_why_no_start_follows_is_in_the_line_of_the_failure(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts.end(folder, how="killed", host="n1", rank=1, step=30)
+    folder.failure.write_text('{"kind": "killed", "rank": 1, "host": "n1", "line": "killed"}')
+    folder.config.write_text(json.dumps({"training": {"on_nonfinite": "stop"}, "launcher": LAUNCHER}))
+    monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "CANCELLED"})
+    conclude_run._follow_failure(folder, start=0, environment={"SLURM_JOB_ID": "7"})
+    line = "killed; the job is cancelled, so it does not start again"
+    assert json.loads(folder.failure.read_text())["line"] == line
 
 
 def test_ends_count_from_the_last_resume(folder: RunFolder) -> None:
