@@ -52,8 +52,10 @@ class LauncherConfig:
     # Seconds before the time limit at which the run saves its state and ends.
     grace_s: int = key(90, between(1, 3600))
     max_requeues: int = key(20, at_least(0))  # How often the job may start again after a time limit.
-    # How often the job may start again after a failure that a new start can repair.
-    max_restarts: int = key(0, at_least(0))
+    # How often the run may start again after a failure that a new start can repair. null: 3 in a job, if the
+    # run can go on from where it was (a training with checkpoints, a script with `script.resume_arguments`);
+    # otherwise 0.
+    max_restarts: int | None = key(None, at_least(0))
     resubmit: bool = False  # Submit a new job if Slurm does not requeue the old one.
     # Any other flag of sbatch, without its dashes.
     extra: dict[str, Any] = field(default_factory=dict)

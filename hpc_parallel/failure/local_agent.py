@@ -27,7 +27,7 @@ from typing import Any
 
 from hpc_parallel.config.script import TORCHRUN, is_script
 from hpc_parallel.failure import failure, normal_end
-from hpc_parallel.failure.conclude_run import conclude, may_restart
+from hpc_parallel.failure.conclude_run import after_failure, conclude
 from hpc_parallel.failure.process_tree import adopt_orphans, end_descendants
 from hpc_parallel.failure.rank_process import die_with_parent
 from hpc_parallel.failure.supervisor import Supervisor
@@ -83,7 +83,7 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
         code = _attempt(folder, config=config, per_node=per_node, load_entry=load_entry)
         summary = Summary.read(folder)
         asks_to_restart = summary is not None and summary.outcome == "preempted"  # by a script's exit code
-        if code == 0 or not (asks_to_restart or may_restart(folder)):
+        if code == 0 or not (asks_to_restart or after_failure(folder, start=0).starts_again):
             return code
         reason = None if asks_to_restart else Failure.read(folder)  # the next start removes the file
         print(f"{reason.line}; restarting" if reason else "restarting", flush=True)

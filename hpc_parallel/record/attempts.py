@@ -43,14 +43,18 @@ class End:
     """How a start ended early, and on which host.
 
     how: `time_limit`, `preempted`, `cancelled`, or the kind of the failure. A start that completed has no
-    such record: the summary describes it. exclude: hosts that the next start leaves out; not written if
-    there are none.
+    such record: the summary describes it. exclude: hosts that the next start leaves out. rank: the one that
+    failed first. step: the last one that was logged or saved. line: the cause. Those without a value are not
+    written.
     """
 
     ended: str  # ISO 8601, UTC
     how: str
     host: str | None
     exclude: tuple[str, ...] = ()
+    rank: int | None = None
+    step: int | None = None
+    line: str | None = None
 
 
 @dataclass(frozen=True)
@@ -107,9 +111,11 @@ def keep_metrics(folder: RunFolder, *, until: int) -> tuple[int, dict[str, float
     return lost, {"repeated": repeated_s} if repeated_s else {}
 
 
-def end(folder: RunFolder, *, how: str, host: str | None = None, exclude: Sequence[str] = ()) -> None:
-    """Record how the newest start ended early (`End`)."""
-    append_line(folder.attempts, _without_empty(End(_now(), how, host, tuple(exclude)), "exclude"))
+def end(folder: RunFolder, *, how: str, host: str | None = None, **known: Any) -> None:
+    """Record how the newest start ended early. known: further fields of `End`."""
+    append_line(
+        folder.attempts, _without_empty(End(_now(), how, host, **known), "exclude", "rank", "step", "line")
+    )
 
 
 def resumed_by_hand(folder: RunFolder) -> None:
@@ -181,9 +187,12 @@ def _end(line: Mapping[str, Any]) -> End | None:
     return end if end is not None and end.ended and end.how else None
 
 
-def _without_empty(record: Start | End, name: str) -> dict[str, Any]:
-    """The fields of a record; `name` only if it has any items."""
-    return {key: value for key, value in asdict(record).items() if key != name or value}
+def _without_empty(record: Start | End, *optional: str) -> dict[str, Any]:
+    """The fields of a record; the optional ones only if they are known."""
+    unknown: tuple[Any, ...] = ((), [], {}, None)
+    return {
+        key: value for key, value in asdict(record).items() if key not in optional or value not in unknown
+    }
 
 
 def _now() -> str:

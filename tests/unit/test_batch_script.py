@@ -155,7 +155,7 @@ class Node:
         run = prepared(f"launcher.venv={quoted(str(self.venv))}", "launcher.snapshot=false", *overrides)
         run.folder.create()
         written = f"touch {shlex.quote(str(run.folder.summary))}\n" if completes else ""
-        before_ranks = render(run).rpartition("\nsrun ")[0]
+        before_ranks = render(run).rpartition("\nset +e")[0]
         script = f"{module}{before_ranks}\n{written}{then}"
         environment = {**os.environ, "CALLS": str(self.calls), "SLURM_JOB_ID": "7"}
         return subprocess.run(
@@ -275,8 +275,9 @@ def test_a_setup_line_that_exits_does_not_complete_the_job(
 
 def test_srun_starts_one_worker_a_device(tmp_path: Path) -> None:
     run = prepared("nodes=2", "gpus_per_node=2", "launcher.cpus_per_device=3", "run_dir='it is'")
-    last = render(run).splitlines()[-1]
-    assert shlex.split(last) == [
+    *_, srun, following, done = render(run).splitlines()
+    assert (following, done) == ("hpc_parallel_next $?", "done")
+    assert shlex.split(srun) == [
         "srun", "--cpus-per-task=3", "--distribution=block:block", "--kill-on-bad-exit=1", "--wait=0",
         sys.executable, "-m", "hpc_parallel.job", "rank", str(tmp_path / "it is"),
     ]  # fmt: skip
@@ -317,7 +318,7 @@ def test_submitit_submits_the_preview_which_starts_its_payload(
     assert given == SlurmLauncher().preview(submitted) == submitted.folder.batch_script.read_text()
     payload = Executor(submitted.folder.slurm, script="", time_minutes=1)._submitit_command_str
     logs = f"--unbuffered --output={submitted.folder.slurm}/%j_%t_log.out"
-    *_, marker, srun = given.splitlines()
+    *_, marker, srun, _, _ = given.splitlines()
     assert marker == "export SUBMITIT_EXECUTOR=slurm"
     assert srun == " ".join(["srun", logs, *srun_arguments(submitted), payload])
     assert "wckey" not in given

@@ -28,7 +28,6 @@ from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record import attempts
-from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
@@ -83,8 +82,8 @@ def folder(tmp_path: Path) -> RunFolder:
                 "gpus_per_node": 2,
                 "strategy": strategy,
                 "task": {"name": "train"},
-                "training": {"steps": 20},
-                "launcher": {"time_minutes": 60},
+                "training": {"steps": 20, "on_nonfinite": "stop"},
+                "launcher": {"time_minutes": 60, "max_requeues": 20, "max_restarts": 0},
             }
         )
     )
@@ -833,17 +832,3 @@ def test_the_recorders_variables_leave_the_users_alone(folder: RunFolder) -> Non
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "9", "TORCH_FR_DUMP_TEMP_FILE": "/mine",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_ENABLE_TIMING": "1",
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("kind", "rank", "policy", "mends"),
-    [
-        ("killed", 3, "stop", True), ("lost_peer", 3, "stop", True), ("node_lost", None, "stop", True),
-        ("hang", 3, "stop", True), ("collective_timeout", 3, "stop", True), ("start", 3, "stop", True),
-        ("start", None, "stop", False), ("error", 3, "stop", False), ("out_of_memory", 3, "stop", False),
-        ("disk", 3, "stop", False), ("configuration", 3, "stop", False), ("time_limit", None, "stop", False),
-        ("nonfinite", 3, "stop", False), ("nonfinite", 3, "rollback", True),
-    ],
-)  # fmt: skip
-def test_restarts_follow_the_kind_of_failure(kind: str, rank: int | None, policy: str, mends: bool) -> None:
-    assert failure.can_restart(Failure(kind=kind, rank=rank), on_nonfinite=policy) == mends
