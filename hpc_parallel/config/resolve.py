@@ -31,7 +31,10 @@ from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.slurm.limits import NodeShare
 
 # Keys without a default, with an example.
-REQUIRED = {"cluster.name": "mysite", "data.path": "tokens.npy", "data.dataset._target_": "mydata.MyDataset"}
+REQUIRED = {
+    "cluster.name": "mysite", "data.path": "tokens.npy", "data.dataset._target_": "mydata.MyDataset",
+    "optimizer._target_": "torch.optim.SGD",
+}  # fmt: skip
 
 RESTARTS = 3  # of a job whose run can go on from where it was
 
