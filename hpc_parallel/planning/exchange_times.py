@@ -376,11 +376,13 @@ class PlannedSplitAttention:
         return GroupExchange(f"context: {name}", "send_recv", number_bytes * self._kv, self.group)
 
     def _gather(self) -> Iterator[Message]:
-        every = self._kv * self.group.ranks
-        for kind, name in ((FORWARD, "keys and values"), (BACKWARD, "keys and values again")):
-            yield self._at_once(kind, name, "all_gather", every * self._bytes)
-        name = "gradients of keys and values"
-        yield self._at_once(BACKWARD, name, "reduce_scatter", every * self._precise)
+        """Under the mask of packed documents, autograd keeps all keys and values, and sums in their type."""
+        every, masked = self._kv * self.group.ranks, self.share.decoder.masked
+        yield self._at_once(FORWARD, "keys and values", "all_gather", every * self._bytes)
+        if not masked:
+            yield self._at_once(BACKWARD, "keys and values again", "all_gather", every * self._bytes)
+        summed = every * (self._bytes if masked else self._precise)
+        yield self._at_once(BACKWARD, "gradients of keys and values", "reduce_scatter", summed)
 
     def _all_to_all(self) -> Iterator[Message]:
         """A key-value head that serves several devices is sent to each."""

@@ -215,8 +215,11 @@ class TiedEnds:
     def sum_gradients(self) -> None:
         assert self._group is not None or not self._shared  # None would be the group of all ranks
         for gradient in local_gradients(self._shared):
+            message = gradient.contiguous()  # the two may differ in strides, and messages have none
             with marked("all_reduce tied ends"):
-                dist.all_reduce(gradient, group=self._group)
+                dist.all_reduce(message, group=self._group)
+            if message is not gradient:
+                gradient.copy_(message)
         for copy, original in self._pairs:
             gradients = zip(local_gradients([original]), local_gradients([copy]), strict=True)
             for original_gradient, copy_gradient in gradients:

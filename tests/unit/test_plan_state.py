@@ -81,8 +81,8 @@ MORE = [
 EVERY = [
     (f"strategy={strategy} {nodes} model={model} {data} {optimizer} device=cpu", [0, 1])
     for model, data in MODELS.items()
-    if model
-    not in ("deepseek_v2_lite", "mixtral_8x7b", "qwen3_30b_a3b")  # the oracle computes with real experts
+    # These took minutes, and more memory than the machine of the tests has.
+    if model not in ("deepseek_v2_lite", "mixtral_8x7b", "qwen3_30b_a3b")
     for strategy, nodes in (("data", TWO), ("fsdp", TWO), ("pipeline", TWO), ("parameter_server", TWO))
     for optimizer in ("optimizer=adamw", "optimizer=muon", "optimizer=sgd")
 ]

@@ -378,7 +378,7 @@ def gather_kv(kv: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[2, batch, kv_head, seq, head_dim] of all devices, in the order of the sequence."""
     all_kv = kv.new_empty((group.size(), *kv.shape))
     with marked("all_gather context"):
-        all_gather(all_kv.flatten(0, 1), kv, group=group)
+        all_gather(all_kv.flatten(0, 1), kv.contiguous(), group=group)
     return in_sequence(all_kv)
 
 
