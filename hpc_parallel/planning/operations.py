@@ -161,6 +161,22 @@ class Rounding:
             kernels += 2 * SCALING_KERNELS[self.fused] * self.by_rows
             yield Move(f"{product.name}: gradients to float8", moved, count * kernels)
 
+    def exchanged(
+        self, product: MatrixProduct, *, axis: str, splits_inputs: bool, is_backward: bool
+    ) -> float:
+        """How many largest values the ranks of `axis` exchange in one message for one layer; 0: none.
+
+        A scale for each row needs only the ranks that have parts of this row. splits_inputs: whether `tensor`
+        splits the inputs of the layer, and not its outputs.
+        """
+        if not self.by_rows:
+            return 2  # of one or two matrices
+        if axis == "context":
+            return (product.depth + product.columns) * is_backward
+        if splits_inputs:
+            return (product.rows + product.columns) * (not is_backward)
+        return (product.rows + product.depth) * is_backward
+
 
 def _numbers(product: MatrixProduct, layers: int) -> tuple[float, float, float]:
     """The numbers of the inputs of all layers, of their weights and of their results."""
