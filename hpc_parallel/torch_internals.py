@@ -460,16 +460,25 @@ def cpu_flash_backward(
     return backward(grad, query, key, value, output, lse, 0.0, causal, attn_mask=bias)  # type: ignore[no-any-return]
 
 
-def scaled_product(first: Tensor, second: Tensor, *, scales: tuple[Tensor, Tensor], fast: bool) -> Tensor:
-    """`first` [m, k] times `second` [k, n], both float8, times both scales, in bfloat16.
+def scaled_product(
+    first: Tensor,
+    second: Tensor,
+    *,
+    scales: tuple[Tensor, Tensor],
+    fast: bool,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """`first` [m, k] times `second` [k, n], both float8, times both scales, in `dtype`: bfloat16 or float64.
 
     scales: powers of two in float32, without dims or [m, 1] and [1, n]. m, k and n are multiples of 16.
     fast: sums on a GPU may have fewer than 24 bits. Hopper's tensor cores alone have this lower precision.
     """
-    if first.device.type == "cuda":
+    exact = dtype == torch.float64  # for proofs; no device multiplies float8 so
+    if first.device.type == "cuda" and not exact:
         return cuda_scaled_product(first, second, scales=scales, fast=fast)
+    sums = torch.float64 if exact else torch.float32
     with torch.autocast(first.device.type, enabled=False):
-        return (first.float() @ second.float() * scales[0] * scales[1]).to(torch.bfloat16)
+        return (first.to(sums) @ second.to(sums) * scales[0] * scales[1]).to(dtype)
 
 
 def cuda_scaled_product(
@@ -501,6 +510,15 @@ def all_to_all_rows(
     functional = torch.ops._c10d_functional
     arrived = functional.all_to_all_single(rows, received, sent, group.group_name)
     return functional.wait_tensor(arrived)  # type: ignore[no-any-return]
+
+
+def largest_of_group(numbers: Tensor, *, group: str) -> Tensor:
+    """The largest value of each of `numbers` over the ranks of a group, by the group's name.
+
+    Compiled code has the operator in its graph, as `all_to_all_rows` above.
+    """
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_reduce(numbers, "max", group))  # type: ignore[no-any-return]
 
 
 def set_default_timeout(timeout: timedelta) -> None:

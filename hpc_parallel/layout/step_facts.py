@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 UNMEASURED = 3
 OF_NVIDIA = ("nsys", "ncu")  # profile.kind
 OFF = "off"  # training.fp8
+ALIGNED = 16  # cuBLAS needs every size of a product in float8 to be a multiple of it
+MULTIPLES = f"multiples of {ALIGNED}"
 HALF = ("bfloat16", "float16")
 BFLOAT16 = "bfloat16"
 UPDATED_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
@@ -26,6 +28,11 @@ UPDATED_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
 def measured_steps(config: RunConfig) -> int:
     """`training.measure_steps`; 0 with Nsight, because CUPTI serves only one profiler in a process."""
     return 0 if config.profile.kind in OF_NVIDIA else config.training.measure_steps
+
+
+def is_cut(size: int, degree: int) -> bool:
+    """Whether one device multiplies a size in float8, and its parts on `degree` devices are too small."""
+    return size % ALIGNED == 0 and size % (degree * ALIGNED) != 0
 
 
 def selective_problem() -> Problem | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc_parallel.layout.counts import DecoderSizes
+from hpc_parallel.layout.step_facts import ALIGNED
 from hpc_parallel.planning.hardware import Hardware, MemoryTraffic
 from hpc_parallel.planning.operations import (
-    ALIGNED,
     FLOAT32_BYTES,
     MatrixProduct,
     Move,
@@ -31,6 +31,7 @@ VALUES = "weighted values"
 SOFTMAX = "softmax"
 SCORES = "scores"  # a flash kernel does not keep them for the backward pass
 QKV, UP, DOWN = "queries, keys, values", "feed-forward up", "feed-forward down"
+OUTPUT = "attention output"
 # A mixture of experts (models/moe.py, experts.py). Bytes for each number of a token's copy, as above:
 GATED_BYTES = 14  # sorted by expert (4) and back (4), weighted (4), summed (2)
 ARRIVED_BYTES = 8  # in addition if experts are split: sorted on arrival (4) and back (4)
@@ -79,6 +80,18 @@ class Share:
             return operations
         return [*operations, *self.rounding.forward(in_float8(operations), layers=self._layers)]
 
+    def scale_messages(self, axis: str, *, is_backward: bool) -> Iterator[tuple[str, int, float]]:
+        """What the ranks of `axis` exchange for scales in float8: a product, its layers, numbers of each."""
+        if (rounding := self.rounding) is None:
+            return
+        for product in in_float8(self._block()):
+            layers = self._layers.get(product.name, 1)
+            one = replace(product, columns=product.columns / layers)
+            splits_inputs = product.name in (OUTPUT, DOWN)
+            numbers = rounding.exchanged(one, axis=axis, splits_inputs=splits_inputs, is_backward=is_backward)
+            if numbers:
+                yield product.name, layers, numbers
+
     @property
     def _layers(self) -> dict[str, int]:
         """How many linear layers a product stands for, if more than one. Each layer rounds its own input."""
@@ -110,7 +123,7 @@ class Share:
             self._linear(QKV, (queries + 2 * decoder.kv_dim) / tensor, dim),
             MatrixProduct(SCORES, rows, seq, width, number, batch=head_batch, in_cache=flash),
             MatrixProduct(VALUES, rows, width, seq, number, batch=head_batch, in_cache=flash),
-            self._linear("attention output", dim, queries / tensor),
+            self._linear(OUTPUT, dim, queries / tensor),
             *self._feed_forward(columns),
             Move("norms, activation, sums", wider * moved, kernels=7),
             Move(SOFTMAX, wider * score_bytes * scores * self.traffic.attention, kernels=3),

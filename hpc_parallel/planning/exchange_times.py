@@ -10,7 +10,7 @@ from functools import cached_property
 from hpc_parallel.planning.collective_times import GroupExchange, GroupShape, bus_bytes_per_s, send_s
 from hpc_parallel.planning.decoder import SCORES, SOFTMAX, VALUES, Kernels, Share, Term, Terms
 from hpc_parallel.planning.hardware import Hardware, Loads
-from hpc_parallel.planning.operations import precise_bytes
+from hpc_parallel.planning.operations import FLOAT32_BYTES, precise_bytes
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, ActionKind
 from hpc_parallel.planning.work import Work
 
@@ -93,10 +93,31 @@ class ExchangeTimes:
         size = COUNT_BYTES * self._work.decoder.experts
         return self._exchange_s(GroupExchange("numbers of tokens", "all_to_all", size, group))
 
+    @cached_property
+    def scales_s(self) -> dict[ActionKind, float]:
+        """A block's exchanges of the largest values of tensors that axes split, for scales in float8."""
+        return {
+            kind: sum(count * self._exchange_s(exchange) for count, exchange in self._scales(kind))
+            for kind in (FORWARD, BACKWARD)
+        }
+
+    def scale_messages(self, kind: ActionKind) -> int:
+        return sum(count for count, _ in self._scales(kind))
+
+    def _scales(self, kind: ActionKind) -> Iterator[tuple[int, GroupExchange]]:
+        tensor, context = self._work.tensor, self._work.context
+        groups = {"tensor": self._group(tensor, stride=1), "context": self._group(context, stride=tensor)}
+        for axis, group in groups.items():
+            messages = self._share.scale_messages(axis, is_backward=kind is BACKWARD)
+            for product, count, numbers in messages if group.ranks > 1 else ():
+                size, name = FLOAT32_BYTES * numbers, f"scales of {product} over {axis}, {kind.name.lower()}"
+                yield count, GroupExchange(name, "all_reduce", size, group)
+
     @property
     def waits_of_block_s(self) -> list[float]:
         """How long a block waits for other parts of its sequences and for experts in a microbatch."""
-        forward_passes, waits_s = 1 + self._work.recompute, []
+        forward_passes = 1 + self._work.recompute
+        waits_s = [*[self.scales_s[FORWARD]] * forward_passes, self.scales_s[BACKWARD]]
         if self._work.context > 1:
             waits_s += [*[self.context_s[FORWARD]] * forward_passes, self.context_s[BACKWARD]]
         if self._work.expert > 1:

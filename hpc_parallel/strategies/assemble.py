@@ -335,7 +335,10 @@ def dropout_part(
 def prepare(part: LayeredModel, *, config: RunConfig, mesh: DeviceMesh, device: torch.device) -> None:
     """Apply float8, checkpointing, compilation, and sharding or precision; then materialise the weights."""
     training = config.training
-    float8.apply(part, recipe=training.fp8, device=device)
+    float8.apply(
+        part, recipe=training.fp8, device=device,
+        context=axis_of(mesh, "context"), tensor=axis_of(mesh, "tensor"),
+    )  # fmt: skip
     checkpointing.apply(part, keeps=training.activation_checkpointing, compiled=training.compile)
     if training.compile:
         compiling.apply(part, memory_budget=training.memory_budget, whole=training.compile_whole)
