@@ -10,6 +10,7 @@ from omegaconf import MISSING
 from hpc_parallel.config import fabric_kinds
 from hpc_parallel.rules import above, at_least, between, count, key, line, matches, one_of
 
+HERE = ("local", "allocation")  # launchers that submit no job
 RUNTIMES = ("apptainer", "pyxis")  # of containers
 
 
@@ -17,8 +18,8 @@ RUNTIMES = ("apptainer", "pyxis")  # of containers
 class LauncherConfig:
     """Where the job runs, and what is asked of Slurm."""
 
-    # `auto` takes Slurm if it answers, else this machine.
-    kind: str = key("auto", one_of("auto", "local", "slurm", "script"))
+    # `auto` takes the allocation that the shell is in, else Slurm if it answers, else this machine.
+    kind: str = key("auto", one_of("auto", "local", "slurm", "script", "allocation"))
     wait: bool = False  # Follow a submitted job and exit with its outcome.
     partition: str | None = key(None, line())  # sbatch `--partition`.
     account: str | None = key(None, line())  # sbatch `--account`.

@@ -43,6 +43,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_tail
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.values import texts
+from hpc_parallel.slurm.allocation import ALLOCATION
 from hpc_parallel.slurm.jobs import job_of
 from hpc_parallel.user_code import hint
 
@@ -195,7 +196,7 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
     is_repeatable = continues or how != restart.TIME_LIMIT
     restarts = is_repeatable and restart.allowed(folder, how=how, recoverable=False, launcher=launcher)
     reasons = {
-        restart.TIME_LIMIT: f"the time limit of {launcher['time_minutes']} min was near",
+        restart.TIME_LIMIT: f"{_limit(launcher)} was near",
         restart.PREEMPTED: "preempted by Slurm",
         restart.CANCELLED: cancelled_by(stopped.signal),
         restart.REQUEUED: "the script asks for a new start",
@@ -205,12 +206,15 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
     else:
         kept = f"saved at step {stopped.step}" if continues else f"{stopped.kept} are kept"
     line = f"{reasons[how]}: {kept}"
-    if how in (restart.TIME_LIMIT, restart.REQUEUED) and not restarts:
-        if continues:
+    if how != restart.CANCELLED and not restarts:
+        if launcher.get("kind") == ALLOCATION:
+            line += "; nothing starts again in an allocation"
+        elif continues:
             line += f"; launcher.max_requeues={launcher['max_requeues']} are used up"
         else:
             line += "; try a longer launcher.time_minutes or a smaller task.seconds"
-        kind = failure.TIME_LIMIT if how == restart.TIME_LIMIT else failure.ERROR
+        kinds = {restart.TIME_LIMIT: failure.TIME_LIMIT, restart.PREEMPTED: failure.KILLED}
+        kind = kinds.get(how, failure.ERROR)
         _without_rank(kind=kind, message=line, line=line).write(folder)
     if stopped.step is not None and not restarts:
         line += f"; go on with resume={folder.path}"
@@ -293,13 +297,22 @@ def _out_of_time(folder: RunFolder) -> Failure:
     lines = MetricsReader(folder.metrics).read()
     step = lines[-1]["step"] if lines else 0
     config = folder.read_config()
-    minutes = config["launcher"]["time_minutes"]
-    message = f"the time limit of {minutes} min was reached after step {step}"
+    limit = _limit(config["launcher"])
+    message = f"{limit} was reached after step {step}"
     advice = "raise launcher.time_minutes, or train less"
     if is_script(config):
-        message = f"the time limit of {minutes} min was reached"
+        message = f"{limit} was reached"
         advice = "raise launcher.time_minutes, or set script.stop_signal"
+    if config["launcher"].get("kind") == ALLOCATION:
+        advice = "start it again in another one"
     return _without_rank(kind=failure.TIME_LIMIT, message=message, line=f"{message}: {advice}")
+
+
+def _limit(launcher: Mapping[str, Any]) -> str:
+    """The time limit that ends the run. That of an allocation is not in the run's configuration."""
+    if launcher.get("kind") == ALLOCATION:
+        return "the end of the allocation"
+    return f"the time limit of {launcher['time_minutes']} min"
 
 
 def _without_rank(

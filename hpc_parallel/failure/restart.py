@@ -15,6 +15,7 @@ from hpc_parallel.failure import failure
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError
+from hpc_parallel.slurm.allocation import ALLOCATION
 from hpc_parallel.slurm.jobs import ENDED, job_fields, job_of
 from hpc_parallel.slurm.limits import hosts_of
 from hpc_parallel.slurm.short_forms import expand_hosts
@@ -58,8 +59,11 @@ def _is_requeued(fields: Mapping[str, str], *, environment: Mapping[str, str]) -
 def allowed(folder: RunFolder, *, how: str, recoverable: bool, launcher: Mapping[str, Any]) -> bool:
     """Whether the run may restart after an end of the kind `how`.
 
-    recoverable: `failure.can_restart`; launcher: the section of `config.yaml`.
+    recoverable: `failure.can_restart`; launcher: the section of `config.yaml`. A run in an allocation never
+    restarts: Slurm would start the user's whole job again.
     """
+    if launcher.get("kind") == ALLOCATION:
+        return False
     ends = Counter(_kind(end) for end in attempts.recent_ends(folder))
     if how == PREEMPTED:
         return True
