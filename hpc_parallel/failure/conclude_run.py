@@ -43,7 +43,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_tail
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.values import texts
-from hpc_parallel.slurm.allocation import ALLOCATION
+from hpc_parallel.slurm.allocation import in_allocation
 from hpc_parallel.slurm.jobs import job_of
 from hpc_parallel.user_code import hint
 
@@ -195,8 +195,9 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
     continues = stopped.step is not None or stopped.code is not None
     is_repeatable = continues or how != restart.TIME_LIMIT
     restarts = is_repeatable and restart.allowed(folder, how=how, recoverable=False, launcher=launcher)
+    limit = "the allocation" if in_allocation(launcher) else f"{launcher['time_minutes']} min"
     reasons = {
-        restart.TIME_LIMIT: f"{_limit(launcher)} was near",
+        restart.TIME_LIMIT: f"the time limit of {limit} was near",
         restart.PREEMPTED: "preempted by Slurm",
         restart.CANCELLED: cancelled_by(stopped.signal),
         restart.REQUEUED: "the script asks for a new start",
@@ -207,7 +208,7 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
         kept = f"saved at step {stopped.step}" if continues else f"{stopped.kept} are kept"
     line = f"{reasons[how]}: {kept}"
     if how != restart.CANCELLED and not restarts:
-        if launcher.get("kind") == ALLOCATION:
+        if in_allocation(launcher):
             line += "; nothing starts again in an allocation"
         elif continues:
             line += f"; launcher.max_requeues={launcher['max_requeues']} are used up"
@@ -297,22 +298,15 @@ def _out_of_time(folder: RunFolder) -> Failure:
     lines = MetricsReader(folder.metrics).read()
     step = lines[-1]["step"] if lines else 0
     config = folder.read_config()
-    limit = _limit(config["launcher"])
-    message = f"{limit} was reached after step {step}"
+    minutes = config["launcher"]["time_minutes"]
+    message = f"the time limit of {minutes} min was reached after step {step}"
     advice = "raise launcher.time_minutes, or train less"
     if is_script(config):
-        message = f"{limit} was reached"
+        message = f"the time limit of {minutes} min was reached"
         advice = "raise launcher.time_minutes, or set script.stop_signal"
-    if config["launcher"].get("kind") == ALLOCATION:
-        advice = "start it again in another one"
+    if in_allocation(config["launcher"]):
+        message, advice = "the allocation has reached its time limit", "start the run again in another one"
     return _without_rank(kind=failure.TIME_LIMIT, message=message, line=f"{message}: {advice}")
-
-
-def _limit(launcher: Mapping[str, Any]) -> str:
-    """The time limit that ends the run. That of an allocation is not in the run's configuration."""
-    if launcher.get("kind") == ALLOCATION:
-        return "the end of the allocation"
-    return f"the time limit of {launcher['time_minutes']} min"
 
 
 def _without_rank(

@@ -15,7 +15,7 @@ from hpc_parallel.failure import failure
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError
-from hpc_parallel.slurm.allocation import ALLOCATION
+from hpc_parallel.slurm.allocation import in_allocation
 from hpc_parallel.slurm.jobs import ENDED, job_fields, job_of
 from hpc_parallel.slurm.limits import hosts_of
 from hpc_parallel.slurm.short_forms import expand_hosts
@@ -62,7 +62,7 @@ def allowed(folder: RunFolder, *, how: str, recoverable: bool, launcher: Mapping
     recoverable: `failure.can_restart`; launcher: the section of `config.yaml`. A run in an allocation never
     restarts: Slurm would start the user's whole job again.
     """
-    if launcher.get("kind") == ALLOCATION:
+    if in_allocation(launcher):
         return False
     ends = Counter(_kind(end) for end in attempts.recent_ends(folder))
     if how == PREEMPTED:

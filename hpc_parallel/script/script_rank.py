@@ -165,13 +165,8 @@ def begin(
     environment: the variables of the script.
     """
     if (job := job_of(os.environ)) is not None:
-        hold_by_job(
-            folder,
-            job,
-            step=own_step(
-                config["launcher"]["kind"], start=config["cluster"]["start"], environment=os.environ
-            ),
-        )
+        kind, start = config["launcher"]["kind"], config["cluster"]["start"]
+        hold_by_job(folder, job, step=own_step(kind, start=start, environment=os.environ))
     for rank in folder.logs.glob("rank-*.device.json"):  # an earlier start may have had more ranks
         rank.unlink(missing_ok=True)
     last = None

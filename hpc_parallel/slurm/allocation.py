@@ -71,6 +71,11 @@ def required() -> Allocation:
     return allocation
 
 
+def in_allocation(launcher: Mapping[str, object]) -> bool:
+    """Whether the section `launcher` of a recorded configuration is that of a run in an allocation."""
+    return launcher.get("kind") == ALLOCATION
+
+
 def own_step(kind: str, *, start: str, environment: Mapping[str, str]) -> str | None:
     """The number of the step of all ranks in an allocation; None for another `launcher.kind`.
 

@@ -59,11 +59,8 @@ def join(
     ranks, by_host = introduce(world, device=device, host_fabric={"variables": variables, "reasons": reasons})
     if world.rank == 0:
         if (job := job_of(os.environ)) is not None:
-            hold_by_job(
-                folder,
-                job,
-                step=own_step(config.launcher.kind, start=config.cluster.start, environment=os.environ),
-            )
+            step = own_step(config.launcher.kind, start=config.cluster.start, environment=os.environ)
+            hold_by_job(folder, job, step=step)
         folder.begin_anew()
     carriers = transport.find_transport(
         folder, config=config, world=world, hosts=[rank["host"] for rank in ranks], devices=devices
