@@ -24,8 +24,8 @@ _FACTS = {
     _JOB, "SLURM_CLUSTER_NAME", "SLURM_JOB_ACCOUNT", "SLURM_JOB_END_TIME", "SLURM_JOB_NAME",
     "SLURM_JOB_PARTITION", "SLURM_JOB_QOS", "SLURM_TMPDIR",
 }  # fmt: skip
-# Of the shell's own step, which may be `srun --pty`.
-_OF_A_STEP = re.compile(r"(SLURMD_|SRUN_|PMI|MPI_LOCAL)")
+# Of the shell's own step, which may be `srun --pty`, or of its commands.
+_OF_THE_SHELL = re.compile(r"SLURMD_|SRUN_|SQUEUE_|SCANCEL_|PMI|MPI_LOCAL")
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def variables_of_steps(
     kept = {
         name: value for name, value in environment.items()
         if name in KEPT or name in _FACTS
-        or not (name.startswith("SLURM_") or _OF_A_STEP.match(name))
+        or not (name.startswith("SLURM_") or _OF_THE_SHELL.match(name))
     }  # fmt: skip
     names = ",".join(hosts)
     return kept | {

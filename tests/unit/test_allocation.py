@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -65,6 +66,7 @@ def test_a_shells_own_requests_do_not_reach_srun() -> None:
         "SLURM_JOB_END_TIME": "1795876390", "SLURM_NTASKS": "1", "SLURM_CPU_BIND": "mask_cpu:0x1",
         "SLURM_STEP_ID": "0", "SLURM_MEM_PER_NODE": "100", "SLURM_RESTART_COUNT": "2", "SLURM_NNODES": "3",
         "SLURM_GPUS_PER_NODE": "4", "SLURMD_NODENAME": "n1", "SRUN_CPUS_PER_TASK": "1", "PMIX_RANK": "0",
+        "SQUEUE_PARTITION": "x",
     }  # fmt: skip
     assert variables_of_steps(shell, job="7", hosts=("n1", "n2"), tasks=4) == {
         "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "SLURM_CONF": "/s.conf", "SLURM_JOB_PARTITION": "gpu",
@@ -163,7 +165,15 @@ def test_the_script_takes_the_first_hosts_beside_other_steps(start: str, tasks: 
         f"--ntasks-per-node={tasks}", f"--cpus-per-task={cpus}",
     } <= set(srun(script))  # fmt: skip
     assert "--overcommit" not in script
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("start", ["srun", "torchrun", "mpirun"])
+def test_the_script_is_legal_shell(start: str) -> None:
+    Path("script").write_text(render(prepared(*SMALL, "nodes=2", f"cluster.start={start}")))
+    reader = ("shellcheck", "--shell=bash") if shutil.which("shellcheck") else ("bash", "-n")
+    read = subprocess.run([*reader, "script"], capture_output=True, text=True)
+    assert read.returncode == 0, read.stdout + read.stderr
 
 
 def conf(folder: RunFolder) -> None:
