@@ -128,7 +128,7 @@ def test_cancel_on_another_host_ends_the_step_and_not_the_allocation(site: Site)
         wait_for((here.folder("long") / "metrics.jsonl").exists, within_s=PATIENCE_S)
         there = ("srun", f"--jobid={here.job}", "--overlap", "--mem=0", "-N1", "-n1", f"-D{site.home}")
         command = (sys.executable, "-m", "hpc_parallel")
-        assert "running" in site.cluster.run(*there, *command, "status", "--json")
+        assert "running" in site.cluster.run(*there, *command, "status", "long", "--json")
         site.cluster.run(*there, *command, "cancel", "long", "--yes")
         output, _ = long.communicate(timeout=PATIENCE_S)
         assert "cancelled by SIGTERM: saved at step" in output.splitlines()[-1]
@@ -188,11 +188,17 @@ def test_other_starts_in_an_allocation(site: Site, alone: Callable[..., list[flo
 
 
 @pytest.mark.full
-def test_a_sweep_in_an_allocation(site: Site) -> None:
+def test_a_sweep_and_a_notebook_in_an_allocation(site: Site) -> None:
     with allocation(site) as here:
         rates = "optimizer.learning_rate=0.001,0.002"
         done = here.line("-m", "strategy=data", "nodes=2", *SMALL, rates, "hydra.sweep.dir=sweep")
         assert done.returncode == 0, done.stdout + done.stderr
         assert "2 completed" in done.stdout
-        folders = sorted(path.parent for path in here.folder("sweep").glob("*/summary.json"))
+        folders = sorted(path.parent for path in here.folder("sweep").glob("**/summary.json"))
         assert [read(folder, "summary.json")["job_ids"] for folder in folders] == [[here.job], [here.job]]
+        words = ["strategy=data", "nodes=2", *SMALL, "run_dir=notebook"]
+        code = f"import hpc_parallel as hp; print(hp.submit(hp.compose({words})).wait()['world_size'])"
+        environment = site.environment | SHELL | here.variables
+        notebook = [sys.executable, "-c", code]
+        assert subprocess.check_output(notebook, cwd=site.home, env=environment, text=True) == "2\n"
+        assert len(set(here.hosts("notebook"))) == 2
