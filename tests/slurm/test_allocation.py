@@ -191,10 +191,10 @@ def test_other_starts_in_an_allocation(site: Site, alone: Callable[..., list[flo
 def test_a_sweep_and_a_notebook_in_an_allocation(site: Site) -> None:
     with allocation(site) as here:
         rates = "optimizer.learning_rate=0.001,0.002"
-        done = here.line("-m", "strategy=data", "nodes=2", *SMALL, rates, "hydra.sweep.dir=sweep")
+        done = here.line("-m", "strategy=data", "nodes=2", *SMALL, rates)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "2 completed" in done.stdout
-        folders = sorted(path.parent for path in here.folder("sweep").glob("**/summary.json"))
+        folders = sorted(path.parent for path in site.home.glob("runs/*/*/summary.json"))
         assert [read(folder, "summary.json")["job_ids"] for folder in folders] == [[here.job], [here.job]]
         words = ["strategy=data", "nodes=2", *SMALL, "run_dir=notebook"]
         code = f"import hpc_parallel as hp; print(hp.submit(hp.compose({words})).wait()['world_size'])"
