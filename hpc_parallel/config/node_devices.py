@@ -12,6 +12,7 @@ from typing import Any
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.slurm import client
+from hpc_parallel.slurm.allocation import ALLOCATION, surroundings
 from hpc_parallel.slurm.limits import NodeShare, gpu_counts, share_of_a_gpu
 
 AUTO = "auto"
@@ -24,7 +25,8 @@ def devices_of_a_node(values: Mapping[str, Any]) -> int:
 
     A run on this machine uses the GPUs that are visible here, or one CPU process if there are none. A run on
     Slurm uses the number in the cluster profile (`cluster.partitions`, `cluster.gpus_per_node`). If the
-    profile has none, the run uses the number that sinfo reports for the partition.
+    profile has none, the run uses the number that sinfo reports for the partition. In an allocation, the run
+    uses the GPUs that the allocation has on each node.
 
     values: the keys `device`, `launcher` (`kind`, `partition`) and `cluster` (`name`, `partitions`, `gpus`,
     `gpu_type`, `gpus_per_node`) of the configuration.
@@ -34,6 +36,8 @@ def devices_of_a_node(values: Mapping[str, Any]) -> int:
     launcher, cluster = values["launcher"], values["cluster"]
     if launcher["kind"] == "local":
         return 1 if values["device"] == "cpu" else max(1, visible_gpus(os.environ))
+    if launcher["kind"] == ALLOCATION and (gpus := gpus_of_allocation(cluster)) is not None:
+        return 1 if values["device"] == "cpu" else max(1, gpus)
     limits = cluster["partitions"].get(launcher["partition"])
     if isinstance(limits, dict) and isinstance(limits.get("gpus_per_node"), int):
         if not limits["gpus_per_node"] and cluster["gpus"]:
@@ -59,17 +63,33 @@ def devices_of_a_node(values: Mapping[str, Any]) -> int:
 def choose_launcher(kind: str) -> tuple[str, str]:
     """The launcher that `kind` means now, and the reason if `kind` is auto (else an empty text).
 
-    `auto` is Slurm if it answers and we are not inside an allocation, else this machine.
+    `auto` is the allocation that we are inside, else Slurm if it answers, else this machine. A job in the
+    environment that has ended is no allocation.
     """
     if kind != AUTO:
         return kind, ""
-    if job := os.environ.get("SLURM_JOB_ID"):
-        return "local", f"already inside the allocation of job {job}"
+    allocation, reason, is_stale = surroundings(os.environ)
+    if allocation is not None:
+        return ALLOCATION, f"inside the allocation of job {allocation.job}"
+    if not is_stale:
+        return "local", reason
+    stale = f"{reason}; " if os.environ.get("SLURM_JOB_ID") else ""
     if not client.is_installed():
-        return "local", "there is no sbatch on this machine"
+        return "local", f"{stale}there is no sbatch on this machine"
     if not client.answers():
-        return "local", "sbatch is here, but Slurm's controller does not answer"
-    return "slurm", "sbatch is here and Slurm's controller answers"
+        return "local", f"{stale}sbatch is here, but Slurm's controller does not answer"
+    return "slurm", f"{stale}sbatch is here and Slurm's controller answers"
+
+
+def gpus_of_allocation(cluster: Mapping[str, Any]) -> int | None:
+    """The GPUs that the allocation has on each node; None if Slurm does not count GPUs on this cluster.
+
+    cluster: the keys `gpus` and `gpu_flag`.
+    """
+    allocation = surroundings(os.environ).allocation
+    if allocation is None or not cluster["gpus"] or cluster["gpu_flag"] == "none":
+        return None
+    return allocation.gpus
 
 
 def runs_on_cpus(config: RunConfig) -> bool:
@@ -114,11 +134,14 @@ def default_share(values: Mapping[str, Any]) -> NodeShare:
 
     values: as in `default_precision`, with `launcher.partition`, `cluster.gpu_type` and `flags`, the names of
     more flags. Returns one CPU and the memory of the partition if the run starts here or has no GPUs, or
-    if sinfo does not say more.
+    if sinfo does not say more. In an allocation, the CPUs are those of the allocation.
     """
     launcher, cluster = values["launcher"], values["cluster"]
     if launcher["kind"] == "local" or not cluster["gpus"] or values["device"] == "cpu":
         return NodeShare()
+    if launcher["kind"] == ALLOCATION:
+        allocation = surroundings(os.environ).allocation
+        return NodeShare() if allocation is None else NodeShare(allocation.cpus_per_gpu)
     share = share_of_a_gpu(partition=launcher["partition"], gpu_type=cluster["gpu_type"])
     asks_for_memory = any(str(flag).startswith("mem") for flag in values["flags"])
     return replace(share, memory_gb=None) if asks_for_memory else share  # Slurm takes only one such flag

@@ -19,15 +19,18 @@ from hpc_parallel.config.node_devices import (
     default_precision,
     default_share,
     devices_of_a_node,
+    gpus_of_allocation,
 )
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.config.script import KINDS, NODE, RANKS, TASK, TORCHRUN, name_of
+from hpc_parallel.config.site_schema import HERE
 from hpc_parallel.config.task_schema import JOB_SECONDS, LOCAL_SECONDS
 from hpc_parallel.config.typed_config import MistypedError, typed
 from hpc_parallel.layout.batch_plan import default_batch_size, usual_batch_size
 from hpc_parallel.layout.layout import DATAPARALLEL, SPMD
 from hpc_parallel.layout.schedules import schedule_named
 from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.slurm.allocation import ALLOCATION
 from hpc_parallel.slurm.limits import NodeShare
 
 # Keys without a default, with an example.
@@ -90,10 +93,15 @@ def _problems_of_keys(config: DictConfig) -> list[Problem | str]:
 
 
 def _set_launcher(config: DictConfig) -> str:
-    """Set the launcher that `launcher.kind=auto` means here; returns the reason."""
+    """Set the launcher that `launcher.kind=auto` means here; returns the reason.
+
+    An allocation without GPUs trains on its CPUs, whatever the cluster has.
+    """
     kind, reason = choose_launcher(config.launcher.kind)
     if reason:
         config.launcher.kind = kind
+    if kind == ALLOCATION and gpus_of_allocation(config.cluster) == 0:
+        config.cluster.gpus = False
     return reason
 
 
@@ -174,8 +182,8 @@ def _set_batch(config: DictConfig) -> None:
 def _set_time_budget(config: DictConfig) -> None:
     """Set a number for `task.seconds`, if the task has this key."""
     if config.task.get("seconds", 0) is None:
-        is_local = config.launcher.kind == "local"
-        seconds = LOCAL_SECONDS if is_local else min(JOB_SECONDS, 30.0 * config.launcher.time_minutes)
+        is_here = config.launcher.kind in HERE
+        seconds = LOCAL_SECONDS if is_here else min(JOB_SECONDS, 30.0 * config.launcher.time_minutes)
         config.task.seconds = seconds
 
 
@@ -185,7 +193,7 @@ def _set_restarts(config: DictConfig) -> None:
         return
     saves = config.task.name == "train" and config.training.checkpoint_every is not None
     resumes = saves or (config.task.name == TASK and bool(config.script.resume_arguments))
-    config.launcher.max_restarts = RESTARTS if resumes and config.launcher.kind != "local" else 0
+    config.launcher.max_restarts = RESTARTS if resumes and config.launcher.kind not in HERE else 0
 
 
 def with_values(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpc_parallel.config.checks import allocation_checks
 from hpc_parallel.config.job_python import find_environment
 from hpc_parallel.config.node_devices import visible_gpus
 from hpc_parallel.config.schema import RunConfig
@@ -21,6 +22,7 @@ from hpc_parallel.layout.counts import GIB, least_bytes
 from hpc_parallel.layout.layout import layout_of, processes_per_node
 from hpc_parallel.problems import spell
 from hpc_parallel.record.values import flatten
+from hpc_parallel.slurm.allocation import ALLOCATION
 from hpc_parallel.slurm.limits import Limits, limits
 
 # Apptainer mounts the home, the current folder and these, unless an argument says otherwise.
@@ -33,6 +35,8 @@ def site_warnings(config: RunConfig) -> list[str]:
     launcher = config.launcher
     if launcher.kind == "local":
         return local_warnings(config, memory_bytes=physical_memory_bytes(), environment=os.environ)
+    if launcher.kind == ALLOCATION:
+        return [f"warning     {line}" for line in allocation_checks.warnings(config)]
     most = limits_of(config)
     where = f"partition {launcher.partition}" if launcher.partition else "the default partition"
     warnings = [*_of_the_job(config, most, where), *_of_a_node(config, most, where)]

@@ -10,6 +10,7 @@ from omegaconf import MISSING
 from hpc_parallel.config import fabric_kinds
 from hpc_parallel.rules import above, at_least, between, count, key, line, matches, one_of
 
+HERE = ("local", "allocation")  # launchers that submit no job
 RUNTIMES = ("apptainer", "pyxis")  # of containers
 
 
@@ -17,8 +18,8 @@ RUNTIMES = ("apptainer", "pyxis")  # of containers
 class LauncherConfig:
     """Where the job runs, and what is asked of Slurm."""
 
-    # `auto` takes Slurm if it answers, else this machine.
-    kind: str = key("auto", one_of("auto", "local", "slurm", "script"))
+    # `auto` takes the allocation that the shell is in, else Slurm if it answers, else this machine.
+    kind: str = key("auto", one_of("auto", "local", "slurm", "script", "allocation"))
     wait: bool = False  # Follow a submitted job and exit with its outcome.
     partition: str | None = key(None, line())  # sbatch `--partition`.
     account: str | None = key(None, line())  # sbatch `--account`.
@@ -52,9 +53,9 @@ class LauncherConfig:
     # Seconds before the time limit at which the run saves its state and ends.
     grace_s: int = key(90, between(1, 3600))
     max_requeues: int = key(20, at_least(0))  # How often the job may start again after a time limit.
-    # How often the run may start again after a failure that a new start can repair. null: 3 in a job, if the
-    # run can go on from where it was (a training with checkpoints, a script with `script.resume_arguments`);
-    # otherwise 0.
+    # How often the run may start again after a failure that a new start can repair. null: 3 in a job of its
+    # own, if the run can go on from where it was (a training with checkpoints, a script with
+    # `script.resume_arguments`); otherwise 0.
     max_restarts: int | None = key(None, at_least(0))
     resubmit: bool = False  # Submit a new job if Slurm does not requeue the old one.
     # Any other flag of sbatch, without its dashes.

@@ -49,13 +49,18 @@ from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_tail
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.values import texts
+from hpc_parallel.slurm.allocation import in_allocation
 from hpc_parallel.slurm.jobs import job_of
 from hpc_parallel.user_code import hint
 
 _LOG_LINES = 40
 _NFS_S = 90.0
 # What `failure.json` calls a stop after which no start follows.
-_KINDS = {restart.TIME_LIMIT: failure.TIME_LIMIT, restart.REQUEUED: failure.ERROR}
+_KINDS = {
+    restart.TIME_LIMIT: failure.TIME_LIMIT,
+    restart.REQUEUED: failure.ERROR,
+    restart.PREEMPTED: failure.KILLED,
+}
 _UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a preempted run that could not save
 _TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT|^Slurm says of job [\d_]+: timeout", re.MULTILINE)
 
@@ -217,8 +222,9 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
     limits, ends = Limits.of(folder.read_config()), attempts.recent_ends(folder)
     decision = restart.decide(ends, limits=limits, continues=continues)
     restarts = decision.starts_again
+    limit = "the allocation" if in_allocation(launcher) else f"{launcher['time_minutes']} min"
     reasons = {
-        restart.TIME_LIMIT: f"the time limit of {launcher['time_minutes']} min was near",
+        restart.TIME_LIMIT: f"the time limit of {limit} was near",
         restart.PREEMPTED: "preempted by Slurm",
         restart.CANCELLED: cancelled_by(stopped.signal),
         restart.REQUEUED: "the script asks for a new start",
@@ -228,7 +234,7 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
     else:
         kept = f"saved at step {stopped.step}" if continues else f"{stopped.kept} are kept"
     line = f"{reasons[how]}: {kept}"
-    if how in (restart.TIME_LIMIT, restart.REQUEUED) and not restarts:
+    if how != restart.CANCELLED and not restarts:
         line += f"; {decision.why}"
         _without_rank(kind=_KINDS[how], message=line, line=line).write(folder)
     if stopped.step is not None and not restarts:
@@ -330,6 +336,8 @@ def _out_of_time(folder: RunFolder) -> Failure:
     if is_script(config):
         message = f"the time limit of {minutes} min was reached"
         advice = "raise launcher.time_minutes, or set script.stop_signal"
+    if in_allocation(config["launcher"]):
+        message, advice = "the allocation has reached its time limit", "start the run again in another one"
     return _without_rank(kind=failure.TIME_LIMIT, message=message, line=f"{message}: {advice}")
 
 

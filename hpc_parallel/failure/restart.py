@@ -16,6 +16,7 @@ from hpc_parallel.failure import failure
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError
+from hpc_parallel.slurm.allocation import in_allocation
 from hpc_parallel.slurm.jobs import ENDED, job_fields, job_of
 from hpc_parallel.slurm.limits import hosts_of
 from hpc_parallel.slurm.short_forms import expand_hosts
@@ -89,13 +90,15 @@ class Limits:
     max_requeues: int
     rolls_back: bool  # training.on_nonfinite=rollback
     start: int | None = None
+    own_job: bool = True  # false in an allocation of the user's: Slurm would start all of it again
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, start: int | None = None) -> Limits:
         """config: the content of `config.yaml`."""
         launcher, on_nonfinite = config["launcher"], config["training"]["on_nonfinite"]
         most = int(launcher["max_restarts"]), int(launcher["max_requeues"])
-        return cls(*most, rolls_back=on_nonfinite == "rollback", start=start)
+        rolls_back, own_job = on_nonfinite == "rollback", not in_allocation(launcher)
+        return cls(*most, rolls_back=rolls_back, start=start, own_job=own_job)
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,16 @@ def decide(
     continues: whether a run that was asked to stop has kept something from which it can go on.
     by_slurm: how Slurm ends the job now (`ending`).
     """
+    decision = _decided(ends, limits=limits, continues=continues, by_slurm=by_slurm)
+    if decision.action == REQUEUE and not limits.own_job:
+        return Decision(END, "an allocation is not requeued")
+    return decision
+
+
+def _decided(
+    ends: Sequence[attempts.End], *, limits: Limits, continues: bool, by_slurm: str | None
+) -> Decision:
+    """The decision for a run that has its job for itself."""
     end, counts = ends[-1], Counter(map(_kind, ends))
     if end.how == PREEMPTED:
         return Decision(REQUEUE)

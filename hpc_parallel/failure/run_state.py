@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from hpc_parallel.record.owner import elsewhere, process_lives
 from hpc_parallel.record.recorded import RecordedRun
+from hpc_parallel.slurm.allocation import step_runs
 from hpc_parallel.slurm.jobs import (
     FORGOTTEN,
     SILENT,
@@ -122,6 +123,8 @@ def _of_folder(run: RecordedRun) -> State:
     if outcome is not None:
         return _ended(run, outcome)
     if lives is None and run.owner is not None:
+        if run.owner.step is not None and step_runs(run.owner.step):
+            return State(RUNNING)
         return State(UNKNOWN, f"its process is on {run.owner.host}")
     if run.folder.owner.name in run.noticed:
         return State(UNKNOWN, f"{run.folder.owner.name} can't be read")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,9 +16,12 @@ from hpc_parallel.failure.rank_process import WORKER
 def main(arguments: Sequence[str]) -> None:
     """arguments: the run folder and the name of the signal, such as USR2."""
     folder, name = arguments
-    for pid in ranks_here(folder):
+    pids = ranks_here(folder)
+    for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.Signals[f"SIG{name}"])
+    if pids:
+        print(f"sent SIG{name} to {len(pids)} processes on {platform.node()}")
 
 
 def ranks_here(folder: str) -> list[int]:

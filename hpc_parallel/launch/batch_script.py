@@ -25,6 +25,7 @@ from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.launch.run_files import written
 from hpc_parallel.record import owner
 from hpc_parallel.record.safe_write import write_text
+from hpc_parallel.slurm.allocation import ALLOCATION, required
 
 Flags = dict[str, str | int | bool]
 JOB = "$SLURM_JOB_ID"
@@ -126,9 +127,39 @@ def srun_arguments(run: PreparedRun) -> list[str]:
         "distribution": "block:block",  # also for CPUs, so that rank 0 is near the first GPUs
         "kill-on-bad-exit": 1,
         "wait": 0,  # a task that ends with code 0 ends no other; slurm.conf may set another WaitTime
+        **_place_in_allocation(run),
     }
     flags |= _set_flags(run.config.cluster.srun)
     return [f"--{flag}" if value is True else f"--{flag}={value}" for flag, value in flags.items()]
+
+
+def _place_in_allocation(run: PreparedRun) -> Flags:
+    """The flags of a step in an allocation that is not the run's own, and may have other steps.
+
+    Without `overlap` srun would wait for the end of the shell's own step (`srun --pty`). `mem=0` is all of
+    the memory, so a second run can start.
+    """
+    hosts = hosts_here(run)
+    if not hosts:
+        return {}
+    tasks = 1 if run.config.cluster.start == "torchrun" else run.processes_per_node
+    cpus = required().cpus // tasks
+    wanted = run.cpus_per_process * run.processes_per_node // tasks
+    return {
+        "nodes": len(hosts),
+        "nodelist": ",".join(hosts),
+        "ntasks": len(hosts) * tasks,
+        "ntasks-per-node": tasks,
+        "cpus-per-task": max(1, min(cpus, wanted)),
+        "overlap": True,
+        "mem": 0,
+        **({} if cpus else {"overcommit": True}),
+    }
+
+
+def hosts_here(run: PreparedRun) -> tuple[str, ...]:
+    """The hosts of a run in an allocation: the first ones. Empty for another launcher."""
+    return required().hosts[: run.config.nodes] if run.config.launcher.kind == ALLOCATION else ()
 
 
 def render(run: PreparedRun, *, payload: bool = False) -> str:
@@ -201,6 +232,7 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "mpirun_arguments": cluster.mpirun,
         "torchrun_arguments": run.config.script.torchrun,
         "nodes": run.config.nodes,
+        "hosts": ",".join(hosts_here(run)),
         "processes_per_node": run.processes_per_node,
         "processes": run.processes,
         "cpus_per_process": run.cpus_per_process,

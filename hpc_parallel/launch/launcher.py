@@ -9,7 +9,7 @@ from hpc_parallel.launch.prepare import PreparedRun
 
 
 class Launcher(Protocol):
-    """Starts prepared runs in one place: this machine, Slurm, or a script for the user."""
+    """Starts prepared runs in one place: this machine, an allocation, Slurm, or a script for the user."""
 
     def preview(self, run: PreparedRun) -> str:
         """Describe what would be started; start and write nothing."""
@@ -17,7 +17,7 @@ class Launcher(Protocol):
     def start(self, run: PreparedRun) -> threading.Thread | None:
         """Write the run folder and start or submit the run; print nothing and do not wait.
 
-        Returns a thread that ends when the run ends, if the run is on this machine; None if Slurm or the user
+        Returns a thread that ends when the run ends, if this process started it; None if Slurm or the user
         starts it. Raises ConfigError if the run folder can't be made, and SiteRefusedError.
         """
 
@@ -40,6 +40,10 @@ def launcher_of(run: PreparedRun) -> tuple[Launcher, str]:
         from hpc_parallel.launch.slurm_launcher import SlurmLauncher
 
         launcher = SlurmLauncher()
+    elif kind == "allocation":
+        from hpc_parallel.launch.allocation_launcher import AllocationLauncher, place_of
+
+        launcher, reason = AllocationLauncher(), place_of(run)
     else:
         from hpc_parallel.launch.batch_script import ScriptLauncher
 

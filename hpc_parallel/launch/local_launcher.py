@@ -10,8 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from types import FrameType, MappingProxyType
 
 from hpc_parallel.failure.failure import signal_name
@@ -35,10 +37,14 @@ class LocalLauncher:
         count = f"{run.processes} process{'es' * (run.processes > 1)}"
         return f"{count} on this machine, by {' '.join(_command(run.folder, AGENT))}"
 
+    def agent(self, run: PreparedRun) -> Agent:
+        """Start the ranks of a run whose folder is written."""
+        return local_agent(run.folder, variables=run.variables)
+
     def start(self, run: PreparedRun) -> threading.Thread:
         write(run)
         try:
-            return watched_agent(run)
+            return watched_agent(run.folder, start=partial(self.agent, run))
         except BaseException:
             undo_write(run)
             raise
@@ -46,7 +52,8 @@ class LocalLauncher:
     def launch(self, run: PreparedRun) -> int:
         """Raises KeyboardInterrupt after a cancelled run has ended, because a sweep must not continue."""
         write(run)
-        code = follow_agent(run.folder, steps=run.steps, variables=run.variables, is_script=run.is_script)
+        start = partial(self.agent, run)
+        code = follow_agent(run.folder, start=start, steps=run.steps, is_script=run.is_script)
         summary = Summary.read(run.folder)
         if summary is not None and summary.outcome == "cancelled":
             raise KeyboardInterrupt
@@ -54,22 +61,17 @@ class LocalLauncher:
 
 
 def follow_agent(
-    folder: RunFolder,
-    *,
-    steps: int,
-    variables: Mapping[str, str] = MappingProxyType({}),
-    agent: Sequence[str] = AGENT,
-    is_script: bool = False,
+    folder: RunFolder, *, start: Callable[[], Agent], steps: int, is_script: bool = False
 ) -> int:
     """Start the agent, show the run until it ends, and return the exit code: 0 if it completed.
 
-    variables: additional environment variables of the run's processes; is_script: passed to `RunFollower`.
+    is_script: passed to `RunFollower`.
 
     At the first Ctrl-C, or if the terminal is closed, the agent lets the ranks save, then ends them.
     The second Ctrl-C kills all processes at once. If this process dies, the agent and the ranks end too.
     """
     with counting_signals() as signals:
-        process = Agent(folder, variables=variables, agent=agent)
+        process = start()
         try:
             from hpc_parallel.launch.follow import RunFollower  # rich loads while the agent loads torch
 
@@ -92,7 +94,7 @@ def follow_agent(
     return follower.finish(signals) if is_shown else 1
 
 
-def watched_agent(run: PreparedRun) -> threading.Thread:
+def watched_agent(folder: RunFolder, *, start: Callable[[], Agent]) -> threading.Thread:
     """Start the agent; returns the thread that waits for it and makes sure that its end is recorded.
 
     The agent ends when this process ends. The returned thread starts the agent, because Linux ends the agent
@@ -103,10 +105,10 @@ def watched_agent(run: PreparedRun) -> threading.Thread:
 
     def watch() -> None:
         try:
-            agent = Agent(run.folder, variables=run.variables)
+            agent = start()
             try:
                 # `cancel` ends the owner of a run. It must not end this process, which may be a notebook.
-                owner.hand_to_process(run.folder, agent.pid)
+                owner.hand_to_process(folder, agent.pid)
             except BaseException:
                 agent.end(signals=[signal.SIGTERM])
                 raise
@@ -119,26 +121,44 @@ def watched_agent(run: PreparedRun) -> threading.Thread:
                 time.sleep(PERIOD_S)
         agent.end()
 
-    thread = threading.Thread(target=watch, name=f"run {run.folder.path.name}", daemon=True)
+    thread = threading.Thread(target=watch, name=f"run {folder.path.name}", daemon=True)
     thread.start()
     started.result()
     return thread
 
 
+def local_agent(
+    folder: RunFolder, *, variables: Mapping[str, str] = MappingProxyType({}), agent: Sequence[str] = AGENT
+) -> Agent:
+    """Start the agent of a run on this machine (`failure/local_agent.py`).
+
+    variables: additional environment variables of the run's processes.
+    """
+    command = [*_command(folder, agent), "--parent", str(os.getpid())]
+    environment = {**os.environ, **variables}
+    return Agent(folder, command=command, log=folder.logs / "agent.err", environment=environment)
+
+
 class Agent:
-    """The process that runs a run's ranks (`failure/local_agent.py`), from start to exit."""
+    """The process that runs a run's ranks, from start to exit."""
 
     def __init__(
-        self, folder: RunFolder, *, variables: Mapping[str, str], agent: Sequence[str] = AGENT
+        self,
+        folder: RunFolder,
+        *,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        prepare: Callable[[], None] | None = None,
     ) -> None:
+        """log: a file for the output of the command; prepare: is called in the process before the command."""
         self._folder = folder
-        self._log = folder.logs / "agent.err"
-        with os.fdopen(open_append(self._log), "ab") as output:
+        self._log = log
+        with os.fdopen(open_append(log), "ab") as output:
             # In a new session the agent does not receive the terminal's Ctrl-C; only this process does.
             self._process = subprocess.Popen(
-                [*_command(folder, agent), "--parent", str(os.getpid())],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, **variables},
-                start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
+                start_new_session=True, preexec_fn=prepare,
             )  # fmt: skip
 
     @property

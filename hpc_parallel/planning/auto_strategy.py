@@ -14,7 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 from hpc_parallel.config.checks import layout_checks
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.checks.suggestions import multiples_near
-from hpc_parallel.config.node_devices import AUTO, OF_CPUS, choose_launcher, default_precision
+from hpc_parallel.config.node_devices import (
+    AUTO,
+    OF_CPUS,
+    choose_launcher,
+    default_precision,
+    gpus_of_allocation,
+)
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.layout.layout import Layout
@@ -27,6 +33,7 @@ from hpc_parallel.planning.search import Candidate, search
 from hpc_parallel.planning.work import unplanned, unsearched
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.recorded_start import key_of
+from hpc_parallel.slurm.allocation import ALLOCATION
 
 MANY = 2**20  # a limit for the processes of a node, for CPU runs that name no hardware
 # The values of conf/strategy/auto.yaml.
@@ -106,10 +113,12 @@ def hardware_of_run(composed: DictConfig, *, user_folder: Path | None, needed_by
 
 
 def _on_cpus(composed: DictConfig) -> bool:
+    kind = choose_launcher(composed.launcher.kind)[0]
+    without = kind == ALLOCATION and gpus_of_allocation(composed.cluster) == 0
     values: Mapping[str, Any] = {
         "device": composed.device,
-        "launcher": {"kind": choose_launcher(composed.launcher.kind)[0]},
-        "cluster": {"gpus": composed.cluster.gpus},
+        "launcher": {"kind": kind},
+        "cluster": {"gpus": composed.cluster.gpus and not without},
     }
     return default_precision(values) == OF_CPUS
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.site_schema import HERE
 from hpc_parallel.layout.batch_plan import Plan
 from hpc_parallel.layout.model_weights import sample_shape_of, weights_of
 from hpc_parallel.planning import memory
@@ -118,7 +119,7 @@ def _overflow(config: RunConfig, planned: MemoryPlan, hardware: Hardware, *, is_
 
 def _time_limit(config: RunConfig, times: tuple[Work, StepTime], hardware: Hardware) -> Iterator[str]:
     """Warn if a job can't take its steps in its time limit. Skips resumed runs, which may have few left."""
-    if config.launcher.kind == "local" or config.resume:
+    if config.launcher.kind in HERE or config.resume:
         return
     work, step = times
     minutes, steps = config.launcher.time_minutes, config.training.steps

@@ -15,6 +15,7 @@ from hpc_parallel.config.hydra_internals import composing
 from hpc_parallel.config.places import find_folder
 from hpc_parallel.config.resolve import UnresolvedError
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.site_schema import HERE
 from hpc_parallel.launch.import_check import check_models
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.layout.axes import AXES
@@ -257,7 +258,7 @@ def _problems(config: RunConfig, overrides: Sequence[str]) -> Problems:
         yield Problem("task", config.task.name, "keeps nothing to compare", ("proof",))
     if launcher.kind == "script":
         yield Problem("launcher", "script", "starts nothing to compare", ("local",))
-    elif launcher.kind != "local" and not launcher.wait:
+    elif launcher.kind not in HERE and not launcher.wait:
         yield Problem("launcher.wait", False, "would compare runs that have not ended", (True,))
 
 

@@ -24,8 +24,10 @@ from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.trust import UntrustedError, require_private
 from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import job_id as job_id_of
+from hpc_parallel.record.values import step_id
 from hpc_parallel.slurm.client import CLUSTERS
 from hpc_parallel.slurm.jobs import NOT_YET, UNKNOWN, Job, job_state
+from hpc_parallel.slurm.submit import scancel
 
 MAX_PID = 2**31 - 1  # the largest that kill(2) accepts
 
@@ -58,6 +60,7 @@ class Owner:
     pid: int | None = None
     began: str | None = None  # None: the process has ended
     folder: int | None = None  # inode of the run folder: a copied record has another one
+    step: Annotated[str, step_id] | None = None  # `123.4`: of the ranks, in an allocation
     waits: bool | None = None  # whether the process waits for its turn in a sweep; None: it never did
 
     @classmethod
@@ -136,14 +139,17 @@ def release(folder: RunFolder) -> None:
             folder.owner.unlink()
 
 
-def hold_by_job(folder: RunFolder, job_id: str) -> None:
+def hold_by_job(folder: RunFolder, job_id: str, *, step: str | None = None) -> None:
     """Make the job of this process the owner. Raises OwnedError if another active job is the owner.
 
-    A process that started the run inside its own allocation (`launcher=local`) stays the owner.
+    A process that started the run inside its own allocation stays the owner. step: the number of this step,
+    if the run is all that the step does.
     """
     with locked(folder.path):
         before = Owner.read(folder) or Owner()
         if before.pid is not None and living_owner(folder) is not None:
+            if step is not None:
+                replace(before, step=f"{job_id}.{step}").write(folder)
             return
         if before.job_id == job_id:  # the submission knew the clusters, the job may not
             return
@@ -210,7 +216,7 @@ def refusal(folder: RunFolder) -> str | None:
 
 
 def end_process(folder: RunFolder, owner: Owner) -> str | None:
-    """Send SIGTERM to the process that owns the run.
+    """Send SIGTERM to the process that owns the run, or to its step in an allocation.
 
     The signal goes to a process file descriptor (pidfd), so the pid can't be reused between the checks and
     the signal.
@@ -228,6 +234,8 @@ def end_process(folder: RunFolder, owner: Owner) -> str | None:
         return f"was started by an older version, which did not record enough. {by_hand}"
     if owner.folder != folder.path.stat().st_ino:
         return f"{folder.owner} was copied from another folder. {by_hand}"
+    if owner.step is not None and process_lives(owner) is None:  # on another host; never the whole job
+        return scancel(["--signal=TERM", owner.step]).stderr.strip() or None
     try:
         with _handle_of(process) as send:
             if os.stat(f"/proc/{process}").st_uid != os.geteuid():

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,18})?")
+_STEP_ID = re.compile(r"\d+\.\d+", re.ASCII)
 
 
 def integer(value: Any) -> int | None:
@@ -40,6 +41,11 @@ def table(value: Any) -> dict[str, Any]:
 def job_id(value: Any) -> str | None:
     """A job id `123` or `123_4`, which Slurm can't take for a flag; None for any other value."""
     return value if isinstance(value, str) and _JOB_ID.fullmatch(value) else None
+
+
+def step_id(value: Any) -> str | None:
+    """The id of a step, `123.4`, which never means the whole job; None for any other value."""
+    return value if isinstance(value, str) and _STEP_ID.fullmatch(value) else None
 
 
 def finite(value: float) -> float | None:

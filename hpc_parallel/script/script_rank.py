@@ -26,6 +26,7 @@ from hpc_parallel.record.provenance import installed_packages
 from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.slurm.allocation import own_step
 from hpc_parallel.slurm.jobs import job_of
 from hpc_parallel.slurm.short_forms import expand_hosts
 
@@ -172,7 +173,8 @@ def begin(
     environment: the variables of the script.
     """
     if (job := job_of(os.environ)) is not None:
-        hold_by_job(folder, job)
+        kind, start = config["launcher"]["kind"], config["cluster"]["start"]
+        hold_by_job(folder, job, step=own_step(kind, start=start, environment=os.environ))
     for rank in folder.logs.glob("rank-*.device.json"):  # an earlier start may have had more ranks
         rank.unlink(missing_ok=True)
     last = None

@@ -21,6 +21,7 @@ from hpc_parallel.config.job_python import job_python, warnings
 from hpc_parallel.config.node_devices import ask
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.site_limits import site_warnings
+from hpc_parallel.config.site_schema import HERE
 from hpc_parallel.launch.batch_script import render
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.machine.fabric import as_text
@@ -87,7 +88,7 @@ def slurm_lines(run: PreparedRun, *, submits: bool = True) -> Iterator[Line]:
     accounting = "accounting is on" if has_accounting() else "accounting is off, so status asks the queue"
     yield Line(OK, "slurm", f"{slurm_version}; the controller answers; {accounting}")
     yield from warnings
-    if run.config.launcher.kind == "local" or not submits:
+    if run.config.launcher.kind in HERE or not submits:
         return
     trial = dry_submit(render(run))
     if trial.returncode == 0:

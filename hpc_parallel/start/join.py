@@ -23,6 +23,7 @@ from hpc_parallel.record.provenance import installed_packages
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.slurm.allocation import own_step
 from hpc_parallel.slurm.jobs import job_of
 from hpc_parallel.start import transport
 from hpc_parallel.start.rendezvous import hosts, meet
@@ -58,7 +59,8 @@ def join(
     ranks, by_host = introduce(world, device=device, host_fabric={"variables": variables, "reasons": reasons})
     if world.rank == 0:
         if (job := job_of(os.environ)) is not None:
-            hold_by_job(folder, job)
+            step = own_step(config.launcher.kind, start=config.cluster.start, environment=os.environ)
+            hold_by_job(folder, job, step=step)
         folder.begin_anew()
     carriers = transport.find_transport(
         folder, config=config, world=world, hosts=[rank["host"] for rank in ranks], devices=devices

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
+from hpc_parallel.config.site_schema import HERE
 from hpc_parallel.exit_codes import DONE, REFUSED
 from hpc_parallel.launch.batch_script import ScriptLauncher
 from hpc_parallel.launch.launcher import Launcher, launcher_of
-from hpc_parallel.launch.local_launcher import PERIOD_S, Agent, counting_signals
+from hpc_parallel.launch.local_launcher import PERIOD_S, Agent, LocalLauncher, counting_signals
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record import owner
 from hpc_parallel.record.names import from_here
@@ -66,8 +67,8 @@ def start(plan: SweepPlan) -> int:
                 with suppress(OSError):  # it existed before and is not empty
                     plan.folder.rmdir()
             raise
-        if kind == "local":
-            return run_all(plan)
+        if isinstance(launcher, LocalLauncher):
+            return run_all(plan, launcher)
         return write_scripts(plan) if kind == "script" else submit(plan)
 
 
@@ -143,7 +144,7 @@ def preview(plan: SweepPlan, *, kind: str, launcher: Launcher) -> int:
             print(f"# {estimate(array.script)}\n")
     devices = sum(run.config.devices for run in runs)
     line = f"{len(runs)} run{'s' * (len(runs) > 1)} of {devices} device{'s' * (devices > 1)} together"
-    if kind != "local":
+    if kind not in HERE:
         hours = math.fsum(run.config.devices * run.config.launcher.time_minutes / 60 for run in runs)
         line += f", at most {hours:g} device-hours by their time limits"
     print(f"# {line}", flush=True)
@@ -185,7 +186,7 @@ def release(folder: Path) -> None:
         owner.release(RunFolder(folder))
 
 
-def run_all(plan: SweepPlan) -> int:
+def run_all(plan: SweepPlan, launcher: LocalLauncher) -> int:
     """Run all planned runs, whose folders exist. A failed run does not stop the others.
 
     After the first Ctrl-C or SIGTERM, active runs save and end, and no other run starts. The second signal
@@ -195,7 +196,7 @@ def run_all(plan: SweepPlan) -> int:
     """
     for_each(lambda planned: owner.queue(planned.run.folder), plan.runs)
     with counting_signals() as signals, view.SweepView(len(plan.runs)) as display:
-        runner = _Runner(plan, display=display, signals=signals)
+        runner = _Runner(plan, launcher, display=display, signals=signals)
         runner.run()
         waiting = runner.waiting
         display.say(f"{display.counts()}" + f", {len(waiting)} not started" * bool(waiting))
@@ -208,7 +209,10 @@ def run_all(plan: SweepPlan) -> int:
 
 
 class _Runner:
-    def __init__(self, plan: SweepPlan, *, display: view.SweepView, signals: list[int]) -> None:
+    def __init__(
+        self, plan: SweepPlan, launcher: LocalLauncher, *, display: view.SweepView, signals: list[int]
+    ) -> None:
+        self._launcher = launcher
         self.waiting = deque(plan.runs)
         self.active: dict[PlannedRun, Agent] = {}
         self.completed = True  # all runs so far
@@ -239,7 +243,7 @@ class _Runner:
             planned = self.waiting.popleft()
             if owner.take_turn(planned.run.folder):
                 self._display.start(planned)
-                self.active[planned] = Agent(planned.run.folder, variables=planned.run.variables)
+                self.active[planned] = self._launcher.agent(planned.run)
             else:
                 self._display.skip(planned)
                 self.completed = False

@@ -29,6 +29,7 @@ from hpc_parallel.machine.topology import nvml_module
 from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.slurm.allocation import ALLOCATION
 from hpc_parallel.start import start_checks
 from hpc_parallel.start.join import join
 from hpc_parallel.training.observers import Progress
@@ -157,7 +158,7 @@ def prepare_device(config: RunConfig, world: World, *, bound: bool = False) -> t
 
 def unused_gpus(config: RunConfig, device: torch.device, *, host: str) -> str | None:
     """A warning if the job asked for GPUs and torch finds none, so that it trains without them; else None."""
-    asked = config.launcher.kind == "slurm" and config.cluster.gpus
+    asked = config.launcher.kind in ("slurm", ALLOCATION) and config.cluster.gpus
     if not asked or config.device != "auto" or device.type != "cpu":
         return None
     return (

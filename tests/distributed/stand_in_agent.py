@@ -93,8 +93,9 @@ if __name__ == "__main__":
     if sys.argv[1] == "--serve":
         serve()
     elif sys.argv[1] == "--login":
-        from hpc_parallel.launch.local_launcher import follow_agent
+        from hpc_parallel.launch.local_launcher import follow_agent, local_agent
 
-        sys.exit(follow_agent(RunFolder(Path(sys.argv[2])), steps=5, agent=(__file__,)))
+        folder = RunFolder(Path(sys.argv[2]))
+        sys.exit(follow_agent(folder, start=lambda: local_agent(folder, agent=(__file__,)), steps=5))
     else:
         local_agent.main(sys.argv[1:], load_entry=lambda: play)

@@ -484,14 +484,3 @@ def test_a_rank_that_never_arrives_is_named_with_its_host(site: Site) -> None:
     assert following.returncode == 1
     assert "1 of 2 ranks arrived within 6 s; missing: rank 1 on n2." in output.splitlines()[-1]
     assert read(folder, "failure.json")["kind"] == "start"
-
-
-@pytest.mark.usefixtures("beside_others")
-def test_inside_an_allocation_local_is_chosen(site: Site) -> None:
-    script = (
-        f"cd {shlex.quote(str(site.home))} && {sys.executable} -m hpc_parallel.run strategy=data "
-        f"gpus_per_node=2 {' '.join(SMALL)} run_dir=inside"
-    )
-    output = site.cluster.run("salloc", "--quiet", "--nodes=1", "--gpus-per-node=2", "bash", "-c", script)
-    assert "launcher local: already inside the allocation of job" in output
-    assert read(site.home / "inside", "summary.json")["outcome"] == "completed"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_parallel.config.checks import (
+    allocation_checks,
     cluster_checks,
     data_checks,
     key_checks,
@@ -63,6 +64,7 @@ OF_TRAINING = (
 OF_ALL_TASKS = (
     Check(cluster_checks.find_problems),
     Check(site_checks.find_problems),
+    Check(allocation_checks.find_problems, lambda run: run.launcher.kind == "allocation"),
     Check(site_checks.python_problems, lambda run: run.launcher.python is not None),
     Check(site_checks.conda_problems, lambda run: run.launcher.conda is not None),
     Check(site_checks.venv_problems, lambda run: run.launcher.venv is not None),

@@ -8,6 +8,7 @@ import shutil
 from hpc_parallel.config.job_python import environment_key
 from hpc_parallel.config.node_devices import runs_on_cpus
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.site_schema import HERE
 from hpc_parallel.config.task_schema import (
     CollectivesConfig,
     GenerateConfig,
@@ -41,7 +42,7 @@ def find_problems(config: RunConfig) -> Problems:
 def _seconds(config: RunConfig) -> Problems:
     """The time budget of the tasks that measure."""
     seconds, launcher = getattr(config.task, "seconds", None), config.launcher
-    if seconds is None or launcher.kind == "local":
+    if seconds is None or launcher.kind in HERE:
         return
     if seconds > 60 * launcher.time_minutes:
         rule = f"is more than launcher.time_minutes = {launcher.time_minutes}"
