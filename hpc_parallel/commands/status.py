@@ -192,7 +192,8 @@ def _table(rows: Sequence[RunRow], *, columns: int) -> RenderableType:
         cells_by_column = [[Text("\n").join(column)] for column in cells_by_column]
     for row in zip(*cells_by_column, strict=True):
         table.add_row(*row)
-    table.caption = ", ".join(f"{count} {word}" for word, count in count_states(rows).items())
+    counts = Counter(row.state for row in rows).most_common()
+    table.caption = ", ".join(f"{count} {word}" for word, count in counts)
     table.caption_justify = "left"
     return table
 
@@ -355,11 +356,6 @@ def _left(row: RunRow) -> str:
     if row.time_left_s is not None:
         return duration(row.time_left_s)
     return "" if row.job_left_s is None else f"< {duration(row.job_left_s)}"
-
-
-def count_states(rows: Sequence[RunRow]) -> Mapping[str, int]:
-    """The number of runs in each state, the most frequent state first."""
-    return dict(Counter(row.state for row in rows).most_common())
 
 
 def _or_question_mark(value: int | None) -> str:

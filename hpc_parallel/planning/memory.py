@@ -19,7 +19,6 @@ from hpc_parallel.layout.layout import PARAMETER_SERVER, SPMD, Layout, layout_of
 from hpc_parallel.layout.model_weights import HEAD, STEM, ModelWeights, Weight, sample_shape_of, weights_of
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
 from hpc_parallel.layout.step_facts import (
-    UPDATED_AT_ONCE,
     casts_once,
     chunks_loss,
     number_bytes,
@@ -44,7 +43,6 @@ AT_END_ONLY = ("gradient of the embedding", "gradients in messages", "rounded up
 NOT_AT_LOSS = ("recomputation", *AT_END_ONLY)
 NOT_AT_RECOMPUTATION = ("logits and loss", *AT_END_ONLY)
 NOT_AT_END = ("activations", "recomputation", "logits and loss")
-ROUNDED_NUMBER_BYTES = 40  # of a number while it is updated: widened, with its gradient, moments and noise
 WORKSPACE_BYTES = 2**26  # of cuBLAS on a GPU, about: 32 MiB for each of its two kinds of product
 CONTEXT_BYTES = 2**29  # of CUDA, its libraries and NCCL on a GPU, about
 # How far plans were from the peaks that were counted on CPUs (tests/distributed/test_planned_peaks.py).
@@ -256,7 +254,7 @@ class _MemoryPlanner:
         """The bytes that a step needs in addition to the state, by kind."""
         division = self._division
         yield "gradients in messages", gradient_messages(division, holding)
-        yield "rounded update", rounded_update(division, holding)
+        yield "rounded update", division.rounded_update(holding)
         if holding.samples is None:  # a dedicated server
             return
         yield "cast weights", cast_weights(division, holding)
@@ -364,15 +362,6 @@ def gradient_messages(division: Division, holding: Holding) -> int:
     if config.strategy.gradient_compression == "bfloat16":
         return bucket // 2
     return 2 * bucket if weight_bytes(config) < number_bytes(config) else 0  # averaged in float32
-
-
-def rounded_update(division: Division, holding: Holding) -> int:
-    """What an update needs that is rounded to bfloat16 afterwards (`training/optimizer.py:RoundedUpdate`)."""
-    if rounded_parts(division.config) is None:
-        return 0
-    numbers = [math.prod(division.local_shape(weight, holding)) for weight in division.optimized(holding)]
-    at_once = UPDATED_AT_ONCE["cpu" if division.config.device == "cpu" else "cuda"]
-    return ROUNDED_NUMBER_BYTES * min(at_once, max(numbers))
 
 
 def loss_buffers(division: Division, *, samples: int, sample_shape: tuple[int, ...]) -> int:

@@ -33,10 +33,11 @@ from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.model_weights import STEM, ModelWeights, Weight
 from hpc_parallel.layout.schedules import stages_per_rank
 from hpc_parallel.layout.stage_cuts import divide_blocks
-from hpc_parallel.layout.step_facts import state_bytes, weight_bytes
+from hpc_parallel.layout.step_facts import UPDATED_AT_ONCE, rounded_parts, state_bytes, weight_bytes
 
 WHOLE = Part()
 STEP_BYTES = 4  # a count in float32
+ROUNDED_NUMBER_BYTES = 40  # of a number while it is updated: widened, with its gradient, moments and noise
 Shape = tuple[int, ...]
 Options = Mapping[str, Any]
 
@@ -132,6 +133,14 @@ class Division:
         return (
             weight.shape if rows and weight.name not in tied.values() else self.local_shape(weight, holding)
         )
+
+    def rounded_update(self, holding: Holding) -> int:
+        """What an update needs that is rounded to bfloat16 afterwards (`training/optimizer.py`)."""
+        if rounded_parts(self.config) is None:
+            return 0
+        largest = max(math.prod(self.local_shape(weight, holding)) for weight in self.optimized(holding))
+        at_once = UPDATED_AT_ONCE["cpu" if self.config.device == "cpu" else "cuda"]
+        return ROUNDED_NUMBER_BYTES * min(at_once, largest)
 
     def place(self, holding: Holding, *, of_experts: bool) -> Place:
         """The position of a device on the axes that split weights, or the experts of an expert axis."""

@@ -110,12 +110,10 @@ class MetricsReader:
         complete = added[: added.rfind(b"\n") + 1]
         self._offset_bytes += len(complete)
         values = [_parse(line) for line in complete.splitlines()]
-        new = [line for line in values if line is not None and self._is_new(line)]
+        lines = [line for line in values if line is not None]
+        new = [line for line in lines if "time" not in line or _identity(line) not in self._returned]
         self._returned.update(map(_identity, new))
         return new
-
-    def _is_new(self, line: dict[str, Any]) -> bool:
-        return "time" not in line or _identity(line) not in self._returned
 
 
 def _identity(line: dict[str, Any]) -> tuple[Any, Any]:

@@ -19,8 +19,8 @@ from hpc_parallel.launch.run_files import write
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.recorded import find_runs
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.record.sweep_folder import Sweep, read_sweep
 from hpc_parallel.run import main
+from tests.commands.test_sweep import only_sweep
 from tests.composed import prepared
 from tests.marks import in_full
 
@@ -70,17 +70,12 @@ def here(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ASKED.clear()
 
 
-def the_sweep(here: Path) -> tuple[Path, Sweep]:
-    (folder,) = here.glob("runs/sweeps/*")
-    return folder, read_sweep(folder)
-
-
 def test_each_run_returns_its_objective_to_the_sweeper(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["-m", "optimizer.learning_rate=0.25,0.5", "seed=1,2", CALLED, *HERE]) == 0
     assert [done.return_value for done in NOTED] == [0.25, 0.25, 0.5, 0.5]
-    folder, sweep = the_sweep(here)
+    folder, sweep = only_sweep(here)
     assert [run.run_dir for run in sweep.runs] == [run.folder.path for run in ASKED]
     assert [run.path for run in find_runs(folder)] == [run.folder.path for run in ASKED]
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -103,7 +98,7 @@ def test_a_failed_run_is_the_sweepers_to_deal_with(here: Path, capsys: pytest.Ca
     told = capsys.readouterr()
     assert f"the sweeper stopped: rank 0 failed first: bad luck: {ASKED[0].folder.path}\n" in told.err
     assert "Traceback" not in told.err
-    assert len(the_sweep(here)[1].runs) == 2
+    assert len(only_sweep(here)[1].runs) == 2
 
 
 def test_a_run_without_the_figure_failed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +114,7 @@ def test_an_impossible_run_is_reported_and_the_others_stay(
     problem = "strategy.pipeline = 2 makes the product of all degrees 2, but there are nodes=1"
     assert f"skipped 1 combination that can't run:\n  nodes=1: {problem}" in told.out
     assert f"the sweeper stopped: {problem}" in told.err
-    _, sweep = the_sweep(here)
+    _, sweep = only_sweep(here)
     assert [run.nodes for run in sweep.runs] == [2]
     assert problem in sweep.skipped[0].problems[0]
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,6 +12,7 @@ from hpc_parallel.__main__ import main
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.slurm.jobs import FORGOTTEN, NO_ACCOUNTING, UNKNOWN, Job, JobState, job_state
 from tests.recorded_runs import finished, prepared, started
+from tests.unit.test_status import rows
 
 STUB = """#!/bin/sh
 case "${0##*/} $1" in
@@ -36,11 +35,6 @@ def _slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SACCT", "SQUEUE", "SCRIPTS"):
         monkeypatch.setenv(name, "")
     monkeypatch.chdir(tmp_path)
-
-
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
-    assert main(["status", "--json", *words]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.timing
@@ -102,7 +96,7 @@ def test_a_job_that_completed_without_a_summary_is_not_a_completed_run(
     """As when a trap of a setup line replaced the lines that conclude a run."""
     monkeypatch.setenv("SACCT", "1|1|COMPLETED\\n")
     write_json(started(tmp_path / "runs/a/1").owner, {"job_id": "1"})
-    (row,) = told(capsys)
+    (row,) = rows(capsys)
     assert (row["state"], row["reason"]) == ("broken off", "its job ended without a summary")
 
 
@@ -113,7 +107,7 @@ def test_the_time_until_the_end_of_a_job_is_slurms(
     monkeypatch.setenv("SQUEUE", "1|1|RUNNING|00:10:00|01:00:00\\n")
     folder = started(tmp_path / "runs/a/1", "task=script", "script.file=train.py")
     write_json(folder.owner, {"job_id": "1"})
-    (row,) = told(capsys)
+    (row,) = rows(capsys)
     assert (row["state"], row["job_left_s"], row["time_left_s"]) == ("running", 3000, None)
     assert main(["status"]) == 0
     assert "< 50 min 0 s" in capsys.readouterr().out
@@ -145,12 +139,12 @@ def test_a_job_submitted_by_hand_is_identified_by_its_script(
         for at, folder in enumerate(folders[:2])
     ]
     monkeypatch.setenv("SCRIPTS", "\\n".join([*lines, "4|4|RUNNING|None|/home/me/x|y.sh"]) + "\\n")
-    rows = {row["run"]: (row["state"], row["reason"], row["job_id"], row["ended"]) for row in told(capsys)}
-    assert rows == {
+    found = {row["run"]: (row["state"], row["reason"], row["job_id"], row["ended"]) for row in rows(capsys)}
+    assert found == {
         "by hand/0": ("pending", "JobHeldUser", "9", False),
         "by hand/1": ("pending", "JobHeldUser", "10", False),
         "by hand/2": ("not started", "", None, True),
     }
     monkeypatch.setenv("SCRIPTS", lines[0].replace("PENDING|JobHeldUser", "RUNNING|None") + "\\n")
-    (row,) = told(capsys, "by hand/0")
+    (row,) = rows(capsys, "by hand/0")
     assert (row["state"], row["reason"], row["job_id"]) == ("running", "", "9")
