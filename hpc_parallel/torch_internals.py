@@ -450,10 +450,12 @@ def efficient_backward(
     return tuple(gradients[:3])
 
 
-def cpu_flash_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+def cpu_flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Flash attention on a CPU, also in float64, with its `lse`."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return attend(query, key, value, 0.0, causal)  # type: ignore[no-any-return]
+    return attend(query, key, value, 0.0, causal, attn_mask=bias)  # type: ignore[no-any-return]
 
 
 def cpu_flash_backward(
@@ -465,9 +467,12 @@ def cpu_flash_backward(
     output: Tensor,
     lse: Tensor,
     causal: bool,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad_output, query, key, value, output, lse, 0.0, causal)  # type: ignore[no-any-return]
+    return backward(  # type: ignore[no-any-return]
+        grad_output, query, key, value, output, lse, 0.0, causal, attn_mask=bias
+    )
 
 
 def scaled_product(first: Tensor, second: Tensor, *, scales: tuple[Tensor, Tensor], fast: bool) -> Tensor:

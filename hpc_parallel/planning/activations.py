@@ -102,8 +102,11 @@ def _exchanged(run: _Run, sliced: int) -> int:
 
 
 def _documents(run: _Run) -> int:
-    """The bias of packed documents, for the queries and the keys of the attention on this device."""
-    if not run.sizes.masked:
+    """The bias of packed documents, for the queries and the keys of the attention on this device.
+
+    A ring makes it for each hop and keeps where the documents begin, which are numbers of the stem.
+    """
+    if not run.sizes.masked or _is_ring(run):
         return 0
     return run.tokens * (run.layout.context if _has_heads(run) else 1) * run.sizes.sequence * run.types.stream
 
@@ -111,6 +114,10 @@ def _documents(run: _Run) -> int:
 def _has_heads(run: _Run) -> bool:
     """Whether the devices of a context axis divide the heads in attention, not the queries."""
     return run.layout.context > 1 and run.config.strategy.context_attention == "all_to_all"
+
+
+def _is_ring(run: _Run) -> bool:
+    return run.layout.context > 1 and run.config.strategy.context_attention == "ring"
 
 
 def _casts(run: _Run) -> int:
@@ -138,7 +145,8 @@ def _attention(run: _Run) -> _Part:
     passes = layout.context > 1 and not _has_heads(run)
     if layout.context > 1 and not passes:  # a head that serves several devices is sent to each
         kv *= max(1, layout.context // (sizes.kv_heads // layout.tensor))
-    if sizes.masked:  # keys and values are repeated for the query heads; `gather` keeps those of all devices
+    # Keys and values are repeated for the query heads; `gather` keeps those of all devices.
+    if sizes.masked and not _is_ring(run):
         kv, passes = query * (layout.context if passes else 1), False
     lse = tokens * heads * types.precise
     mixed = tokens * query * types.product + lse

@@ -199,7 +199,7 @@ RECIPES = (
         ()),
     Recipe("packed documents", "torchtitan, TRL",
         "data=tokens data.path=tokens.npy data.packing=true data.separator=0 strategy=fsdp "
-        "strategy.context=2 strategy.context_attention=gather",
+        "strategy.context=2 strategy.context_attention=ring",
         TWO_BY_TWO, "packed"),
     Recipe("a schedule of one's own", "torchtitan",
         "strategy=pipeline nodes=2 strategy.schedule=examples/schedule.csv",

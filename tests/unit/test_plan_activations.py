@@ -43,6 +43,8 @@ MORE = [
     (f"strategy=tensor {TWO} {SMALL} {PACKED} {HALF}", 1),
     (f"strategy=context nodes=4 {SMALL} {PACKED} strategy.context_attention=all_to_all {HALF}", 2),
     (f"strategy=fsdp {FOUR} {SMALL} {PACKED} strategy.context=2 strategy.context_attention=gather", 3),
+    (f"strategy=context {TWO} {SMALL} {PACKED} {HALF}", 1),
+    (f"strategy=context {TWO} {SMALL} {PACKED} {SELECTIVE}", 0),
     (f"strategy=single {SMALL} {DOUBLE}", 0),
     (f"strategy=single {SMALL} {FLOAT16}", 0),
     (f"strategy=single {SMALL} {HALF} {SELECTIVE}", 0),
