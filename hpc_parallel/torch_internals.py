@@ -410,30 +410,20 @@ def cudnn_backward(
     return gradients
 
 
-def efficient_forward(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def efficient_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """The memory-efficient kernel of a GPU, which also computes in float32. Rows of its `lse` are padded."""
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
-    output, lse, *_ = attend(query, key, value, bias, True, 0.0, causal)
+    output, lse, *_ = attend(query, key, value, None, True, 0.0, causal)
     return output, lse
 
 
 def efficient_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    output: Tensor,
-    lse: Tensor,
-    causal: bool,
-    bias: Tensor | None = None,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *, output: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
-    needed = [True, True, True, False]  # a bias has no weights, so it needs no gradient
+    needed = [True, True, True, False]  # there is no bias, so it needs no gradient
     backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-    gradients = backward(grad, query, key, value, bias, output, lse, unused, unused, 0.0, needed, causal)
+    gradients = backward(grad, query, key, value, None, output, lse, unused, unused, 0.0, needed, causal)
     return tuple(gradients[:3])
 
 

@@ -10,6 +10,7 @@ import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 
@@ -89,7 +90,7 @@ SWITCHES: dict[str, dict[str, Words]] = {
 Row = dict[str, str]
 # Keys that decide the result, which one device gets too.
 SHARED = re.compile(
-    r"(model|data|optimizer|task|seed)[.=]|training\.(steps|global|precision|clip|on_non|fp8|log|val)"
+    r"(model|data|optimizer|task|seed)[.=]|training\.(steps|global|precision|clip|on_non|fp8|weights|log|val)"
 )
 TOLERANCES = {"float64": 1e-9, "float32": 2e-4, "bfloat16": 0.03, "float16": 0.03}
 LOSSY = {"training.fp8=tensorwise": 0.1, "strategy.gradient_compression=bfloat16": 2e-3}  # 2^-9 and less
@@ -206,9 +207,19 @@ def assert_equal(found: dict[str, list[float]], wanted: dict[str, list[float]], 
         assert max(differences) < within * (10 if key == "grad_norm" else 1), (key, differences)
 
 
-def check(workers: Workers, row: Row) -> list[str]:
-    """Run the row as it is accepted, beside one device; returns its overrides."""
-    words = accepted(workers, words_of(row))
+@dataclass(frozen=True)
+class Compared:
+    """A run that equals one device: its overrides, what it left, the figures of one device, the tolerance."""
+
+    words: list[str]
+    trained: Trained | None
+    wanted: dict[str, list[float]]
+    within: float
+
+
+def compared(workers: Workers, words: Sequence[str]) -> Compared:
+    """Run the overrides as they are accepted, beside one device, and compare the two."""
+    words = accepted(workers, words)
     print(" ".join(words))
     precision = next(word.partition("=")[2] for word in words if word.startswith("training.precision="))
     within = max([TOLERANCES[precision], *(LOSSY[word] for word in words if word in LOSSY)])
@@ -216,11 +227,16 @@ def check(workers: Workers, row: Row) -> list[str]:
     alone = [*(word for word in words if SHARED.match(word)), "strategy=single"]
     wanted, reference = finished(workers, with_samples_of(workers, words, alone))
     assert_equal(found, wanted, within=within)
-    if trained is None or reference is None:
-        return words
-    if within < 1e-3:
+    if trained is not None and reference is not None and within < 1e-3:
         assert tensor_difference(trained.weights, reference.weights) < 100 * within
-    if SWITCHES[RESUME][row[RESUME]]:
+    return Compared(words, trained, wanted, within)
+
+
+def check(workers: Workers, row: Row) -> list[str]:
+    """Run the row as it is accepted, beside one device, and from its checkpoint; returns its overrides."""
+    run = compared(workers, words_of(row))
+    words, trained, wanted, within = run.words, run.trained, run.wanted, run.within
+    if trained is not None and SWITCHES[RESUME][row[RESUME]]:
         layout = [word for word in words if not word.startswith(("strategy", "nodes=", "gpus_per_node="))]
         other = with_samples_of(workers, words, [*layout, *SWITCHES[RESUME][row[RESUME]]])
         resumed = workers.train(*other, resume_from=trained.folder / f"checkpoints/step-{STEPS // 2}")

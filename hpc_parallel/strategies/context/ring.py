@@ -101,7 +101,7 @@ class Ring:
         self, query: Tensor, kv: Tensor, group: dist.ProcessGroup, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
         rank, degree, half = group.rank(), group.size(), kv.shape[-2] // 2
-        kernel, next_kv = self._kernel(query, half), Passing(kv, group)
+        kernel, next_kv = self._kernel(query), Passing(kv, group)
         bias = self._bias(query, rank, group)
         output, lse = accumulated(kernel.forward(query, kv, causal=causal and bias is None, bias=bias))
         for turn in range(1, degree):
@@ -127,7 +127,7 @@ class Ring:
         causal: bool,
     ) -> tuple[Tensor, Tensor]:
         rank, degree, half = group.rank(), group.size(), kv.shape[-2] // 2
-        kernel, next_kv = self._kernel(query, half), Passing(kv, group)
+        kernel, next_kv = self._kernel(query), Passing(kv, group)
         bias = self._bias(query, rank, group)
         parts = kernel.backward(
             grad_output, query, kv, output=output, lse=lse, causal=causal and bias is None, bias=bias
@@ -154,8 +154,8 @@ class Ring:
             grad_kv[..., columns, :] += part_kv
         return grad_query, Passing(grad_kv, group).arrived()  # the last hop returns each gradient
 
-    def _kernel(self, query: Tensor, half: int) -> Kernel:
-        return kernel_for(query) if self.starts is None else masked_kernel(query, keys=half)
+    def _kernel(self, query: Tensor) -> Kernel:
+        return kernel_for(query) if self.starts is None else masked_kernel(query)
 
     def _bias(
         self,
