@@ -28,6 +28,12 @@ class Decided(Transformer):
             tensor.normal_(std=0.2, generator=generator)
 
 
+class DecidedExperts(MoeTransformer):
+    """The same with a mixture of experts in each block."""
+
+    initialise = Decided.initialise
+
+
 class LooksBack(Decided):
     """Each block also reads its input of 20 positions before: only a longer text shows it."""
 

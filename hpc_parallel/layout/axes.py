@@ -91,7 +91,6 @@ class DegreesConfig:
                     "strategy.gradient_compression", "bfloat16",
                     "DistributedDataParallel does not average the experts", ("none",),
                 ),
-                Conflict("task.name", "generate", _NOT_PROVEN, ("infer",)),
             ),
         )
     )  # fmt: skip

@@ -98,6 +98,35 @@ def comparison(folder: Path) -> str:
     return str(json.loads((folder / "summary.json").read_text())["comparison"])
 
 
+MIXTURE = (
+    *COMMON, "model=moe_tiny", "model._target_=tests.models.DecidedExperts", "model.layers=3",
+    "model.experts_per_token=3", "model.gate=sigmoid", "model.shared_experts=1", "model.dense_layers=1",
+    "model.qk_norm=true", "model.ffn_dim=48",
+)  # fmt: skip
+MIXTURES = {
+    "expert 2 x tensor 2": (
+        "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.expert=2",
+    ),
+    "expert over 2": ("strategy=expert", "nodes=2"),
+    "shard 2 x expert 2": ("strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.expert=2"),
+    "pipeline 2 x expert 2": (
+        "strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.expert=2",
+    ),
+    "tensor over 2": ("strategy=tensor", "nodes=2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["expert 2 x tensor 2", *in_full((name,) for name in list(MIXTURES)[1:])])
+def test_tokens_of_a_mixture_are_those_of_one_device(workers: Workers, layout: str) -> None:
+    """Also with a prompt too few for two devices that share experts. The model is a user's own class."""
+    folder = workers.do(*MIXTURE, *MIXTURES[layout])
+    config, _ = read_config(folder / "config.yaml")
+    wanted = [recomputed(config, list(prompt.encode())) for prompt in PROMPTS]
+    assert len(set(map(tuple, wanted))) == len(PROMPTS)
+    assert [line["tokens"] for line in generated(folder)] == wanted
+    assert "The logits of all new tokens are those that" in comparison(folder)
+
+
 FAR = (*COMMON, "model._target_=tests.models.LooksBack")
 
 

@@ -50,6 +50,18 @@ LAYOUTS = {
         "strategy.dedicated_server=true",
     ),
     "expert over 2": (*TEXT, "model=moe_tiny", "strategy=expert", "nodes=2"),
+    "expert 2 x tensor 2": (
+        *TEXT,
+        "model=moe_tiny",
+        "strategy=tensor",
+        "nodes=2",
+        "gpus_per_node=2",
+        "strategy.tensor=2",
+        "strategy.expert=2",
+        "model.shared_experts=1",
+        "model.dense_layers=1",
+        "model.balance_step=0.1",
+    ),
     "tile over 2": (*IMAGES, "strategy=tile", "nodes=2"),
     "tile 2 x replicate 2": (*IMAGES, "strategy=tile", "nodes=4", "strategy.tile=2", "strategy.replicate=2"),
 }
@@ -72,7 +84,12 @@ def read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 # `make test` proves one layout of each technique.
-IN_FULL = ("pipeline 2 x tensor 2", "interleaved pipeline of 2", "tile 2 x replicate 2")
+IN_FULL = (
+    "pipeline 2 x tensor 2",
+    "expert 2 x tensor 2",
+    "interleaved pipeline of 2",
+    "tile 2 x replicate 2",
+)
 CASES = [*(layout for layout in LAYOUTS if layout not in IN_FULL), *in_full((layout,) for layout in IN_FULL)]
 
 

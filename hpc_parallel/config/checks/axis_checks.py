@@ -104,10 +104,6 @@ def _mixture(config: RunConfig, layout: Layout) -> Problems:
     if config.training.compile:
         rule = "can't be used: torch can't compile the products of experts"
         yield Problem("training.compile", True, rule, (False,))
-    if layout.tensor > 1 and config.task.name == "generate":
-        yield without_axis(
-            "tensor", "is not proven for task=generate with experts", config=config, layout=layout
-        )
 
 
 def sequence_problems(config: RunConfig, layout: Layout) -> Problems:
