@@ -26,7 +26,7 @@ from hpc_parallel.exit_codes import AGAIN
 from hpc_parallel.failure import failure, normal_end, restart
 from hpc_parallel.failure.failure import Record
 from hpc_parallel.failure.hang_cause import cause_of
-from hpc_parallel.failure.restart import Decision, Limits
+from hpc_parallel.failure.restart import Decision, RestartLimits
 from hpc_parallel.failure.root_cause import (
     TERMINATION_SIGNALS,
     find_root_cause,
@@ -197,11 +197,11 @@ def _reached(folder: RunFolder) -> int | None:
 def after_failure(
     folder: RunFolder, *, start: int | None = None, environment: Mapping[str, str] = MappingProxyType({})
 ) -> Decision:
-    """What follows the failure in `failure.json`; start: as `restart.Limits` has it."""
+    """What follows the failure in `failure.json`; start: as `restart.RestartLimits` has it."""
     ends = attempts.recent_ends(folder)
     if Failure.read(folder) is None or folder.stopped.exists() or not ends:
         return Decision(restart.END)
-    limits = Limits.of(folder.read_config(), start=start)
+    limits = RestartLimits.of(folder.read_config(), start=start)
     decision = restart.decide(ends, limits=limits)
     if not decision.starts_again:
         return decision
@@ -219,7 +219,7 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
     launcher = folder.read_config()["launcher"]
     # Without a saved step or a script's exit code, the task starts from its beginning.
     continues = stopped.step is not None or stopped.code is not None
-    limits, ends = Limits.of(folder.read_config()), attempts.recent_ends(folder)
+    limits, ends = RestartLimits.of(folder.read_config()), attempts.recent_ends(folder)
     decision = restart.decide(ends, limits=limits, continues=continues)
     restarts = decision.starts_again
     limit = "the allocation" if in_allocation(launcher) else f"{launcher['time_minutes']} min"

@@ -80,7 +80,7 @@ def _is_requeued(fields: Mapping[str, str], *, environment: Mapping[str, str]) -
 
 
 @dataclass(frozen=True)
-class Limits:
+class RestartLimits:
     """What a run allows, and where its ranks run.
 
     start: the number of this start in its job, from 0; None: nothing can start the ranks again in the job.
@@ -93,7 +93,7 @@ class Limits:
     own_job: bool = True  # false in an allocation of the user's: Slurm would start all of it again
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], *, start: int | None = None) -> Limits:
+    def of(cls, config: Mapping[str, Any], *, start: int | None = None) -> RestartLimits:
         """config: the content of `config.yaml`."""
         launcher, on_nonfinite = config["launcher"], config["training"]["on_nonfinite"]
         most = int(launcher["max_restarts"]), int(launcher["max_requeues"])
@@ -114,7 +114,11 @@ class Decision:
 
 
 def decide(
-    ends: Sequence[attempts.End], *, limits: Limits, continues: bool = True, by_slurm: str | None = None
+    ends: Sequence[attempts.End],
+    *,
+    limits: RestartLimits,
+    continues: bool = True,
+    by_slurm: str | None = None,
 ) -> Decision:
     """The one policy: whether the ranks start again in their job, the job is requeued, or the run ends.
 
@@ -155,7 +159,7 @@ def _decided(
     return Decision(IN_PLACE, f"the ranks start again in the same job, on the same hosts, {which}")
 
 
-def _why_not(ends: Sequence[attempts.End], *, counts: Mapping[str, int], limits: Limits) -> str | None:
+def _why_not(ends: Sequence[attempts.End], *, counts: Mapping[str, int], limits: RestartLimits) -> str | None:
     """Why no new start can repair a failure, or may try to; None if one may."""
     end = ends[-1]
     if end.how == failure.NONFINITE:  # only once, because the same samples may cause the same failure

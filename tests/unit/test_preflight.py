@@ -18,7 +18,14 @@ import torch
 from hpc_parallel.config.site_schema import PreflightConfig
 from hpc_parallel.failure import failure
 from hpc_parallel.failure.conclude_run import after_failure, conclude
-from hpc_parallel.failure.restart import END, MOST_EXCLUSIONS, REQUEUE, Limits, decide, hosts_to_exclude
+from hpc_parallel.failure.restart import (
+    END,
+    MOST_EXCLUSIONS,
+    REQUEUE,
+    RestartLimits,
+    decide,
+    hosts_to_exclude,
+)
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine import host_facts
 from hpc_parallel.machine.host_facts import cpu_facts, different_packages, disk, driver_version
@@ -428,7 +435,7 @@ def test_all_accused_hosts_are_excluded_at_once() -> None:
 def test_accused_hosts_are_excluded_from_the_next_start(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create()
-    limits = Limits(max_restarts=0, max_requeues=0, rolls_back=False, start=0)
+    limits = RestartLimits(max_restarts=0, max_requeues=0, rolls_back=False, start=0)
     for number in range(MOST_EXCLUSIONS + 1):
         attempts.end(folder, how=failure.PREFLIGHT, host="n0", exclude=["n0", f"n{number}"])
         decision = decide(attempts.recent_ends(folder), limits=limits)

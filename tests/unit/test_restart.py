@@ -12,7 +12,7 @@ import pytest
 
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.failure import conclude_run, failure, restart
-from hpc_parallel.failure.restart import Limits
+from hpc_parallel.failure.restart import RestartLimits
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine.world import World
 from hpc_parallel.record import attempts, owner
@@ -104,7 +104,7 @@ TABLE = [  # how the starts ended; what is allowed; what follows in a job
 def test_the_policy(history: str, given: dict[str, Any], action: str, why: str) -> None:
     place = {key: given[key] for key in ("continues", "by_slurm") if key in given}
     most = {"max_restarts": 3, "max_requeues": 2, "rolls_back": False, "start": 0}
-    limits = Limits(**most | {key: value for key, value in given.items() if key not in place})
+    limits = RestartLimits(**most | {key: value for key, value in given.items() if key not in place})
     decision = restart.decide(ends(history), limits=limits, **place)
     here = "the ranks start again in the same job, on the same hosts, "
     assert decision == restart.Decision(action, here + why if action == "in place" else why)
