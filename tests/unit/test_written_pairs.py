@@ -157,6 +157,7 @@ def require_environment(words: list[str], variables: dict[str, str], run: Prepar
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(3600)  # of all rows, beside other work
 @pytest.mark.parametrize(("seed", "most"), [(0, FIRST), *in_full([(0, None), (1, None)])])
 def test_every_pair_of_switches_writes_a_script_that_runs(seed: int, most: int | None, site: Site) -> None:
     prepare_site(site)
