@@ -245,13 +245,18 @@ def _match_strides(weights: Iterable[Parameter]) -> None:
     """
     for weight in weights:
         gradient = weight.grad
-        if gradient is not None and local_part(gradient).stride() != local_part(weight).stride():
+        if gradient is not None and _local_stride(gradient) != _local_stride(weight):
             weight.grad = torch.empty_like(weight).copy_(gradient)
 
 
 def _is_whole(key: str, size: torch.Size, weight: Tensor) -> bool:
     """Whether a state has a number for each number of `weight`; the count of steps of a scalar has not."""
     return key != "step" and size == weight.shape
+
+
+def _local_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of this rank's part."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).stride()
 
 
 def _zeros(size: torch.Size, dtype: torch.dtype, *, like: Parameter, group: Mapping[str, Any]) -> Tensor:
