@@ -69,14 +69,13 @@ class KeyValueExchange(Protocol):
     [2, batch, kv_head, seq, head_dim]: the keys and values of this device's two slices.
     """
 
-    @staticmethod
     def forward(
-        query: Tensor, kv: Tensor, group: dist.ProcessGroup, *, causal: bool
+        self, query: Tensor, kv: Tensor, group: dist.ProcessGroup, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
         """Returns the outputs in the dtype of `lse`, and `lse`."""
 
-    @staticmethod
     def backward(
+        self,
         grad_output: Tensor,
         query: Tensor,
         kv: Tensor,
