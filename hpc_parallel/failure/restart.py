@@ -133,7 +133,7 @@ def decide(
 
 
 def _decided(
-    ends: Sequence[attempts.End], *, limits: Limits, continues: bool, by_slurm: str | None
+    ends: Sequence[attempts.End], *, limits: RestartLimits, continues: bool, by_slurm: str | None
 ) -> Decision:
     """The decision for a run that has its job for itself."""
     end, counts = ends[-1], Counter(map(_kind, ends))

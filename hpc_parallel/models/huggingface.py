@@ -47,6 +47,7 @@ class HuggingFaceModel(LanguageModel):
         for layer in layers:
             attention = getattr(layer, family.attention)
             compute_own_positions(attention, rotary=rotation(base, settings), tables=tables)
+            add_mixin(layer, TakesDocuments)
         stem = getattr(base, family.embedding)
         if family.positions is not None:
             stem = PositionedEmbedding(stem, getattr(base, family.positions))
@@ -142,10 +143,10 @@ class OwnPositions(nn.Module):
     rotary: nn.Module | None
     tables: PositionTables[Any]
 
-    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        return super().__call__(hidden_states)
+    def __call__(self, hidden_states: Tensor, *_: Any, attention_mask: Any = None, **__: Any) -> Any:
+        return super().__call__(hidden_states, **documents_in(attention_mask))
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Any:
         embeddings = {}
         if self.rotary is not None:
             key = self.mix.positions.key(x.shape[1])
@@ -153,11 +154,32 @@ class OwnPositions(nn.Module):
             embeddings = {
                 "position_embeddings": self.tables(key, partial(self._rotation, x), device=x.device)
             }
-        return super().forward(x, attention_mask=None, **embeddings)
+        return super().forward(x, attention_mask=documents, **embeddings)
 
     def _rotation(self, x: Tensor) -> Any:
         assert self.rotary is not None
         return self.rotary(x, self.mix.positions(x.shape[1], device=x.device)[None])
+
+
+class TakesDocuments(nn.Module):
+    """A mixin for the library's layers, which hand a mask on to their attention."""
+
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Any:
+        return super().forward(x, attention_mask=documents)
+
+
+def documents_in(mask: Tensor | None) -> dict[str, Tensor]:
+    """The argument of packed documents, if there are any: wrappers of techniques expect no other one."""
+    return {} if mask is None else {"documents": mask}
+
+
+def add_mixin(module: nn.Module, mixin: type) -> None:
+    """Add `mixin` to the class of `module`, in place.
+
+    Its parameters keep their names, because no module wraps it. fully_shard changes classes the same way.
+    """
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (mixin, kind), {})
 
 
 def use_exact_norms(model: nn.Module) -> None:
@@ -175,12 +197,8 @@ def use_exact_norms(model: nn.Module) -> None:
 def compute_own_positions(
     attention: nn.Module, *, rotary: nn.Module | None, tables: PositionTables[Any]
 ) -> None:
-    """Add `OwnPositions` to the class of `attention`, in place.
-
-    Its parameters keep their names, because no module wraps it. fully_shard changes classes the same way.
-    """
-    kind = type(attention)
-    attention.__class__ = type(kind.__name__, (OwnPositions, kind), {})
+    """Let `attention` take its positions and its mask from a `CausalAttention`."""
+    add_mixin(attention, OwnPositions)
     attention.mix = CausalAttention()
     attention.rotary = rotary  # type: ignore[assignment]
     attention.tables = tables  # type: ignore[assignment]
@@ -196,14 +214,22 @@ def rotation(base: nn.Module, settings: PreTrainedConfig) -> nn.Module | None:
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float, **_: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """The library's attention function: [batch, head, seq, head_dim] -> [batch, seq, head, head_dim]."""
     default = query.shape[-1] ** -0.5
     if scaling != default:
         query = query * (scaling / default)
     # Under autocast, rotation returns float32 queries and keys; all three must share a dtype.
-    mixed = module.mix(query.to(value.dtype), key.to(value.dtype), value)  # type: ignore[operator]
+    parts = query.to(value.dtype), key.to(value.dtype), value
+    mixed = module.mix(*parts, **documents_in(mask))  # type: ignore[operator]
     return mixed.transpose(1, 2), None
 
 

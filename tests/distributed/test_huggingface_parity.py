@@ -48,6 +48,10 @@ CASES = [
         ]
     ),
 ]
+PACKED = (
+    "data=dataset", "data.dataset._target_=tests.datasets.Texts", "data.packing=true", "data.vocab_size=256",
+    "data.validation_share=0.2", "training.precision=float64",
+)  # fmt: skip
 CLOSE = {"float64": (1e-10, 1e-10), "float32": (1e-5, 1e-4)}
 
 
@@ -62,6 +66,28 @@ def test_layout_follows_one_device(
     assert any(line["grad_norm"] > 0.5 for line in reference.lines)  # clipping is active
     losses, weights = CLOSE[precision]
     assert_follows(trained(*words, *layout), reference, losses=losses, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        (LLAMA, CONTEXT),
+        *in_full([
+            (LLAMA, TENSOR),
+            (LLAMA, PIPELINE),
+            (LLAMA, (*CONTEXT, "strategy.context_attention=all_to_all")),
+            (GPT2, (*FSDP, "training.activation_checkpointing=full")),
+            (GPT2, (*CONTEXT, "strategy.context_attention=gather")),
+            (QWEN3, (*TENSOR, "strategy.sequence_parallel=false")),
+        ]),
+    ],
+)  # fmt: skip
+def test_packed_documents_follow_one_device(
+    trained: Train, kind: tuple[str, ...], layout: tuple[str, ...]
+) -> None:
+    """On one device, tests/unit/test_packed_documents.py compares with the documents one by one."""
+    words = (*(word for word in SMALL if word != "data.max_bytes=400000"), *kind, *PACKED)
+    assert_follows(trained(*words, *layout), trained(*words, "strategy=single"), losses=1e-10, weights=1e-10)
 
 
 @pytest.mark.parametrize(("kind", "layout"), [(LLAMA, TENSOR), (GPT2, PIPELINE[:2])], ids=["llama", "gpt2"])

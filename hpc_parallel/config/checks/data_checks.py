@@ -48,7 +48,6 @@ FITTING = {
 }
 # Our models that can't keep packed documents apart.
 UNPACKED = {
-    HuggingFaceConfig._target_: "the layers of transformers take no documents here",
     MoeTransformerConfig._target_: "the experts are balanced over whole samples, which mixes documents and "
     "padding",
 }
