@@ -9,6 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from hpc_parallel.config.checks.all_checks import in_order
+from hpc_parallel.config.checks.training_checks import OFF
 from hpc_parallel.config.compose import COMPOSE_ERRORS, Composer
 from hpc_parallel.config.diagnose import diagnose
 from hpc_parallel.config.hydra_internals import composing
@@ -165,6 +166,8 @@ class _RunComposer:
         microbatch_size = None
         if not is_reference_decoder(run.config):  # BatchNorm sees a microbatch
             microbatch_size = run.config.training.global_batch_size // run.plan.batch.microbatches
+        if run.config.training.fp8 != OFF:  # a scale is for a rank's microbatch
+            microbatch_size = run.plan.batch.microbatch_size
         overrides = (
             "strategy=single",
             f"training.microbatch_size={microbatch_size or 'null'}",

@@ -213,6 +213,17 @@ RECIPES = (
     Recipe("DeepSeek, FSDP + EP, no auxiliary loss", "torchtitan (DeepSeek V3)",
         "model=deepseek_v2_lite strategy=fsdp strategy.expert=8",
         TWO_BY_TWO, "deepseek"),
+    Recipe("FSDP + TP in fp8", "torchtitan (70B)",
+        "strategy=fsdp strategy.tensor=8 training.precision=bfloat16 training.fp8=tensorwise "
+        "training.compile=true",
+        TWO_BY_TWO),
+    Recipe("PP + TP in fp8", "torchtitan (405B)",
+        "strategy=pipeline strategy.pipeline=2 strategy.tensor=2 training.precision=bfloat16 "
+        "training.fp8=tensorwise",
+        TWO_BY_TWO),
+    Recipe("FSDP + CP in fp8", "torchtitan",
+        "strategy=fsdp strategy.context=2 training.precision=bfloat16 training.fp8=tensorwise",
+        TWO_BY_TWO),
     Recipe("weights and state in bfloat16", "KempnerForge (8B on one H200, 80.7 GB), torchtitan (states)",
         "model=8b strategy=single training.precision=bfloat16 training.weights=bfloat16 "
         "optimizer.state=bfloat16 training.activation_checkpointing=full",

@@ -99,6 +99,12 @@ def test_a_strategy_takes_the_layout_of_the_command_line() -> None:
     assert "length of model.channels = 3" in str(cases[1].problems[0])  # too few for four stages
 
 
+def test_float8_is_compared_with_microbatches_of_the_same_size() -> None:
+    ((case,), _) = plan(["strategy=fsdp", "nodes=2", "model=tiny", "precision=float64",
+                    "training.microbatch_size=2", "training.fp8=tensorwise"])  # fmt: skip
+    assert (case.run.plan.batch.microbatches, case.alone.plan.batch.microbatches) == (4, 8)
+
+
 def test_other_overrides_apply_to_both_sides() -> None:
     ((case,), _) = plan(["strategy=fsdp", "nodes=2", "model=tiny", "training.steps=3", "precision=float64",
                     "training.microbatch_size=2", "strategy.reshard=false"])  # fmt: skip

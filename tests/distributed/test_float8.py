@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from hpc_parallel.strategies.float8 import Axis, Product, Splits
 from tests.marks import in_full
 from tests.parity import COMMON, assert_follows, largest_difference
-from tests.workers import Train
+from tests.workers import Train, Workers
 
 HALF, TENSORWISE = "training.precision=bfloat16", "training.fp8=tensorwise"
 LONG = ("training.steps=30", "training.validate_every=30")
@@ -39,6 +43,57 @@ def test_a_layout_follows_one_device(trained: Train, layout: str) -> None:
 def test_recomputation_changes_nothing(trained: Train) -> None:
     full = "training.activation_checkpointing=full"
     assert trained(*WORDS, full, "strategy=single").losses == trained(*WORDS, "strategy=single").losses
+
+
+# The dims of x, weight, gradient, output and both gradients, by what an axis can split.
+DIMS = (
+    ("rows", "inputs"), ("outputs", "inputs"), ("rows", "outputs"), ("rows", "outputs"), ("rows", "inputs"),
+    ("outputs", "inputs"),
+)  # fmt: skip
+
+
+def products(by_rows: bool, splits: Splits, *factors: Tensor) -> list[Tensor]:
+    x, weight, gradient = (factor.clone() for factor in factors)
+    output = Product.apply(x.requires_grad_(), weight.requires_grad_(), by_rows, splits)
+    output.backward(gradient)
+    assert x.grad is not None
+    assert weight.grad is not None
+    return [output.detach(), x.grad, weight.grad]
+
+
+def products_of_parts(by_rows: bool) -> dict[str, float]:
+    """On each of two ranks: the largest difference of a part's products from those of the whole factors."""
+    size, differences = {"rows": 32, "inputs": 48, "outputs": 64}, {}
+    factors = []
+    for place, (first, second) in enumerate(DIMS[:3]):
+        numbers = torch.Generator().manual_seed(place)
+        matrix = torch.randn(size[first], size[second], generator=numbers, dtype=torch.float64)
+        spread = 16 if place == 2 and not by_rows else 5  # e5m2 has more range
+        steps = [torch.linspace(-spread, spread, count).double().exp2() for count in matrix.shape]
+        factors.append(matrix * steps[0][:, None] * steps[1])  # the last half of each dim has the largest
+    whole = products(by_rows, Splits(), *factors)
+    for split in Splits._fields:
+
+        def part(matrix: Tensor, dims: tuple[str, str], split: str = split) -> Tensor:
+            return matrix.chunk(2, dim=dims.index(split))[dist.get_rank()] if split in dims else matrix
+
+        splits = Splits(**{split: (Axis("tensor", dist.group.WORLD.group_name),)})
+        parts = products(by_rows, splits, *map(part, factors, DIMS[:3]))
+        for dims, found, wanted in zip(DIMS[3:], parts, whole, strict=True):
+            if split not in dims:
+                dist.all_reduce(found)
+            expected = part(wanted, dims)
+            relative = (found - expected).abs() / expected.abs().clamp(min=1e-300)  # some are rounded to 0
+            differences[f"{split}, {dims}"] = float(relative.max())
+    return differences
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_parts_have_the_scale_of_the_whole(workers: Workers, by_rows: bool) -> None:
+    """One rank has the largest values of each factor, so the other rank must hear of them."""
+    for differences in workers.run(2, products_of_parts, by_rows):
+        assert len(differences) == 9
+        assert max(differences.values()) < 1e-10, differences
 
 
 EXACT = ("training.precision=float64", "model.layers=2")
