@@ -56,7 +56,7 @@ class LauncherConfig:
     # How often the run may start again after a failure that a new start can repair. null: 3 in a job of its
     # own, if the run can go on from where it was (a training with checkpoints, a script with
     # `script.resume_arguments`); otherwise 0.
-    max_restarts: int | None = key(None, at_least(0))
+    max_restarts: int | None = key(None, at_least(0), legal=0)
     resubmit: bool = False  # Submit a new job if Slurm does not requeue the old one.
     # Any other flag of sbatch, without its dashes.
     extra: dict[str, Any] = field(default_factory=dict)
