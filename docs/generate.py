@@ -281,7 +281,13 @@ def summary_keys() -> set[str]:
     """The keys for every task."""
     line = {"step": 1, "samples": 1, "loss": 1.0, "samples_per_s": 1.0, "step_time_s": 1.0,
             "tokens_per_s": 1.0, "peak_memory_bytes": 1}  # fmt: skip
-    history = {"restarts": 0, "lost_steps": 0, "started": None, "job_ids": []}  # record/attempts.py:history
+    history = {
+        "restarts": 0,
+        "lost_steps": 0,
+        "started": None,
+        "job_ids": [],
+        "time_use_s": {},
+    }  # record/attempts.py:history
     config: dict[str, Any] = {
         "nodes": 1,
         "gpus_per_node": 1,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+_T = TypeVar("_T")
 _FEW = 64
 _ESCAPED_BYTE = re.compile(r"\\udc([89a-f][0-9a-f])")  # as repr writes a byte that is no UTF-8
 _PLAIN_PATH = re.compile(r"/[\w./-]*", re.ASCII)
@@ -46,6 +47,15 @@ class ConfigError(ValueError):
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem | str]]]:
         return type(self), (self.problems,)  # pickle the problems, not the text
+
+
+def tried(read: Callable[[], _T], problems: list[Problem | str]) -> _T | None:
+    """Returns what `read` returns. If it raises ConfigError, append the problems and return None."""
+    try:
+        return read()
+    except ConfigError as error:
+        problems += error.problems
+        return None
 
 
 def spell(value: Any) -> str:

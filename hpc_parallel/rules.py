@@ -87,7 +87,7 @@ def one_of(*choices: str, file: str | None = None) -> Rule:
     rule = f"is not one of {', '.join(choices)}" + (f", nor a {file} file" if file else "")
     return Rule(
         lambda value: value in choices or (file is not None and value.endswith(file)),
-        rule, choices[:1], choices,
+        rule, () if file else choices[:1], choices,
     )  # fmt: skip
 
 

@@ -376,14 +376,7 @@ def flash_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) ->
 
 
 def flash_backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    output: Tensor,
-    lse: Tensor,
-    causal: bool,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *, output: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward pass of `flash_forward`, with `lse` and output from the caller.
 
@@ -392,7 +385,7 @@ def flash_backward(
     unused = torch.empty(2, dtype=torch.uint64, device=query.device)
     lengths = (query.shape[-2], key.shape[-2])
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad_output, query, key, value, output, lse, None, None, *lengths, 0.0, causal, unused, unused
+        grad, query, key, value, output, lse, None, None, *lengths, 0.0, causal, unused, unused
     )
     return gradients
 
@@ -405,34 +398,29 @@ def cudnn_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) ->
 
 
 def cudnn_backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    output: Tensor,
-    lse: Tensor,
-    causal: bool,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *, output: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
     lengths = (query.shape[-2], key.shape[-2])
     backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     gradients: tuple[Tensor, Tensor, Tensor] = backward(
-        grad_output, query, key, value, output, lse.unsqueeze(-1), unused, unused, None, None, None, *lengths,
+        grad, query, key, value, output, lse.unsqueeze(-1), unused, unused, None, None, None, *lengths,
         0.0, causal,
     )  # fmt: skip
     return gradients
 
 
-def efficient_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+def efficient_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The memory-efficient kernel of a GPU, which also computes in float32. Rows of its `lse` are padded."""
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
-    output, lse, *_ = attend(query, key, value, None, True, 0.0, causal)
+    output, lse, *_ = attend(query, key, value, bias, True, 0.0, causal)
     return output, lse
 
 
 def efficient_backward(
-    grad_output: Tensor,
+    grad: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -440,24 +428,25 @@ def efficient_backward(
     output: Tensor,
     lse: Tensor,
     causal: bool,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
-    needed = [True, True, True, False]  # there is no bias, so it needs no gradient
+    needed = [True, True, True, False]  # a bias has no weights, so it needs no gradient
     backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-    gradients = backward(
-        grad_output, query, key, value, None, output, lse, unused, unused, 0.0, needed, causal
-    )
+    gradients = backward(grad, query, key, value, bias, output, lse, unused, unused, 0.0, needed, causal)
     return tuple(gradients[:3])
 
 
-def cpu_flash_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+def cpu_flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Flash attention on a CPU, also in float64, with its `lse`."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return attend(query, key, value, 0.0, causal)  # type: ignore[no-any-return]
+    return attend(query, key, value, 0.0, causal, attn_mask=bias)  # type: ignore[no-any-return]
 
 
 def cpu_flash_backward(
-    grad_output: Tensor,
+    grad: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -465,21 +454,31 @@ def cpu_flash_backward(
     output: Tensor,
     lse: Tensor,
     causal: bool,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad_output, query, key, value, output, lse, 0.0, causal)  # type: ignore[no-any-return]
+    return backward(grad, query, key, value, output, lse, 0.0, causal, attn_mask=bias)  # type: ignore[no-any-return]
 
 
-def scaled_product(first: Tensor, second: Tensor, *, scales: tuple[Tensor, Tensor], fast: bool) -> Tensor:
-    """`first` [m, k] times `second` [k, n], both float8, times both scales, in bfloat16.
+def scaled_product(
+    first: Tensor,
+    second: Tensor,
+    *,
+    scales: tuple[Tensor, Tensor],
+    fast: bool,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """`first` [m, k] times `second` [k, n], both float8, times both scales, in `dtype`: bfloat16 or float64.
 
     scales: powers of two in float32, without dims or [m, 1] and [1, n]. m, k and n are multiples of 16.
     fast: sums on a GPU may have fewer than 24 bits. Hopper's tensor cores alone have this lower precision.
     """
-    if first.device.type == "cuda":
+    exact = dtype == torch.float64  # for proofs; no device multiplies float8 so
+    if first.device.type == "cuda" and not exact:
         return cuda_scaled_product(first, second, scales=scales, fast=fast)
+    sums = torch.float64 if exact else torch.float32
     with torch.autocast(first.device.type, enabled=False):
-        return (first.float() @ second.float() * scales[0] * scales[1]).to(torch.bfloat16)
+        return (first.to(sums) @ second.to(sums) * scales[0] * scales[1]).to(dtype)
 
 
 def cuda_scaled_product(
@@ -511,6 +510,15 @@ def all_to_all_rows(
     functional = torch.ops._c10d_functional
     arrived = functional.all_to_all_single(rows, received, sent, group.group_name)
     return functional.wait_tensor(arrived)  # type: ignore[no-any-return]
+
+
+def largest_of_group(numbers: Tensor, *, group: str) -> Tensor:
+    """The largest value of each of `numbers` over the ranks of a group, by the group's name.
+
+    Compiled code has the operator in its graph, as `all_to_all_rows` above.
+    """
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_reduce(numbers, "max", group))  # type: ignore[no-any-return]
 
 
 def set_default_timeout(timeout: timedelta) -> None:

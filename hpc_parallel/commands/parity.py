@@ -1,8 +1,8 @@
 """`python -m hpc_parallel parity [strategy=...] [nodes=...] [any override]`: strategies against one device.
 
-Each row trains the same steps from the same seed as one device does, and is compared with it. Exit
-codes: 0 all equal, 1 one is not or did not run, 2 the configuration is wrong (nothing was started),
-3 the site refused.
+`recipes=true` takes the recipes of docs/recipes.md, with small sizes. Each row trains the same steps from the
+same seed as one device does, and is compared with it. Exit codes: 0 all equal, 1 one is not or did not run,
+2 the configuration is wrong (nothing was started), 3 the site refused.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.proof.cases import Case, plan, without_refused
-from hpc_parallel.proof.compare import ROUNDED, TOLERANCES, Tolerance, Verdict, compare
+from hpc_parallel.proof.compare import ROUNDED, SHARP, TOLERANCES, Tolerance, Verdict, compare
 from hpc_parallel.proof.pace import Pace
-from hpc_parallel.proof.parity_table import MEASURES, Table
+from hpc_parallel.proof.parity_table import Table
 from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.shell import command_parser, complain, refuse
@@ -69,7 +69,6 @@ def prove(cases: Sequence[Case], notes: Sequence[str], *, precision: str) -> int
     pace = Pace(cases)
     table.begin(pace.plan())
     folder = next(case.run.folder.path.parent for case in cases if case.run is not None)
-    bounds = {name: getattr(tolerance, name) for name in MEASURES}
     alone: dict[str, str | None] = {}  # folder of one device's run -> why it failed
     lines: list[dict[str, Any]] = []
     is_interrupted = False
@@ -83,7 +82,7 @@ def prove(cases: Sequence[Case], notes: Sequence[str], *, precision: str) -> int
                 {"strategy": case.row.strategy, "net": case.net, "layout": case.layout, **asdict(verdict)}
             )
             if folder.is_dir():  # the first run makes it
-                write_json(folder / "parity.json", {"precision": precision, "bounds": bounds, "rows": lines})
+                write_json(folder / "parity.json", {"precision": precision, "rows": lines})
     except KeyboardInterrupt:  # the launcher has ended the run that it had started
         is_interrupted = True
     counts = Counter(line["word"] for line in lines)
@@ -109,23 +108,25 @@ def judge(case: Case, tolerance: Tolerance, alone: dict[str, str | None], *, pac
         failure = Failure.read(case.run.folder)
         refused = failure is not None and failure.kind == CONFIGURATION
         return Verdict("left out" if refused else "failed", [cause, f"results: {case.run.folder.path}"])
-    notes = []
+    notes, precision = [], case.run.config.training.precision
     if (case.alone.folder.proof / ROUNDED).exists():  # written on one device
+        notes = ["The model computes parts in less than float64, so the bounds are those of float32"]
         tolerance = TOLERANCES["float32"]
-        bounds = ", ".join(f"{name} {getattr(tolerance, name):g}" for name in MEASURES)
-        notes = [
-            f"The model computes parts in less than float64, so the bounds are those of float32: {bounds}."
-        ]
+    elif precision not in SHARP:
+        notes, tolerance = [f"The bounds are those of {precision}"], TOLERANCES[precision]
+    if notes:
+        bounds = ", ".join(f"{name} {bound:g}" for name, bound in tolerance.bounds.items())
+        notes = [f"{notes[0]}: {bounds}."]
     try:
         differences = compare(case.run.folder, case.alone.folder, tolerance=tolerance)
     except ValueError as error:
         return Verdict("failed", [str(error)])
     missed = [
-        f"{name}: {difference.where} is off by {difference} > {getattr(tolerance, name):g}"
+        f"{name}: {difference.where} is off by {difference} > {tolerance.bounds[name]:g}"
         for name, difference in differences.items()
-        if not difference.value <= getattr(tolerance, name)
+        if not difference.value <= tolerance.bounds[name]
     ]
-    return Verdict("MISS" if missed else "equal", [*missed, *notes], differences)
+    return Verdict("MISS" if missed else "equal", [*missed, *notes], differences, tolerance.bounds)
 
 
 def run_quietly(run: PreparedRun) -> str | None:

@@ -16,14 +16,13 @@ layout fits.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.planning.hardware import named_hardware
 from hpc_parallel.planning.step_time import StepTime
-from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.problems import ConfigError, Problem, tried
 from hpc_parallel.record.find import path_of
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.shell import command_parser, complain, refuse
@@ -38,7 +37,6 @@ KINDS = {
     "best": ("rows",),
     "": ("explain", "tokens", "json", "output"),
 }
-_T = TypeVar("_T")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -94,7 +92,7 @@ def _plan_run(
 
     folder = options.config_dir
     name = names[-1] if names else site_hardware(of_first_size(overrides), user_folder=folder)
-    hardware = _read(lambda: named_hardware(name, user_folder=folder), problems)
+    hardware = tried(lambda: named_hardware(name, user_folder=folder), problems)
     if problems or hardware is None:
         raise ConfigError(problems)
     if sizes_of(overrides):
@@ -126,7 +124,7 @@ def _plan_best(options: argparse.Namespace, *, problems: list[Problem | str]) ->
     if rows < 1:
         problems.append(f"--rows {rows}: the table has at least one row. Try --rows {ROWS}.")
     folder = options.config_dir
-    lines = _read(lambda: [*best_layouts(options.overrides, user_folder=folder, rows=max(1, rows))], problems)
+    lines = tried(lambda: [*best_layouts(options.overrides, user_folder=folder, rows=max(1, rows))], problems)
     if problems or lines is None:
         raise ConfigError(problems)
     say(*lines)
@@ -163,12 +161,12 @@ def calibrated(
     from hpc_parallel.planning.calibration import calibrate, read_runs, report, text
 
     problems: list[Problem | str] = list(_output_problems(output))
-    hardware = _read(lambda: named_hardware(name, user_folder=user_folder, needed_by="--calibrate"), problems)
+    hardware = tried(lambda: named_hardware(name, user_folder=user_folder, needed_by="--calibrate"), problems)
     runs = None
     if not run_names:
         problems.append("--calibrate has no run. Try it with run folders: --calibrate runs/data/* ...")
     elif (start := hardware) is not None:
-        runs = _read(lambda: read_runs([path_of(run) for run in run_names], start), problems)
+        runs = tried(lambda: read_runs([path_of(run) for run in run_names], start), problems)
     if problems or hardware is None or runs is None or output is None:
         raise ConfigError(problems)
     calibration = calibrate(runs, hardware)
@@ -190,15 +188,6 @@ def _output_problems(output: Path | None) -> Iterator[str]:
         yield f"--output {output}: a hardware file ends in {ENDING}. Try {output.with_suffix(ENDING)}."
     elif not output.parent.is_dir():
         yield f"--output {output}: there is no folder {output.parent}. Try mkdir -p {output.parent}."
-
-
-def _read(read: Callable[[], _T], problems: list[Problem | str]) -> _T | None:
-    """Returns what `read` returns. If it raises ConfigError, append the problems and return None."""
-    try:
-        return read()
-    except ConfigError as error:
-        problems += error.problems
-        return None
 
 
 def explanation(step: StepTime) -> Iterator[str]:

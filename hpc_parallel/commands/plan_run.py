@@ -17,6 +17,7 @@ from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.auto_strategy import choose, is_auto
 from hpc_parallel.planning.collective_times import on_nodes_of, with_measured_links
+from hpc_parallel.planning.failures import RESTART_S, failures_of
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.memory import MemoryPlan, text_table
 from hpc_parallel.planning.ranking import mfu, model_flops
@@ -148,6 +149,7 @@ def figures(
     steps, times = tokens / per_step, StorageTimes(config, work, step.total_s, hardware)
     waits = {"checkpoints": times.checkpoints(steps), "input": times.input(steps)}
     yield from (_of_wait(name, wait) for name, wait in waits.items())
+    yield from _of_failures(config, times)
     training_s = times.training_s(steps)
     hours = training_s * work.devices / HOUR_S
     added = "".join(f" + {wait.seconds:.4g} s of {name}" for name, wait in waits.items() if wait.seconds)
@@ -182,6 +184,26 @@ def _of_step(work: Work, step: StepTime, hardware: Hardware) -> Iterator[Figure]
 def _of_wait(name: str, wait: Wait) -> Figure:
     """The figure for a wait of the whole training."""
     return Figure(f"{name}_s", name, wait.seconds, wait.text, wait.formula)
+
+
+def _of_failures(config: RunConfig, times: StorageTimes) -> Iterator[Figure]:
+    """The useful time that the failure rate of the nodes leaves, and how often to save."""
+    every = config.training.checkpoint_every
+    if config.cluster.node_mtbf_hours is None:
+        return
+    if (failing := failures_of(times)) is None or every is None:
+        reason = times.unknown_saves() or "training.checkpoint_every is null: a failure loses all"
+        yield Figure("useful_share", "useful time", None, f"not known: {reason}", "")
+        return
+    between = f"a failure each {duration(failing.mtbf_s)}"
+    formula = (
+        f"Daly 2006 with {between}, {failing.save_s:.4g} s a save, {failing.restart_s:.4g} s a failure "
+        f"(of these {RESTART_S:g} s are assumed)"
+    )
+    share, best = failing.useful_share(every), failing.best_every
+    yield Figure("useful_share", "useful time", share, f"{share:.1%} with {between}", formula)
+    text = f"training.checkpoint_every={best}: {failing.useful_share(best):.1%} useful time"
+    yield Figure("best_checkpoint_every", "best saves", best, text, formula)
 
 
 def _costs(hours: float, *, config: RunConfig, hardware: Hardware) -> Iterator[Figure]:

@@ -29,6 +29,7 @@ from hpc_parallel.report.run_lines import (
     device_lines,
     difference_lines,
     finding_lines,
+    time_lines,
     topology_lines,
     transport_lines,
 )
@@ -72,6 +73,7 @@ FIGURES: tuple[Figure, ...] = (  # of summary.json, or of the newest line of met
     ("skipped steps", "skipped_steps", _plain),
     ("restarts", "restarts", _plain),
     ("lost steps", "lost_steps", _plain),
+    ("useful time (ETTR)", "useful_share", _share),
 )  # fmt: skip
 
 
@@ -184,6 +186,9 @@ def _parts(run: RecordedRun, row: RunRow, changed: Mapping[str, Change]) -> Iter
     if lines:
         yield "\nfigures"
         yield _table(lines)
+    if use := time_lines(run.totals.time_use_s):
+        yield "\nwhere the time went"
+        yield _table(use)
     with suppress(FileNotFoundError, DamagedError):  # the task's own results, if its files are readable
         task_lines = results(run.folder, run.totals)
         yield from ["", *map(printable, task_lines)] if task_lines else []

@@ -41,10 +41,11 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 HEADINGS = (
-    "run", "strategy", "nodes x devices", "state", "step", "loss", "samples/s", "left", "restarts", "job",
+    "run", "strategy", "nodes x devices", "state", "step", "loss", "samples/s", "left", "restarts", "useful",
+    "job",
 )  # fmt: skip
-RIGHT = ("step", "loss", "samples/s", "left", "restarts")
-LESS_NEEDED = ("restarts", "job", "strategy", "nodes x devices", "samples/s", "left", "loss")
+RIGHT = ("step", "loss", "samples/s", "left", "restarts", "useful")
+LESS_NEEDED = ("useful", "restarts", "job", "strategy", "nodes x devices", "samples/s", "left", "loss")
 SHORTEST_NAME = 16  # characters of a run's name that a narrow screen shows
 NEWEST = 10  # runs that are shown if none is named
 MOST_LINES = 10  # runs whose newest printed line is shown
@@ -57,8 +58,9 @@ COLOURS = {"completed": "green", "running": "cyan", "starting": "cyan", "failed"
 class RunRow:
     """One run. None: unknown, or the task has no such value.
 
-    time_left_s follows the newest step time; job_left_s is the time until Slurm's limit. last_line: the
-    newest line that rank 0 has printed, escaped; only while the run is going on.
+    time_left_s follows the newest step time; job_left_s is the time until Slurm's limit. useful_share: of all
+    time, what went to steps that count (ETTR). last_line: the newest line that rank 0 has printed, escaped;
+    only while the run is going on.
     """
 
     run: str
@@ -76,6 +78,7 @@ class RunRow:
     time_left_s: float | None
     job_left_s: float | None
     restarts: int
+    useful_share: float | None
     job_id: str | None
     failure: str | None  # the line that names the root cause
     last_line: str | None
@@ -288,6 +291,7 @@ def row_of(run: RecordedRun, state: State) -> RunRow:
         time_left_s=_left_s(last, steps) if state.name == RUNNING else None,
         job_left_s=state.left_s,
         restarts=run.attempts.restarts,
+        useful_share=run.useful_share if state.name == RUNNING or state.ended else None,
         job_id=state.job,
         failure=failure_line(run) if state.name == "failed" else None,
         last_line=None if state.ended else last_output(run.folder),
@@ -341,6 +345,7 @@ def cells(row: RunRow) -> tuple[str, ...]:
         "" if row.samples_per_s is None else per_second(row.samples_per_s),
         _left(row),
         str(row.restarts or ""),
+        "" if row.useful_share is None else f"{row.useful_share:.0%}",
         row.job_id or "",
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,12 @@ from hpc_parallel.config.key_suggestions import (
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.places import OWN_SITES
 from hpc_parallel.config.resolve import REQUIRED, as_switch, flat, missing_keys, resolve, unknown_keys
-from hpc_parallel.config.typed_config import choices_of, kind_of
+from hpc_parallel.config.typed_config import choices_of, kind_of, rule_of
 from hpc_parallel.layout.layout import layout_of
-from hpc_parallel.problems import ConfigError, Problem, nearest, spell
+from hpc_parallel.problems import ConfigError, Problem, alternatives, nearest, spell
 
 PLUGINS = {"hydra/sweeper": "sweeper", "hydra/launcher": "launcher"}
+MOST_FILES = 3  # that a message proposes
 _FILE_NAME = re.compile(r"\w[\w.-]*")
 
 
@@ -197,6 +199,8 @@ def _explain(
             return f"{override}: {unusable_file(error)}"
         return _no_such_file(key, value, choices=choices, default=composer.defaults().get(key))
     if "Could not override" in str(error) or "not in" in text:
+        if files := _files_with(key, composer):
+            return f"{override}: there is no key {key} here. Try {alternatives(files)}."
         return _unknown(override, key=key, value=value, plain=plain)
     if isinstance(error.__cause__, OmegaConfBaseException):
         return Problem(key, value, f"is not {_kind(plain, key)}", _near(plain, key=key, value=value))
@@ -248,6 +252,19 @@ def _refused_in_file(refused: RefusedKey, *, plain: DictConfig) -> str:
     if name.rpartition(".")[0] == key.rpartition(".")[0] and name:
         name = name.rpartition(".")[2]
     return f"{place}: there is no key {key}." + (f" Try {name}." if name else "")
+
+
+def _files_with(key: str, composer: Composer) -> list[str]:
+    """The choices of the group that have the key: the default, then those that need the fewest others."""
+    group, dot, _ = key.partition(".")
+    default = composer.defaults().get(group)
+    found: list[tuple[bool, int, str]] = []
+    for choice in _choices(group) if dot and group != "jobs" else ():
+        with suppress(*COMPOSE_ERRORS):
+            config = composer.compose([f"{group}={choice}"])
+            if key in flat(config):
+                found.append((choice != default, len(missing_keys(config)), f"{group}={choice}"))
+    return [override for *_, override in sorted(found)[:MOST_FILES]]
 
 
 def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
@@ -318,18 +335,32 @@ def _kind(plain: DictConfig, key: str) -> str:
 def _near(plain: DictConfig, *, key: str, value: str) -> tuple[Any, ...]:
     """A legal value for a refused one: the same time, size or number in our notation, or a list of it.
 
-    Otherwise the default.
+    Otherwise the default, or for a key without one, a value of its rule or its example.
     """
-    default = OmegaConf.select(plain, key, default=None)
+    default = _value_of(plain, key)
     required = _type_in_schema(plain, key)
+    rule = rule_of(key)
     same = same_quantity(key, value) if required.startswith(("int", "float")) else None
-    if same is not None and (required.startswith("float") or same % 1 == 0):
+    is_legal = same is not None and (rule is None or rule.allows(same))
+    if same is not None and is_legal and (required.startswith("float") or same % 1 == 0):
         return (same if same % 1 else int(same),)
     if OmegaConf.is_list(default):
-        is_plain = re.fullmatch(r"[\w./-]+", value) and value != "null"
+        is_plain = "list[str]" in required and re.fullmatch(r"[\w./-]+", value) and value != "null"
         return (list(default) or ([value] if is_plain else []),)
     if OmegaConf.is_dict(default):
-        return (dict(default),)
+        names = [name for name in missing_keys(default) if f"{key}.{name}" in REQUIRED and "." not in name]
+        return ({name: REQUIRED[f"{key}.{name}"] for name in names} or dict(default),)
     if required.startswith("bool"):
         return (True, False)
-    return (default,) if default is not None or "None" in required else ()
+    if default is not None or "None" in required:
+        return (default,)
+    if key in REQUIRED:
+        return (REQUIRED[key],)
+    return () if rule is None else rule.legal
+
+
+def _value_of(plain: DictConfig, key: str) -> Any:
+    """The current value of a key; None if it has none, or refers to a key of another type."""
+    with suppress(OmegaConfBaseException):
+        return OmegaConf.select(plain, key, default=None)
+    return None

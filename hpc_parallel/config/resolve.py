@@ -34,7 +34,12 @@ from hpc_parallel.slurm.allocation import ALLOCATION
 from hpc_parallel.slurm.limits import NodeShare
 
 # Keys without a default, with an example.
-REQUIRED = {"cluster.name": "mysite", "data.path": "tokens.npy", "data.dataset._target_": "mydata.MyDataset"}
+REQUIRED = {
+    "cluster.name": "mysite", "data.path": "tokens.npy", "data.dataset._target_": "mydata.MyDataset",
+    "optimizer._target_": "torch.optim.SGD",
+}  # fmt: skip
+
+RESTARTS = 3  # of a job whose run can go on from where it was
 
 
 class UnresolvedError(ConfigError):
@@ -61,6 +66,7 @@ def resolve(config: DictConfig, *, preset: Mapping[str, Any] = MappingProxyType(
         launcher_reason = _set_launcher(config)  # first: the other defaults depend on it
         for set_default in (_set_devices, _set_gpu_defaults, _set_script, _set_batch, _set_time_budget):
             set_default(config)
+        _set_restarts(config)
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
         run = typed(cast(dict[str, Any], values))
     except OmegaConfBaseException as error:
@@ -179,6 +185,15 @@ def _set_time_budget(config: DictConfig) -> None:
         is_here = config.launcher.kind in HERE
         seconds = LOCAL_SECONDS if is_here else min(JOB_SECONDS, 30.0 * config.launcher.time_minutes)
         config.task.seconds = seconds
+
+
+def _set_restarts(config: DictConfig) -> None:
+    """Set a number for `launcher.max_restarts`."""
+    if config.launcher.max_restarts is not None:
+        return
+    saves = config.task.name == "train" and config.training.checkpoint_every is not None
+    resumes = saves or (config.task.name == TASK and bool(config.script.resume_arguments))
+    config.launcher.max_restarts = RESTARTS if resumes and config.launcher.kind != "local" else 0
 
 
 def with_values(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:

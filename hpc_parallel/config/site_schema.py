@@ -53,8 +53,10 @@ class LauncherConfig:
     # Seconds before the time limit at which the run saves its state and ends.
     grace_s: int = key(90, between(1, 3600))
     max_requeues: int = key(20, at_least(0))  # How often the job may start again after a time limit.
-    # How often the job may start again after a failure that a new start can repair.
-    max_restarts: int = key(0, at_least(0))
+    # How often the run may start again after a failure that a new start can repair. null: 3 in a job, if the
+    # run can go on from where it was (a training with checkpoints, a script with `script.resume_arguments`);
+    # otherwise 0.
+    max_restarts: int | None = key(None, at_least(0))
     resubmit: bool = False  # Submit a new job if Slurm does not requeue the old one.
     # Any other flag of sbatch, without its dashes.
     extra: dict[str, Any] = field(default_factory=dict)
@@ -85,6 +87,9 @@ class ClusterConfig:
     hardware: str | None = None  # The file of `conf/hardware/` that describes the nodes, for plans of runs.
     # What an hour of one device costs, in your currency, for the cost in plans; null: no cost.
     device_hour_price: float | None = key(None, at_least(0), legal=2.5)
+    # Mean hours between two failures of one node, for the useful time and the best interval of checkpoints in
+    # plans; null: not planned.
+    node_mtbf_hours: float | None = key(None, above(0), legal=1000)
     # CPU cores for each device, if `launcher.cpus_per_device` is not set; null: the CPUs of a node that
     # jobs can have, divided by its GPUs, or 1 if Slurm does not say.
     cpus_per_device: int | None = key(None, count())

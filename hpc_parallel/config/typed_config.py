@@ -14,7 +14,7 @@ from hpc_parallel.config.schema import GROUPS, OPTIMIZERS, OptimizerConfig, RunC
 from hpc_parallel.config.task_schema import TASKS, TaskConfig
 from hpc_parallel.layout.axes import MISSING
 from hpc_parallel.problems import ConfigError, Problem
-from hpc_parallel.rules import default_of, rules_of
+from hpc_parallel.rules import Rule, default_of, rules_of
 
 _T = TypeVar("_T")
 
@@ -149,8 +149,14 @@ def types_of(key: str) -> list[Any]:
 
 def choices_of(key: str) -> tuple[str, ...]:
     """The legal words of a dotted key; empty if the key takes other values too."""
+    rule = rule_of(key)
+    return () if rule is None else rule.choices
+
+
+def rule_of(key: str) -> Rule | None:
+    """The rule of a dotted key; None if it has none."""
     rules = (rules_of(schema).get(key.rpartition(".")[2]) for schema in _schemas_with(key))
-    return next((rule.choices for rule in rules if rule is not None), ())
+    return next((rule for rule in rules if rule is not None), None)
 
 
 def _schemas_with(key: str) -> list[type]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -17,12 +18,15 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hpc_parallel.config.script import is_script
+from hpc_parallel.exit_codes import AGAIN
 from hpc_parallel.failure import failure, normal_end, restart
 from hpc_parallel.failure.failure import Record
 from hpc_parallel.failure.hang_cause import cause_of
+from hpc_parallel.failure.restart import Decision, Limits
 from hpc_parallel.failure.root_cause import (
     TERMINATION_SIGNALS,
     find_root_cause,
@@ -34,12 +38,14 @@ from hpc_parallel.failure.root_cause import (
     with_early_ends,
 )
 from hpc_parallel.failure.summary import summarise
+from hpc_parallel.problems import quoted
 from hpc_parallel.record import attempts
+from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Failure, Follower, Stop, Summary
 from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.recorded_slow_ranks import accusations
-from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_tail
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.values import texts
@@ -49,6 +55,11 @@ from hpc_parallel.user_code import hint
 
 _LOG_LINES = 40
 _NFS_S = 90.0
+# What `failure.json` calls a stop after which no start follows.
+_KINDS = {
+    restart.TIME_LIMIT: failure.TIME_LIMIT, restart.REQUEUED: failure.ERROR,
+    restart.PREEMPTED: failure.KILLED,
+}  # fmt: skip
 _UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a preempted run that could not save
 _TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT|^Slurm says of job [\d_]+: timeout", re.MULTILINE)
 
@@ -100,7 +111,10 @@ def conclude(
         ended.write(folder)  # before the summary: a summary means that all other files are written
         line, outcome, how = str(ended.line), "failed", str(ended.kind)
     if summary is None:
-        attempts.end(folder, how=how, host=ended.host, exclude=texts(ended.details.get("exclude")))
+        attempts.end(
+            folder, how=how, host=ended.host, exclude=texts(ended.details.get("exclude")), rank=ended.rank,
+            step=_reached(folder), line=line,
+        )  # fmt: skip
         write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     return line
 
@@ -171,14 +185,26 @@ def _rank_failure(
     return _failed(cause, followers=[record for record in records if record.rank != cause.rank])
 
 
-def may_restart(folder: RunFolder) -> bool:
-    """Whether the run may start again after the failure in `failure.json`."""
-    ended = Failure.read(folder)
-    if ended is None or (folder.stopped.exists()):
-        return False
-    config = folder.read_config()
-    recoverable = failure.can_restart(ended, on_nonfinite=config["training"]["on_nonfinite"])
-    return restart.allowed(folder, how=str(ended.kind), recoverable=recoverable, launcher=config["launcher"])
+def _reached(folder: RunFolder) -> int | None:
+    """The last step that was logged or saved; None for a script that logs none."""
+    steps: list[int] = [line["step"] for line in MetricsReader(folder.metrics).read()[-1:]]
+    if is_script(folder.read_config()):
+        return max(steps, default=None)
+    return max([0, *steps, *(checkpoint.step for checkpoint in complete(folder.checkpoints)[:1])])
+
+
+def after_failure(
+    folder: RunFolder, *, start: int | None = None, environment: Mapping[str, str] = MappingProxyType({})
+) -> Decision:
+    """What follows the failure in `failure.json`; start: as `restart.Limits` has it."""
+    ends = attempts.recent_ends(folder)
+    if Failure.read(folder) is None or folder.stopped.exists() or not ends:
+        return Decision(restart.END)
+    limits = Limits.of(folder.read_config(), start=start)
+    decision = restart.decide(ends, limits=limits)
+    if not decision.starts_again:
+        return decision
+    return restart.decide(ends, limits=limits, by_slurm=restart.ending(environment))
 
 
 def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str, str]) -> str:
@@ -190,11 +216,11 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
         raise DamagedError(folder.stopped, "it names no signal and no exit code")
     attempts.end(folder, how=how)
     launcher = folder.read_config()["launcher"]
-    # Without a saved step or a script's exit code, the task starts from its beginning. After a time limit, a
-    # restart would only reach the limit again.
+    # Without a saved step or a script's exit code, the task starts from its beginning.
     continues = stopped.step is not None or stopped.code is not None
-    is_repeatable = continues or how != restart.TIME_LIMIT
-    restarts = is_repeatable and restart.allowed(folder, how=how, recoverable=False, launcher=launcher)
+    limits, ends = Limits.of(folder.read_config()), attempts.recent_ends(folder)
+    decision = restart.decide(ends, limits=limits, continues=continues)
+    restarts = decision.starts_again
     limit = "the allocation" if in_allocation(launcher) else f"{launcher['time_minutes']} min"
     reasons = {
         restart.TIME_LIMIT: f"the time limit of {limit} was near",
@@ -208,17 +234,10 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
         kept = f"saved at step {stopped.step}" if continues else f"{stopped.kept} are kept"
     line = f"{reasons[how]}: {kept}"
     if how != restart.CANCELLED and not restarts:
-        if in_allocation(launcher):
-            line += "; nothing starts again in an allocation"
-        elif continues:
-            line += f"; launcher.max_requeues={launcher['max_requeues']} are used up"
-        else:
-            line += "; try a longer launcher.time_minutes or a smaller task.seconds"
-        kinds = {restart.TIME_LIMIT: failure.TIME_LIMIT, restart.PREEMPTED: failure.KILLED}
-        kind = kinds.get(how, failure.ERROR)
-        _without_rank(kind=kind, message=line, line=line).write(folder)
+        line += f"; {decision.why}"
+        _without_rank(kind=_KINDS[how], message=line, line=line).write(folder)
     if stopped.step is not None and not restarts:
-        line += f"; go on with resume={folder.path}"
+        line += _advice(folder)
     outcome = "preempted" if restarts else "cancelled" if how == restart.CANCELLED else "failed"
     write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     replace(stopped, how=how, line=line).write(folder)
@@ -234,13 +253,25 @@ def _start_again(folder: RunFolder, *, launcher: Mapping[str, Any], environment:
     line = restart.requeue_or_resubmit(folder, launcher=launcher, environment=environment)
     if not line.startswith(restart.NO_START):
         return line
-    ended, stopped = Failure.read(folder), Stop.read(folder)
-    if ended is None and stopped is not None:
-        ended = _without_rank(kind=failure.KILLED, message=line, line=str(stopped.line))
+    stopped = Stop.read(folder)
+    if complete(folder.checkpoints) or (stopped is not None and stopped.step is not None):
+        line += _advice(folder)
+    if Failure.read(folder) is None and stopped is not None:
+        kind = _KINDS.get(str(stopped.how), failure.KILLED)
+        _without_rank(kind=kind, message=line, line=str(stopped.line)).write(folder)
         write_json(folder.summary, _summary(folder, outcome="failed", environment=environment))
-    if ended is not None:
-        replace(ended, line=f"{ended.line}; {line}").write(folder)
+    _add_to_line(folder, line)
     return line
+
+
+def _advice(folder: RunFolder) -> str:
+    return f"; go on with {shlex.quote(f'resume={quoted(folder.path)}')}"
+
+
+def _add_to_line(folder: RunFolder, text: str) -> None:
+    """Say in `failure.json` why no start follows."""
+    if (ended := Failure.read(folder)) is not None:
+        replace(ended, line=f"{ended.line}; {text}").write(folder)
 
 
 def _failed(cause: Record, *, followers: Sequence[Record]) -> Failure:
@@ -335,10 +366,29 @@ def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str])
         folder.read_config(),
         outcome=outcome,
         lines=MetricsReader(folder.metrics).read(),
-        history=vars(attempts.history(folder, environment=environment)),
+        history=vars(attempts.history(folder, environment=environment, until=datetime.now(UTC))),
         measured={"slow_ranks": accusations(folder)},
         environment=read_environment(folder),
     )
+
+
+def _follow_failure(folder: RunFolder, *, start: int | None, environment: Mapping[str, str]) -> None:
+    """Requeue the job, or end this process with `AGAIN` if the ranks start again in it."""
+    decision = after_failure(folder, start=start, environment=environment)
+    line = decision.why
+    if decision.action == restart.REQUEUE:
+        launcher = folder.read_config()["launcher"]
+        line = _start_again(folder, launcher=launcher, environment=environment)
+    elif line and decision.action == restart.END:
+        _add_to_line(folder, line)
+    if line:
+        print(line, file=sys.stderr, flush=True)
+    if decision.action == restart.IN_PLACE:
+        # How this start ended is not how the next one will.
+        folder.begin_anew()
+        failure.forget_all(folder)
+        note_phase(folder, line)
+        sys.exit(AGAIN)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -347,6 +397,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("returncode", type=int, help="exit code of srun or of the agent")
     parser.add_argument("--log", type=Path, help="the job's log, used if no rank wrote a record")
     parser.add_argument("--again", action="store_true", help="restart the Slurm job if this is allowed")
+    parser.add_argument("--start", type=int, metavar="N", help="exit with code 4 for start N + 1 in this job")
     parser.add_argument("--cancelled", action="store_true", default=None, help="the run was asked to end")
     parser.add_argument("--by", metavar="SIGNAL", help="the signal that asked it to end")
     options = parser.parse_args(arguments)
@@ -366,8 +417,7 @@ def main(arguments: Sequence[str]) -> None:
     )  # fmt: skip
     if line:
         print(line, file=sys.stderr, flush=True)
-    if "SLURM_JOB_ID" in environment and may_restart(folder):
-        launcher = folder.read_config()["launcher"]
-        print(_start_again(folder, launcher=launcher, environment=os.environ), file=sys.stderr)
+    if "SLURM_JOB_ID" in environment:
+        _follow_failure(folder, start=options.start, environment=environment)
     if options.returncode == 0 and folder.failure.exists() and not folder.stopped.exists():
         sys.exit(1)  # the job has failed too

@@ -18,7 +18,6 @@ from hpc_parallel.failure import flight_recorder, normal_end, oom
 from hpc_parallel.failure.error_place import place_of, step_of
 from hpc_parallel.machine.xids import describe
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
 from hpc_parallel.record.safe_write import write_json
@@ -77,8 +76,6 @@ _BY_NAME = {
     "OutOfMemoryError": OUT_OF_MEMORY,
 }  # fmt: skip
 WITHOUT_CODE = frozenset({PREFLIGHT, FABRIC, STOPPED})  # no code is to blame, so the message is enough
-# A restart, perhaps on other nodes, may avoid these; an error in the code or a full disk would recur.
-RECOVERABLE = frozenset({KILLED, LOST_PEER, COLLECTIVE_TIMEOUT, NODE_LOST, START, HANG})
 
 
 @dataclass(frozen=True)
@@ -97,21 +94,6 @@ class Record:
     traceback: list[str]
     details: dict[str, Any] = field(default_factory=dict)  # depends on the kind: asked_bytes, step, ...
     collectives: list[dict[str, Any]] = field(default_factory=list)  # failure/flight_recorder.py
-
-
-def can_restart(cause: Failure, *, on_nonfinite: str) -> bool:
-    """Whether a restart from a checkpoint can recover from `cause`, the content of `failure.json`.
-
-    After non-finite values, a restart is possible only if `training.on_nonfinite` is `rollback`. It happens
-    once, from a checkpoint before `cause.details["step"]`, because the same step would fail again.
-    """
-    if cause.kind == NONFINITE:
-        return on_nonfinite == "rollback"
-    if cause.kind == PREFLIGHT:
-        return bool(cause.details.get("exclude"))
-    # A job that failed before any rank started, in its set-up lines for example, fails again.
-    without_rank = cause.rank is None and cause.kind in (START, KILLED)
-    return cause.kind in RECOVERABLE and not without_rank
 
 
 def record_exception(

@@ -27,14 +27,14 @@ from typing import Any
 
 from hpc_parallel.config.script import TORCHRUN, is_script
 from hpc_parallel.failure import failure, normal_end
-from hpc_parallel.failure.conclude_run import conclude, may_restart
+from hpc_parallel.failure.conclude_run import after_failure, conclude
 from hpc_parallel.failure.process_tree import adopt_orphans, end_descendants
 from hpc_parallel.failure.rank_process import die_with_parent
 from hpc_parallel.failure.supervisor import Supervisor
 from hpc_parallel.layout.layout import processes_per_node, recorded_strategy
 from hpc_parallel.machine.fabric import site_variables
 from hpc_parallel.machine.world import World
-from hpc_parallel.record import owner
+from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.endings import Failure, Summary
 from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_tail
@@ -83,7 +83,7 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
         code = _attempt(folder, config=config, per_node=per_node, load_entry=load_entry)
         summary = Summary.read(folder)
         asks_to_restart = summary is not None and summary.outcome == "preempted"  # by a script's exit code
-        if code == 0 or not (asks_to_restart or may_restart(folder)):
+        if code == 0 or not (asks_to_restart or after_failure(folder, start=0).starts_again):
             return code
         reason = None if asks_to_restart else Failure.read(folder)  # the next start removes the file
         print(f"{reason.line}; restarting" if reason else "restarting", flush=True)
@@ -96,6 +96,7 @@ def _attempt(
     is_rank = not starts_torchrun(config)
     if not is_rank:
         environments = {rank: environments[rank] for rank in range(0, len(environments), per_node)}
+    attempts.note(folder, "launched")
     folder.begin_anew()
     failure.forget_all(folder)
     note_phase(folder, "starting the script" if is_script(config) else "importing torch")

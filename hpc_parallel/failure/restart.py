@@ -1,6 +1,7 @@
-"""Decide whether a run restarts after a time limit, a preemption, or a recoverable failure.
+"""Decide what follows the end of a start: another one in the same job, a requeued job, or nothing.
 
-The end of a batch script and the agent of a local run use this module, so it does not import torch.
+`decide` is the one policy. The end of a batch script and the agent of a local run use this module, so it does
+not import torch.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc_parallel.failure import failure
@@ -24,6 +25,12 @@ from hpc_parallel.slurm.submit import SiteRefusedError, is_lost, requeue, resubm
 TIME_LIMIT, PREEMPTED, CANCELLED = "time_limit", "preempted", "cancelled"
 REQUEUED = "requeued"  # a script asked for it by its exit code
 NO_START = ("not requeued", "neither requeued")  # the beginnings of lines that say that none follows
+IN_PLACE, REQUEUE, END = "in place", "requeue", "end"  # what follows the end of a start
+# A restart, perhaps on other hosts, may repair these; an error in the code or a full disk would recur.
+RECOVERABLE = frozenset({
+    failure.KILLED, failure.LOST_PEER, failure.COLLECTIVE_TIMEOUT, failure.NODE_LOST, failure.START,
+    failure.HANG,
+})  # fmt: skip
 TWICE = 2  # failures of a host after which the next start excludes it
 MOST_EXCLUSIONS = 8  # starts that may end because preflight checks exclude hosts
 
@@ -38,7 +45,23 @@ def why_stopped(signal_name: str, *, environment: Mapping[str, str]) -> str:
         return TIME_LIMIT
     if signal_name != "SIGTERM" or job is None:
         return CANCELLED
-    fields = job_fields(job) or {}
+    return _why_ending(job_fields(job) or {}, environment=environment)
+
+
+def ending(environment: Mapping[str, str]) -> str | None:
+    """How Slurm ends the job of this start: TIME_LIMIT, PREEMPTED or CANCELLED.
+
+    Returns None if it does not, if it does not answer, and outside of a job.
+    """
+    job = job_of(environment)
+    fields = None if job is None else job_fields(job)
+    if not fields:
+        return None
+    why = _why_ending(fields, environment=environment)
+    return why if why != CANCELLED or fields.get("JobState") in {*ENDED, "COMPLETING"} else None
+
+
+def _why_ending(fields: Mapping[str, str], *, environment: Mapping[str, str]) -> str:
     if fields.get("JobState") == "TIMEOUT":
         return TIME_LIMIT
     preempted = fields.get("PreemptTime", "None") != "None" or fields.get("JobState") == "PREEMPTED"
@@ -56,25 +79,121 @@ def _is_requeued(fields: Mapping[str, str], *, environment: Mapping[str, str]) -
     return restarts or state in ("PENDING", "CONFIGURING", "REQUEUED")
 
 
-def allowed(folder: RunFolder, *, how: str, recoverable: bool, launcher: Mapping[str, Any]) -> bool:
-    """Whether the run may restart after an end of the kind `how`.
+@dataclass(frozen=True)
+class Limits:
+    """What a run allows, and where its ranks run.
 
-    recoverable: `failure.can_restart`; launcher: the section of `config.yaml`. A run in an allocation never
-    restarts: Slurm would start the user's whole job again.
+    start: the number of this start in its job, from 0; None: nothing can start the ranks again in the job.
+    is_own_job: false in an allocation, which Slurm would start again with all that the user does there.
     """
-    if in_allocation(launcher):
-        return False
-    ends = Counter(_kind(end) for end in attempts.recent_ends(folder))
-    if how == PREEMPTED:
-        return True
-    if how in (TIME_LIMIT, REQUEUED):
-        return ends[how] <= int(launcher["max_requeues"])  # the count includes this end
-    if how == failure.NONFINITE:  # only once, because the same samples may cause the same failure
-        first_time = sum(end.how == how for end in attempts.recent_ends(folder)) == 1
-        return recoverable and first_time
-    if how == failure.PREFLIGHT:  # each restart leaves out the accused hosts
-        return recoverable and ends[failure.PREFLIGHT] <= MOST_EXCLUSIONS
-    return recoverable and ends["failure"] <= int(launcher["max_restarts"])
+
+    max_restarts: int
+    max_requeues: int
+    rolls_back: bool  # training.on_nonfinite=rollback
+    start: int | None = None
+    is_own_job: bool = True
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], *, start: int | None = None) -> Limits:
+        """config: the content of `config.yaml`."""
+        launcher, on_nonfinite = config["launcher"], config["training"]["on_nonfinite"]
+        most = int(launcher["max_restarts"]), int(launcher["max_requeues"])
+        own = not in_allocation(launcher)
+        return cls(*most, rolls_back=on_nonfinite == "rollback", start=start, is_own_job=own)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What follows the end of a start, and why; the reason is empty if the end itself says it."""
+
+    action: str  # IN_PLACE, REQUEUE or END
+    why: str = ""
+
+    @property
+    def starts_again(self) -> bool:
+        return self.action != END
+
+
+def decide(
+    ends: Sequence[attempts.End], *, limits: Limits, continues: bool = True, by_slurm: str | None = None
+) -> Decision:
+    """The one policy: whether the ranks start again in their job, the job is requeued, or the run ends.
+
+    ends: those since a user last started the run; the last one is to be followed.
+    continues: whether a run that was asked to stop has kept something from which it can go on.
+    by_slurm: how Slurm ends the job now (`ending`).
+    """
+    decision = _decide(ends, limits=limits, continues=continues, by_slurm=by_slurm)
+    if decision.action == REQUEUE and not limits.is_own_job:
+        return Decision(END, "an allocation is not requeued")
+    return decision
+
+
+def _decide(
+    ends: Sequence[attempts.End], *, limits: Limits, continues: bool, by_slurm: str | None
+) -> Decision:
+    end, counts = ends[-1], Counter(map(_kind, ends))
+    if end.how == PREEMPTED:
+        return Decision(REQUEUE)
+    if end.how == CANCELLED:
+        return Decision(END)
+    if end.how in (TIME_LIMIT, REQUEUED):
+        if end.how == TIME_LIMIT and not continues:  # a new start would only reach the limit again
+            return Decision(END, "try a longer launcher.time_minutes or a smaller task.seconds")
+        if counts[end.how] > limits.max_requeues:  # the count includes this end
+            return Decision(END, f"launcher.max_requeues={limits.max_requeues} are used up")
+        return Decision(REQUEUE)
+    if (refusal := _why_not(ends, counts=counts, limits=limits)) is not None:
+        return Decision(END, refusal)
+    if by_slurm == CANCELLED and end.how != failure.NODE_LOST:
+        return Decision(END, "the job is cancelled, so it does not start again")
+    if limits.start is None or by_slurm is not None or _needs_other_hosts(ends):
+        return Decision(REQUEUE)
+    which = f"{counts['failure']} of {limits.max_restarts}"
+    if end.how == failure.NONFINITE:
+        which = "from the checkpoint before"
+    return Decision(IN_PLACE, f"the ranks start again in the same job, on the same hosts, {which}")
+
+
+def _why_not(ends: Sequence[attempts.End], *, counts: Mapping[str, int], limits: Limits) -> str | None:
+    """Why no new start can repair a failure, or may try to; None if one may."""
+    end = ends[-1]
+    if end.how == failure.NONFINITE:  # only once, because the same samples may cause the same failure
+        first_time = sum(before.how == end.how for before in ends) == 1
+        return None if limits.rolls_back and first_time else ""
+    if end.how == failure.PREFLIGHT:  # each restart leaves out the accused hosts
+        return None if end.exclude and counts[failure.PREFLIGHT] <= MOST_EXCLUSIONS else ""
+    if end.how not in RECOVERABLE:
+        return ""
+    # A job that failed before any rank started, in its set-up lines for example, fails again. But if an
+    # earlier start of this job had ranks, a host is gone.
+    if _without_ranks(end) and not limits.start:
+        return ""
+    if counts["failure"] > limits.max_restarts:
+        used = f"launcher.max_restarts={limits.max_restarts} are used up"
+        return used if limits.max_restarts else ""
+    before = next((other for other in reversed(ends[:-1]) if _kind(other) == "failure"), None)
+    if before is None or None in (end.rank, end.step) or _place(before) != _place(end):
+        return None
+    reason = f"it failed so twice after step {end.step}, so it does not start again"
+    if before.host != end.host:
+        return reason
+    return f"{reason}. If {end.host} is to blame, try launcher.exclude={end.host}"
+
+
+def _place(end: attempts.End) -> tuple[object, ...]:
+    return end.how, end.rank, end.step
+
+
+def _without_ranks(end: attempts.End) -> bool:
+    return end.rank is None and end.how in (failure.START, failure.KILLED)
+
+
+def _needs_other_hosts(ends: Sequence[attempts.End]) -> bool:
+    """Whether a host is gone, or the next start leaves it out."""
+    end = ends[-1]
+    is_gone = end.how == failure.NODE_LOST or _without_ranks(end)
+    return is_gone or not _unfit(ends).isdisjoint({end.host, *end.exclude})
 
 
 def _kind(end: attempts.End) -> str:
@@ -84,10 +203,14 @@ def _kind(end: attempts.End) -> str:
 
 def hosts_to_exclude(folder: RunFolder) -> list[str]:
     """Hosts on which the run failed first more than once, and those that its preflight checks accused."""
-    ends = attempts.recent_ends(folder)
+    return sorted(_unfit(attempts.recent_ends(folder)))
+
+
+def _unfit(ends: Sequence[attempts.End]) -> set[str]:
     failed = Counter(end.host for end in ends if end.host and _kind(end) == "failure")
-    accused = {host for end in ends for host in end.exclude}
-    return sorted(accused | {host for host, count in failed.items() if count >= TWICE})
+    return {host for end in ends for host in end.exclude} | {
+        host for host, count in failed.items() if count >= TWICE
+    }
 
 
 def requeue_or_resubmit(

@@ -17,7 +17,7 @@ from hpc_parallel.slurm.jobs import (
     Job,
     JobState,
     job_states,
-    jobs_by_script,
+    scripts_in_queue,
 )
 
 T = TypeVar("T")
@@ -83,7 +83,8 @@ def _add_jobs_by_hand(runs: Sequence[RecordedRun], run_states: list[State], slur
         if state.job is None and state.name in (NOT_STARTED, BROKEN_OFF)
         and os.path.exists(run.folder.batch_script)
     ]  # fmt: skip
-    jobs = (jobs_by_script(slurm) if idle else None) or {}
+    queued = (scripts_in_queue(slurm) if idle else None) or ()
+    jobs = {script: (job, state) for script, job, state in queued}
     for index in idle:
         script = str(runs[index].folder.batch_script)
         if script in jobs:

@@ -15,6 +15,7 @@ from hpc_parallel.layout.layout import layout_of, processes_per_node, recorded_s
 from hpc_parallel.record.endings import INITIAL
 from hpc_parallel.record.metrics_file import VALIDATION
 from hpc_parallel.record.provenance import PREDICTED
+from hpc_parallel.record.time_use import useful_share
 from hpc_parallel.record.values import table
 
 MEASURED = (
@@ -97,7 +98,9 @@ def summarise(
         PREDICTED: table((environment or {}).get(PREDICTED)) or None,
         "weights": measured.get("weights", config.get("weights") or INITIAL),
         **FIGURES.get(config["task"]["name"], _trained)(lines),
+        "time_use_s": None,
         **history,
+        "useful_share": useful_share(table(history.get("time_use_s"))),
         "ended": datetime.now(UTC).isoformat(),
     }
 

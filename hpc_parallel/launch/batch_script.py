@@ -20,7 +20,7 @@ from hpc_parallel.config.job_python import find_environment, host_python, rank_p
 from hpc_parallel.config.places import find_folder
 from hpc_parallel.config.script import absolute
 from hpc_parallel.config.site_schema import LauncherConfig
-from hpc_parallel.exit_codes import DONE
+from hpc_parallel.exit_codes import AGAIN, DONE
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.launch.run_files import written
 from hpc_parallel.record import owner
@@ -227,6 +227,7 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "setup": [*cluster.setup, *launcher.setup],
         # How the ranks are started, and in which container:
         "start": cluster.start,
+        "again": AGAIN,
         "srun_arguments": srun_arguments(run),
         "mpirun_arguments": cluster.mpirun,
         "torchrun_arguments": run.config.script.torchrun,

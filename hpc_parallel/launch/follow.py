@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -38,6 +39,8 @@ from hpc_parallel.slurm.jobs import SILENT, UNKNOWN, Job, JobState, job_state
 from hpc_parallel.terminal import progress_bars, room_beside_bar
 
 _TAIL_LINES = 12
+_STEP = re.compile(r"\s*(step )?\d+/\d+\s")  # a line of metrics in the output of rank 0
+_RANK = re.compile(r"rank 0 of \d+ on ")  # how rank 0 introduces itself
 PERIOD_S = 0.3  # between two reads of the run folder
 ASK_EVERY_S = 2.0  # between two queries to Slurm, whose controller serves many users
 SUMMARY_S = 10.0  # time for a failed job's summary to appear on this host
@@ -63,8 +66,13 @@ class RunFollower:
     def __init__(
         self, folder: RunFolder, *, steps: int, console: Console | None = None, is_script: bool = False
     ) -> None:
-        """is_script: whether the run is a user's script. If so, the output of rank 0 is shown."""
-        self._output = OutputTail(folder.log(0, "out")) if is_script else None
+        """is_script: whether the run is a user's script. If so, the whole output of rank 0 is shown.
+
+        Of our tasks, what rank 0 says before its first step is shown: what it leaves out, for example.
+        """
+        self._output = OutputTail(folder.log(0, "out"))
+        self._is_script = is_script
+        self._is_starting = not is_script
         self._folder = folder
         self._steps = steps
         self._console = console or Console()
@@ -92,7 +100,7 @@ class RunFollower:
         for line in map(MetricsLine.of, self._reader.read()):
             self._has_new = True
             self._keep(line)
-            if self._output is not None:  # the output has the same figures
+            if self._is_script:  # the output has the same figures
                 continue
             parts = described(line, steps=self._steps)
             if not self._console.is_terminal:
@@ -103,12 +111,14 @@ class RunFollower:
             self._show_bar(self._progress(line, parts))
         if (phase := read_phase(self._folder)) not in (None, self._phase):
             self._phase = phase
-            started = self._has_new or self._output is not None
+            started = self._has_new or self._is_script
             self._announce(str(phase) if started else f"starting: {phase}")
 
     def _show_output(self, *, last: bool = False) -> None:
-        for line in self._output.read(last=last) if self._output is not None else ():
-            self._say(line)
+        for line in self._output.read(last=last) if self._is_script or self._is_starting else ():
+            self._is_starting = self._is_starting and not _STEP.match(line)
+            if self._is_script or (self._is_starting and not _RANK.match(line)):
+                self._say(line)
 
     def _announce(self, text: str) -> None:
         if self._console.is_terminal:
@@ -161,14 +171,14 @@ class RunFollower:
         step, loss = (0, None) if self._last is None else (self._last.step, self._last.loss)
         if outcome == "cancelled" and signals:
             outcome = cancelled_by(signal_name(signals[0]))
-        of_steps = f": step {step}" if step and self._output is not None else ""
+        of_steps = f": step {step}" if step and self._is_script else ""
         parts = [outcome + (f": step {step} of {self._steps}" if self._steps else of_steps)]
         if loss is not None:
             parts.append(f"loss {figure(loss)}")
         if self._validation:
             first, last = map(figure, (self._validation[0], self._validation[-1]))
             parts.append(f"validation loss {first}" + (f" -> {last}" if last != first else ""))
-        if outcome == "completed" and self._output is not None and self._last is None:
+        if outcome == "completed" and self._is_script and self._last is None:
             parts += self._doubts()
         return ", ".join(parts)
 

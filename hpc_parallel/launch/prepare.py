@@ -17,6 +17,7 @@ from hpc_parallel.config import job_python
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.checks.data_checks import data_warnings
 from hpc_parallel.config.checks.script_checks import script_warnings
+from hpc_parallel.config.checks.training_checks import rounding_warnings
 from hpc_parallel.config.resolve import resolve, with_values
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK, absolute, kind_of, mentions
@@ -29,12 +30,13 @@ from hpc_parallel.layout.counts import trains
 from hpc_parallel.layout.layout import processes_per_node, servers
 from hpc_parallel.layout.schedules import file_of
 from hpc_parallel.machine import fabric
-from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.problems import ConfigError, Problem, tried
 from hpc_parallel.record.names import RUNS
 from hpc_parallel.record.run_folder import RunFolder, new_run_id
 
 if TYPE_CHECKING:
     from hpc_parallel.planning.forecast import Forecast
+    from hpc_parallel.planning.hardware import Hardware
     from hpc_parallel.record.snapshot import Snapshot
 
 
@@ -90,7 +92,7 @@ class PreparedRun:
         kept = [] if self.snapshot is None else [*self.snapshot.notes]
         texts = (
             *job_python.warnings(self.config), *self.container_warnings, *script_warnings(self.config),
-            *data_warnings(self.config),
+            *data_warnings(self.config), *rounding_warnings(self.config),
         )  # fmt: skip
         warnings = [*site_warnings(self.config), *(f"warning     {text}" for text in texts)]
         kept = [*kept, *_kept_notes(self.config.script, snapshot=self.snapshot)]
@@ -166,7 +168,9 @@ def prepare(
         composed, overrides, notes = _with_strategy(with_values(composed, preset), overrides, user_folder)
         preset = {}
     config, values, launcher_reason = resolve(composed, preset=preset)
-    if problems := find_problems(config, overrides) + _problems_of_files(config, user_folder):
+    problems = find_problems(config, overrides) + _weights_problems(config)
+    hardware = _hardware(config, user_folder, problems)
+    if problems:
         raise ConfigError(in_order(problems, overrides))
     path = Path(os.path.expanduser(config.run_dir)) if config.run_dir else RUNS / config.name / new_run_id()
     folder = RunFolder(path.absolute())
@@ -175,7 +179,7 @@ def prepare(
     if problems := [*_missing_interfaces(config), *imports.problems]:
         raise ConfigError(problems)
     plan = Plan.of(config)
-    planned = _forecast(config, plan, user_folder)
+    planned = _forecast(config, plan, hardware)
     notes += [] if planned is None else planned.warnings
     recorded = values | _places(config, values, folder, snapshot)
     notes += _notes_of_resume(config, recorded, folder)
@@ -196,21 +200,22 @@ def _with_strategy(
     return choice.composed, choice.overrides, [choice.note]
 
 
-def _problems_of_files(config: RunConfig, user_folder: Path | None) -> list[Problem | str]:
-    """The problems of the run or the file that `weights` names, and of the file of `plan.hardware`."""
-    problems: list[Problem | str] = []
-    if config.weights is not None and config.resume is None:  # a resumed run uses its own checkpoints
-        from hpc_parallel.launch.resume import weights_problems
+def _weights_problems(config: RunConfig) -> list[Problem | str]:
+    """The problems of the run or the file that `weights` names."""
+    if config.weights is None or config.resume is not None:  # a resumed run uses its own checkpoints
+        return []
+    from hpc_parallel.launch.resume import weights_problems
 
-        problems += weights_problems(config, config.weights)
-    if _is_planned(config):
-        from hpc_parallel.planning.hardware import named_hardware
+    return [*weights_problems(config, config.weights)]
 
-        try:
-            named_hardware(config.plan.hardware, user_folder=user_folder)
-        except ConfigError as error:
-            problems += error.problems
-    return problems
+
+def _hardware(config: RunConfig, user_folder: Path | None, problems: list[Problem | str]) -> Hardware | None:
+    """The hardware to plan for; None if nothing is planned, and then no planning module is loaded."""
+    if config.plan.hardware is None or config.plan.on_overflow == "off":
+        return None
+    from hpc_parallel.planning.hardware import named_hardware
+
+    return tried(lambda: named_hardware(config.plan.hardware, user_folder=user_folder), problems)
 
 
 def _notes_of_resume(config: RunConfig, values: Mapping[str, Any], folder: RunFolder) -> list[str]:
@@ -244,17 +249,13 @@ def _places(
     return places
 
 
-def _forecast(config: RunConfig, plan: Plan, user_folder: Path | None) -> Forecast | None:
-    """The plan of the run. Without known hardware, nothing is planned and no planning module is loaded."""
-    if not _is_planned(config) or not trains(config):
+def _forecast(config: RunConfig, plan: Plan, hardware: Hardware | None) -> Forecast | None:
+    """The plan of a training; None without known hardware."""
+    if hardware is None or not trains(config):
         return None
     from hpc_parallel.planning.forecast import forecast
 
-    return forecast(config, plan, user_folder=user_folder)
-
-
-def _is_planned(config: RunConfig) -> bool:
-    return config.plan.hardware is not None and config.plan.on_overflow != "off"
+    return forecast(config, plan, hardware=hardware)
 
 
 def _missing_interfaces(config: RunConfig) -> list[str]:

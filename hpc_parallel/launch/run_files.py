@@ -116,6 +116,8 @@ def _write_files(run: PreparedRun, copied: Snapshot | None, git_state: GitState 
     write_json(run.folder.environment, provenance)
     if run.resumes:
         attempts.resumed_by_hand(run.folder)
+    else:
+        attempts.note(run.folder, "submitted")
 
 
 def _require_readable(run: PreparedRun, text: str) -> None:

@@ -27,15 +27,13 @@ class Splits(Enum):
 class Conflict:
     """A setting that can't be combined with an axis.
 
-    key, value: the setting. reason: a clause. legal: values to suggest. when: other settings, by key, that
-    must also hold.
+    key, value: the setting. reason: a clause. legal: values to suggest.
     """
 
     key: str
     value: Any
     reason: str
     legal: tuple[Any, ...]
-    when: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

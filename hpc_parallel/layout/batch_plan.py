@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from hpc_parallel.layout.counts import fitting_samples
 from hpc_parallel.layout.layout import Layout, Strategy, divisors, layout_of
 from hpc_parallel.layout.model_data_schema import ConvNetConfig, SegmenterConfig, UNetConfig
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
-from hpc_parallel.layout.shares import apportion, batch_shares
+from hpc_parallel.layout.shares import KEY, apportion, batch_shares, fits, slowdown
+from hpc_parallel.problems import Problem, Problems, spell
 
 if TYPE_CHECKING:
     from hpc_parallel.config.schema import RunConfig, StrategyConfig
@@ -140,6 +142,27 @@ def _fewest(samples: int, *, fitting: int | None, multiple_of: int = 1) -> int:
     """The least number of equal microbatches of at most `fitting` samples; the largest if none fits."""
     counts = [count for count in divisors(samples) if count % multiple_of == 0] or [1]
     return next((count for count in counts if fitting is None or samples // count <= fitting), counts[-1])
+
+
+def shares_batch_problems(config: RunConfig, plan: BatchPlan) -> Problems:
+    """A microbatch is split into whole samples, which must come near the shares."""
+    shares, training = plan.shares, config.training
+    if shares is None or fits(plan.data, plan.microbatch_size, shares):
+        return
+    rule = (
+        f"is split by {KEY} = {spell(config.strategy.shares)} into {plan}, which takes "
+        f"{slowdown(plan.sizes, shares):.2f} times as long as an exact split"
+    )
+    if training.microbatch_size is not None:
+        sizes = [size for size in divisors(plan.samples_per_replica) if fits(plan.data, size, shares)]
+        if sizes:
+            yield Problem("training.microbatch_size", training.microbatch_size, rule, (sizes[0],))
+            return
+    microbatches = plan.microbatches if training.microbatch_size is None else 1
+    size = next(size for size in itertools.count(plan.samples_per_replica) if fits(plan.data, size, shares))
+    along = () if training.microbatch_size is None else ("training.microbatch_size=null",)
+    batch = plan.data * microbatches * size
+    yield Problem("training.global_batch_size", training.global_batch_size, rule, (batch,), along)
 
 
 def usual_batch_size(model: Any) -> int:

@@ -23,6 +23,7 @@ from hpc_parallel.layout.step_facts import HALF, number_bytes, packs, product_by
 if TYPE_CHECKING:
     from hpc_parallel.config.schema import RunConfig
 
+DENSE = "dense_ffn_dim"  # of the first blocks of a mixture of experts; may be null
 _DECODER = {
     "dim": "dim",
     "blocks": "layers",
@@ -33,7 +34,7 @@ _DECODER = {
 }
 KEYS = {
     TransformerConfig._target_: _DECODER,
-    MoeTransformerConfig._target_: {**_DECODER, "experts": "experts"},
+    MoeTransformerConfig._target_: {**_DECODER, "experts": "experts", DENSE: DENSE},
     HuggingFaceConfig._target_: {
         "blocks": "config.num_hidden_layers",
         "heads": "config.num_attention_heads",
@@ -67,6 +68,10 @@ class DecoderSizes:
     ffn_matrices: 2, or 3 with a gate. flash: scores do not reach memory. tied: embedding and head share a
     weight. masked: documents are packed, so attention computes all scores, under a mask. experts: the number
     of feed-forward networks of a block; a token uses `per_token` of them. A model without a mixture has one.
+    router: the outputs of a block's router; 0 without a mixture.
+    head_dim: the width of a head; None: `dim / heads`. qk_norm: each head's queries and keys are normed.
+    shared: the number of experts that every token uses, beside `experts`. The first `dense_layers` blocks
+    have one feed-forward network of the width `dense_ffn_dim` instead of a mixture.
     """
 
     layers: int
@@ -81,17 +86,38 @@ class DecoderSizes:
     tied: bool = True
     experts: int = 1
     per_token: int = 1
+    router: int = 0
     masked: bool = False
+    head_dim: int | None = None
+    qk_norm: bool = False
+    shared: int = 0
+    dense_layers: int = 0
+    dense_ffn_dim: int = 0
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def query_dim(self) -> int:
+        """The width of all query heads together."""
+        return self.heads * self.head_width
 
     @property
     def kv_dim(self) -> int:
         """The width of all key heads together."""
-        return self.kv_heads * (self.dim // self.heads)
+        return self.kv_heads * self.head_width
+
+    @property
+    def normed_dim(self) -> int:
+        """The width of the queries and keys that are normed."""
+        return self.query_dim + self.kv_dim if self.qk_norm else 0
 
     @property
     def attention(self) -> tuple[Shape, ...]:
         """The matrices of queries, keys, values and outputs."""
-        return (self.dim, self.dim), (self.kv_dim, self.dim), (self.kv_dim, self.dim), (self.dim, self.dim)
+        of_kv = self.kv_dim, self.dim
+        return (self.query_dim, self.dim), of_kv, of_kv, (self.dim, self.query_dim)
 
     @property
     def feed_forward(self) -> tuple[Shape, ...]:
@@ -104,9 +130,12 @@ class DecoderSizes:
         return self.weights_with(self.experts)
 
     def weights_with(self, experts: float) -> float:
-        """The weights of one block with this number of its experts, and with its router."""
-        router = self.dim * self.experts if self.experts > 1 else 0
-        return self.attention_weights + router + experts * self.expert_weights
+        """The weights of one block with this number of its experts, its router and shared experts."""
+        return self.attention_weights + self.dim * self.router + (experts + self.shared) * self.expert_weights
+
+    def dense_weights(self, blocks: int) -> float:
+        """The weights of the matrices of `blocks` blocks without experts."""
+        return blocks * (self.attention_weights + self.ffn_matrices * self.dim * self.dense_ffn_dim)
 
     @property
     def attention_weights(self) -> int:
@@ -129,8 +158,9 @@ class DecoderSizes:
         block; None: all.
         """
         ends = first + last - (first and last and self.tied)
-        held = self.experts if experts is None else experts
-        return blocks * self.weights_with(held) + ends * self.end_weights
+        held, dense = self.experts if experts is None else experts, min(blocks, self.dense_layers) * first
+        mixtures = (blocks - dense) * self.weights_with(held)
+        return mixtures + self.dense_weights(dense) + ends * self.end_weights
 
     @property
     def block_flops(self) -> float:
@@ -142,8 +172,8 @@ class DecoderSizes:
 
     @property
     def attention_flops(self) -> int:
-        """FLOPs of one sample in the attention of a block: scores and weighted values, 4 * dim for a pair."""
-        return 2 * self.sequence * (self.sequence + 1) * self.dim
+        """FLOPs of one sample in the attention of a block: scores and values, 4 * query_dim for a pair."""
+        return 2 * self.sequence * (self.sequence + 1) * self.query_dim
 
     @property
     def head_flops(self) -> int:
@@ -153,7 +183,9 @@ class DecoderSizes:
     @property
     def forward_flops(self) -> float:
         """FLOPs of one sample in the whole model."""
-        return self.layers * self.block_flops + self.head_flops
+        dense = 2 * self.sequence * self.dense_weights(self.dense_layers)
+        dense += self.dense_layers * self.attention_flops
+        return (self.layers - self.dense_layers) * self.block_flops + dense + self.head_flops
 
 
 def count(config: RunConfig, what: str) -> tuple[str, int | None]:
@@ -244,14 +276,17 @@ def decoder_sizes(config: RunConfig) -> DecoderSizes | None:
     if not is_reference_decoder(config):
         return None
     model = config.model
-    sizes = {name: count(config, name)[1] or 0 for name in KEYS[model["_target_"]]}
+    sizes = {name: count(config, name)[1] or 0 for name in KEYS[model["_target_"]] if name != DENSE}
     if not all(sizes.values()):
         return None
     return DecoderSizes(
         sizes["blocks"], sizes["dim"], sizes["heads"], sizes["kv_heads"], sizes["columns"],
         sizes["vocabulary"], sequence_length(config) or 0, ffn_matrices=3, flash=True,
         tied=bool(model.get("tied_head")), experts=sizes.get("experts", 1),
-        per_token=model.get("experts_per_token") or 1, masked=packs(config),
+        per_token=model.get("experts_per_token") or 1, router=sizes.get("experts", 0), masked=packs(config),
+        head_dim=model.get("head_dim"), qk_norm=bool(model.get("qk_norm")),
+        shared=model.get("shared_experts") or 0, dense_layers=model.get("dense_layers") or 0,
+        dense_ffn_dim=model.get(DENSE) or sizes["columns"],
     )  # fmt: skip
 
 
@@ -260,9 +295,10 @@ def parameters(config: RunConfig) -> int | None:
     sizes = decoder_sizes(config)
     if sizes is None:
         return None
-    router = sizes.dim * sizes.experts if "experts" in KEYS[config.model["_target_"]] else 0
-    of_block = sizes.attention_weights + router + sizes.experts * sizes.expert_weights + 2 * sizes.dim
-    return sizes.layers * of_block + sizes.end_weights * (1 if sizes.tied else 2) + sizes.dim
+    norms = 2 * sizes.dim + (2 * sizes.head_width if sizes.qk_norm else 0)
+    mixtures = (sizes.layers - sizes.dense_layers) * int(sizes.block_weights)
+    blocks = mixtures + int(sizes.dense_weights(sizes.dense_layers))
+    return blocks + sizes.layers * norms + sizes.end_weights * (1 if sizes.tied else 2) + sizes.dim
 
 
 def fitting_samples(config: RunConfig, layout: Layout) -> int | None:
@@ -283,7 +319,8 @@ def fitting_samples(config: RunConfig, layout: Layout) -> int | None:
 def sample_bytes(config: RunConfig, layout: Layout) -> int | None:
     """The bytes that a forward pass of one sample keeps for its backward pass, on one device.
 
-    For each position, a block of our decoders keeps 9 * dim + 2 * kv_heads * head_dim + 4 * ffn_dim numbers.
+    For each position, a block of our decoders keeps 9 * dim + 2 * kv_heads * head_dim + 4 * ffn_dim numbers
+    (3 of the 9 are queries and mixed heads; norms of heads add their inputs and outputs).
     The first term is float32 or float64, and the others have the compute dtype. A pipeline rank keeps fewer
     blocks of more microbatches, which needs about the same memory. A test compares this with torch.
     """
@@ -292,8 +329,10 @@ def sample_bytes(config: RunConfig, layout: Layout) -> int | None:
         return None
     dim, blocks = sizes.dim, sizes.layers
     number, product = number_bytes(config), product_bytes(config)
-    kv = dim if sizes.masked else sizes.kv_dim
-    of_block = 9 * dim * number + (2 * kv + 4 * sizes.per_token * sizes.ffn_dim) * product
+    kv = sizes.query_dim if sizes.masked else sizes.kv_dim
+    columns = (sizes.per_token + sizes.shared) * sizes.ffn_dim
+    of_block = (6 * dim + 3 * sizes.query_dim + 2 * sizes.normed_dim) * number
+    of_block += (2 * kv + 4 * columns) * product
     if config.training.activation_checkpointing == "full":
         of_blocks = blocks * dim * number + of_block
     else:

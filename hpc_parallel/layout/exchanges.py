@@ -207,6 +207,8 @@ def _expert(setup: Setup) -> Iterator[Exchange]:
     if setup.layout.expert > 1 and not setup.layout.by_fully_shard:
         on = _On(setup, "replicate", *SAMPLE_AXES)
         yield on(UPDATE, "gradients of experts", ALL_REDUCE, STEP)
+    if setup.model.loads:  # balance_experts.py
+        yield _On(setup, *BATCH_AXES, *SAMPLE_AXES)(UPDATE, "loads of experts", ALL_REDUCE, STEP)
 
 
 def _tile(setup: Setup) -> Iterator[Exchange]:

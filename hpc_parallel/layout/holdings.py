@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapreplace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.layout.axes import BATCH_AXES, DECLARED, SAMPLE_AXES
@@ -24,6 +27,7 @@ WEIGHTS, COPY, GRADIENTS, MEAN, STATE, SHARED = (
     "weights", "a copy of the weights", "gradients", "the mean gradient", "optimizer state",
     "shared with the first device",
 )  # fmt: skip
+Place = tuple[int, ...]  # a position on the axes of a mesh; 0 on the axes that do not split the weight
 MOST_RUNS = 8  # ranges of numbers in one text
 ALL = (WEIGHTS, GRADIENTS, STATE)
 SERVER, WORKER, BOTH = "server", "worker", "server and worker"
@@ -40,7 +44,7 @@ class ModelFacts:
 
     reads: `text` or `images`. tied: stem and head share a weight. batch_norm: it has BatchNorm layers.
     whole_head: the head of a model of images needs the whole image. balanced: it is the reference mixture,
-    whose routers balance whole sequences.
+    whose routers balance whole sequences. loads: it counts the load of each expert.
     """
 
     reads: str | None = None
@@ -48,6 +52,7 @@ class ModelFacts:
     batch_norm: bool | None = None
     whole_head: bool | None = None
     balanced: bool = False
+    loads: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ def model_facts(model: Any) -> ModelFacts:
         return ModelFacts(kind, tied=False, batch_norm=True, whole_head=whole_head)
     if kind == "text":
         balanced = model["_target_"] == MoeTransformerConfig._target_
-        return ModelFacts(kind, tied=_tied(model), batch_norm=False, balanced=balanced)
+        loads = bool(model.get("balance_step"))
+        return ModelFacts(kind, tied=_tied(model), batch_norm=False, balanced=balanced, loads=loads)
     return ModelFacts()
 
 
@@ -291,3 +297,23 @@ def ranges(numbers: Sequence[int]) -> str:
             runs.append([number, number])
     texts = [str(a) if a == b else f"{a}-{b}" if b - a > 1 else f"{a}, {b}" for a, b in runs]
     return ", ".join(texts if len(texts) <= MOST_RUNS else [*texts[:2], "...", texts[-1]])
+
+
+def owners(weights: Iterable[tuple[Hashable, int, Sequence[int]]]) -> list[Place]:
+    """The owner of each weight: the one rank that updates it, where several ranks hold its slices.
+
+    The owners of one mesh have equally many numbers. weights: for each weight, its mesh, how many numbers it
+    has, and the degree of each axis of its mesh (1 for an axis that does not split the weight).
+    """
+    loads: defaultdict[tuple[Hashable, Place], int] = defaultdict(int)
+    queues: dict[Hashable, list[tuple[int, int, Place]]] = {}  # load, number and place; loads may be outdated
+    chosen = []
+    for mesh, numbers, degrees in weights:
+        places = enumerate(product(*map(range, degrees)))
+        queue = queues.setdefault((mesh, *degrees), [(0, number, place) for number, place in places])
+        while queue[0][0] != loads[mesh, queue[0][2]]:
+            heapreplace(queue, (loads[mesh, queue[0][2]], *queue[0][1:]))
+        owner = queue[0][2]
+        loads[mesh, owner] += numbers
+        chosen.append(owner)
+    return chosen

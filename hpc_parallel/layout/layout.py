@@ -100,6 +100,12 @@ class Layout:
         """The number of devices over which fully_shard slices the experts that `expert` gives to one."""
         return self.shard * self.context * self.tile if self.by_fully_shard else 1
 
+    def uneven_slices(self, dim: int) -> str | None:
+        """The broken rule if the slices of the experts' weights don't divide the model's width, `dim`."""
+        slices = self.expert_slices
+        rule = f"makes {slices} slices of each expert's weights, which don't divide their width, {dim}"
+        return rule if dim % slices else None
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """The position of a rank on each axis; neighbouring ranks are neighbours on the innermost axis."""
         positions: dict[str, int] = {}

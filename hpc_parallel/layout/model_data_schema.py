@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from hpc_parallel.rules import Rule, above, at_least, count, inside, key
+from hpc_parallel.rules import Rule, above, at_least, count, inside, key, one_of
 
 SEQUENCE = count(most=2**31)
 HELD_OUT = replace(inside(0, 0.5), legal=(0.05,))
@@ -33,6 +33,8 @@ class TransformerConfig:
     tied_head: bool = True  # The head uses the weight of the embedding.
     rope_theta: float = key(10000.0, above(0))  # The base of the rotary positions.
     norm_eps: float = key(1e-5, above(0))  # The epsilon of RMSNorm.
+    head_dim: int | None = key(None, count())  # The width of a head, an even number; null: `dim / heads`.
+    qk_norm: bool = False  # Each head's queries and keys pass an RMSNorm before their rotation.
 
 
 @dataclass
@@ -44,6 +46,17 @@ class MoeTransformerConfig(TransformerConfig):
     experts: int = key(MISSING, count())
     experts_per_token: int = 2  # The number of experts that each token uses.
     balance: float = key(0.01, at_least(0))  # The weight of the loss that balances the experts' use.
+    renormalise: bool = False  # The gates of a token's experts are divided by their sum.
+    # How the router's outputs become gates: probabilities of all experts, or of each expert by itself.
+    gate: str = key("softmax", one_of("softmax", "sigmoid"))
+    # The number of experts that every token uses, beside `experts`.
+    shared_experts: int = key(0, at_least(0))
+    # The step of each expert's bias against its load after each update; 0: no bias. Needs no `balance`.
+    balance_step: float = key(0.0, at_least(0))
+    # The number of first blocks that have one feed-forward network instead of experts.
+    dense_layers: int = key(0, at_least(0))
+    # The inner width of their feed-forward network; null: `ffn_dim`.
+    dense_ffn_dim: int | None = key(None, count())
 
 
 @dataclass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -118,28 +118,36 @@ def _decoder(model: Mapping[str, Any], sample_shape: Shape) -> ModelWeights:
     (seq,), experts = sample_shape, model.get("experts")
     sizes = DecoderSizes(
         model["layers"], model["dim"], model["heads"], model["kv_heads"], model["ffn_dim"],
-        model["vocab_size"], seq, ffn_matrices=3, tied=model["tied_head"],
+        model["vocab_size"], seq, ffn_matrices=3, tied=model["tied_head"], head_dim=model.get("head_dim"),
     )  # fmt: skip
 
     def linear(name: str, shape: Shape, tensor_dim: int) -> Weight:
         return Weight(f"{name}.weight", shape, tensor_dim)
 
     attention, feed_forward = _matrices(sizes)
+    dense_layers, shared = model.get("dense_layers") or 0, model.get("shared_experts") or 0
+    wide = replace(sizes, ffn_dim=model.get("dense_ffn_dim") or sizes.ffn_dim)
+    together = replace(sizes, ffn_dim=shared * sizes.ffn_dim)
 
     def block(at: str) -> Iterator[Weight]:
         yield Weight(f"{at}.attention_norm.weight", (sizes.dim,))
         yield Weight(f"{at}.feed_forward_norm.weight", (sizes.dim,))
         for name, shape, tensor_dim in attention:
             yield linear(f"{at}.attention.{name}", shape, tensor_dim)
-        if experts is not None:
-            yield Weight(f"{at}.feed_forward.router.weight", (experts, sizes.dim))
-        for name, shape, tensor_dim in feed_forward:
-            if experts is None:
+        if model.get("qk_norm"):
+            yield Weight(f"{at}.attention.query_norm.weight", (sizes.head_width,))
+            yield Weight(f"{at}.attention.key_norm.weight", (sizes.head_width,))
+        if experts is None or int(at.rpartition(".")[2]) < dense_layers:
+            for name, shape, tensor_dim in feed_forward if experts is None else _matrices(wide)[1]:
                 yield linear(f"{at}.feed_forward.{name}", shape, tensor_dim)
-            else:
-                path = f"{at}.feed_forward.experts.{name}"
-                dims = {"tensor_dim": tensor_dim + 1, "sliced_dim": 2 - tensor_dim}
-                yield Weight(path, (experts, *shape), casts=False, of_experts=True, **dims)
+            return
+        yield Weight(f"{at}.feed_forward.router.weight", (experts, sizes.dim))
+        for name, shape, tensor_dim in feed_forward:
+            path = f"{at}.feed_forward.experts.{name}"
+            dims = {"tensor_dim": tensor_dim + 1, "sliced_dim": 2 - tensor_dim}
+            yield Weight(path, (experts, *shape), casts=False, of_experts=True, **dims)
+        for name, shape, tensor_dim in _matrices(together)[1] if shared else []:
+            yield Weight(f"{at}.feed_forward.shared.{name}", shape, tensor_dim, casts=False)
 
     unused = (experts - model["experts_per_token"]) * sizes.expert_weights if experts else 0
     return _language(sizes, block, logits="head.output.weight", unused=unused)
@@ -194,8 +202,12 @@ def _language(
     """The weights of a decoder. unused: the number of expert weights of a block that a token skips."""
     ends = sizes.vocabulary, sizes.dim
     blocks = [list(block(f"blocks.{index}")) for index in range(sizes.layers)]
-    matrices = sum(weight.numel for weight in blocks[0] if len(weight.shape) > 1)
-    of_block = 2 * sizes.sequence * (matrices - unused) + sizes.attention_flops
+
+    def flops(weights: list[Weight]) -> int:
+        matrices = sum(weight.numel for weight in weights if len(weight.shape) > 1)
+        skipped = unused if any(weight.of_experts for weight in weights) else 0
+        return 2 * sizes.sequence * (matrices - skipped) + sizes.attention_flops
+
     return ModelWeights(
         (
             Weight("stem.weight", ends, 0),
@@ -204,7 +216,7 @@ def _language(
             *([] if sizes.tied else [Weight(logits, ends, 0)]),
         ),
         {logits: "stem.weight"} if sizes.tied else {},
-        PartFlops(stem=0, blocks=(of_block,) * sizes.layers, head=sizes.head_flops),
+        PartFlops(stem=0, blocks=tuple(map(flops, blocks)), head=sizes.head_flops),
     )
 
 

@@ -8,9 +8,13 @@ its actions. A user's schedule is a file of actions (`action_file.py`).
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from hpc_parallel.problems import Problem
 
 if TYPE_CHECKING:  # schema.py reads the names of the schedules
     from hpc_parallel.config.schema import StrategyConfig
@@ -77,6 +81,27 @@ def schedule_named(name: str) -> Schedule:
 def schedule_of(strategy: StrategyConfig) -> Schedule:
     """The rules of `strategy.schedule`."""
     return schedule_named(strategy.schedule)
+
+
+def version_problem(name: str, *, legal: tuple[str, ...] = ()) -> Problem | None:
+    """Returns a problem if the installed torch is too old for the schedule."""
+    rule = too_old(schedule_named(name).torch)
+    return None if rule is None else Problem("strategy.schedule", name, rule, legal)
+
+
+def too_old(needed: tuple[int, int]) -> str | None:
+    """Returns the broken rule if the installed torch, which the job uses too, is older than `needed`.
+
+    Returns None also if no torch is installed.
+    """
+    try:
+        match = re.match(r"(\d+)\.(\d+)", version("torch"))
+    except PackageNotFoundError:
+        return None
+    if match is None or (installed := (int(match[1]), int(match[2]))) >= needed:
+        return None
+    oldest, current = (".".join(map(str, release)) for release in (needed, installed))
+    return f"needs torch {oldest} or newer, and torch {current} is installed here"
 
 
 def stages_per_rank(strategy: StrategyConfig) -> int:

@@ -8,7 +8,9 @@ from typing import Any
 
 from hpc_parallel.layout.layout import Layout
 
-MEASURED = "measured"
+KEY, MEASURED = "strategy.shares", "measured"
+MOST_SLOWDOWN = 1.25  # of a batch split into whole samples, against an exact split
+MOST_RATIO = 100  # of the fastest to the slowest device: a slower one only delays the others
 
 
 def apportion(total: int, shares: Sequence[float]) -> tuple[int, ...]:
@@ -45,6 +47,11 @@ def slowdown(parts: Sequence[int], shares: Sequence[float]) -> float:
     """The time with `parts` as a multiple of the time if they were exactly proportional to `shares`."""
     longest = max(part / share for part, share in zip(parts, shares, strict=True))
     return longest * sum(shares) / sum(parts)
+
+
+def fits(replicas: int, size: int, shares: Sequence[float]) -> bool:
+    """Whether whole samples come near the shares; `size` is the mean number of a replica."""
+    return slowdown(apportion(replicas * size, shares), shares) <= MOST_SLOWDOWN
 
 
 def divided(layout: Layout) -> int:

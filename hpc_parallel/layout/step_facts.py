@@ -6,17 +6,40 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpc_parallel.layout.layout import DATAPARALLEL, Layout
-from hpc_parallel.layout.schedules import schedule_of
+from hpc_parallel.layout.schedules import schedule_of, too_old
+from hpc_parallel.problems import Problem
 
 if TYPE_CHECKING:
     from hpc_parallel.config.schema import RunConfig
 
+# Steps before those of `training.measure_steps`. Two are for warm-up, because a validation follows the first
+# step and a pipeline then infers its shapes again. One counts bytes.
+UNMEASURED = 3
+OF_NVIDIA = ("nsys", "ncu")  # profile.kind
+OFF = "off"  # training.fp8
+ALIGNED = 16  # cuBLAS needs every size of a product in float8 to be a multiple of it
+MULTIPLES = f"multiples of {ALIGNED}"
 HALF = ("bfloat16", "float16")
-
-
 BFLOAT16 = "bfloat16"
 UPDATED_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
 """The most numbers of a weight that are widened at the same time for an update that is rounded afterwards."""
+
+
+def measured_steps(config: RunConfig) -> int:
+    """`training.measure_steps`; 0 with Nsight, because CUPTI serves only one profiler in a process."""
+    return 0 if config.profile.kind in OF_NVIDIA else config.training.measure_steps
+
+
+def is_cut(size: int, degree: int) -> bool:
+    """Whether one device multiplies a size in float8, and its parts on `degree` devices are too small."""
+    return size % ALIGNED == 0 and size % (degree * ALIGNED) != 0
+
+
+def selective_problem() -> Problem | None:
+    """Before torch 2.12, a block that overwrites a kept result could not be noticed."""
+    rule = too_old((2, 12))
+    key, legal = "training.activation_checkpointing", ("full", "none")
+    return None if rule is None else Problem(key, "selective", rule, legal)
 
 
 def packs(config: RunConfig) -> bool:

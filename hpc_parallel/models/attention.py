@@ -44,16 +44,25 @@ class Positions:
         `starts`: for each position that this device has, the index in the sample at which its document
         begins, [batch, seq]. The queries and the keys are those of the attention on this device.
         """
-        rows, columns, starts = self.places(starts)
-        hidden = (columns > rows[:, None]) | (columns < starts[..., None])
-        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, -torch.inf)[
-            :, None
-        ]
+        return document_bias(*self.places(starts), dtype=dtype, hidden=-torch.inf)
 
     def places(self, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The indices of the queries [q] and of the keys [k], and the `starts` of the queries [batch, q]."""
         indices = self(starts.shape[1], device=starts.device)
         return indices, indices, starts
+
+
+def document_bias(
+    rows: Tensor, columns: Tensor, starts: Tensor, *, dtype: torch.dtype, hidden: float
+) -> Tensor:
+    """[batch, 1, q, k]: 0 where causal attention inside documents sees the key, else `hidden`.
+
+    `rows` [q] and `columns` [k]: the indices of queries and keys in the sample. `starts` [batch, q]: where
+    the document of each query begins.
+    """
+    outside = (columns > rows[:, None]) | (columns < starts[..., None])
+    bias = torch.zeros(outside.shape, dtype=dtype, device=outside.device)
+    return bias.masked_fill(outside, hidden)[:, None]
 
 
 class PositionTables(Generic[Tables]):

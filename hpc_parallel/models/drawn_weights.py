@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
@@ -64,29 +62,9 @@ class Drawing:
         return max(1, BLOCK // max(1, like.shape[1:].numel()))
 
 
-Allocate = Callable[[torch.Size, torch.dtype], Tensor]
-_INSTEAD: ContextVar[Allocate | None] = ContextVar("instead of drawing", default=None)
-
-
-@contextmanager
-def without_values(allocate: Allocate) -> Iterator[None]:
-    """Inside this context `draw` only calls `allocate` for the memory of this rank's slice.
-
-    A plan needs only the sizes, and the model may be too large for this machine.
-    """
-    token = _INSTEAD.set(allocate)
-    try:
-        yield
-    finally:
-        _INSTEAD.reset(token)
-
-
 def draw(drawing: Drawing, *, like: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
     """Returns a tensor on `device`, placed as `like`; this rank draws and keeps its slice of the tensor."""
     dtype = dtype if like.is_floating_point() else like.dtype
-    if (allocate := _INSTEAD.get()) is not None:
-        local = allocate(like.to_local().shape if isinstance(like, DTensor) else like.shape, dtype)
-        return placed(local, like=like) if isinstance(like, DTensor) else local
     step, total = drawing.block_rows(like), like.shape[0] if like.dim() else 1
     if step >= total:
         values = drawing.rows(0, total, like=like)

@@ -66,6 +66,60 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return torch.cat(products)
 
 
+class SharedExperts(nn.Module):
+    """Experts that every token uses, as one SwiGLU layer. A device of the expert axis has all of them.
+
+    With `strategy.tensor`, a module of the role `experts` must keep such layers here, to be split by width.
+    """
+
+    def __init__(self, *, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(hidden, dim))
+        self.up = nn.Parameter(torch.empty(hidden, dim))
+        self.down = nn.Parameter(torch.empty(dim, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
+
+
+def width_dim(module: nn.Module, name: str) -> int | None:
+    """The dim of the inner width in the weight `name` of `module`; None if `module` has no experts."""
+    if isinstance(module, Experts):
+        return WIDTH_DIMS[name]
+    return WIDTH_DIMS[name] - 1 if isinstance(module, SharedExperts) else None
+
+
+class LoadBalance(nn.Module):
+    """A bias for each expert, added to its score when a token's experts are chosen, not to its gate.
+
+    Wang et al. 2024 (balance without a loss), DeepSeek-AI 2024 (V3). After each optimizer step,
+    strategies/balance_experts.py moves each expert's bias by `step` against its load in the global batch.
+    """
+
+    def __init__(self, experts: int, *, step: float) -> None:
+        super().__init__()
+        self.step = step
+        with torch.device("cpu"):  # a model is built on meta
+            self.register_buffer("expert_bias", torch.zeros(experts))
+            self.register_buffer("expert_load", torch.zeros(experts, dtype=torch.int64), persistent=False)
+
+    expert_bias: Tensor
+    expert_load: Tensor
+
+    def count(self, counts: Tensor) -> None:
+        """Add the `counts` [expert] of a training pass to the load. A recomputation discards its count.
+
+        A pipeline learns its shapes from a pass in evaluation mode, with gradients.
+        """
+        if self.training and torch.is_grad_enabled():
+            self.expert_load += counts
+
+    @torch.no_grad()
+    def move(self, load: Tensor) -> None:
+        """Move the bias against `load` [expert], int64: the tokens of each expert in the global batch."""
+        self.expert_bias += self.step * (load.sum() - len(load) * load).sign()
+
+
 class Reorder(torch.autograd.Function):
     """`rows[order // copies]` for a permutation `order`: each row appears `copies` times.
 

@@ -22,7 +22,8 @@ from hpc_parallel.models.drawn_weights import Drawing, by_rows, draw
 from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.problems import ConfigError
 
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "expert_load")
+"""Buffers that a training pass writes and does not read, by the ends of their names."""
 
 INPUT_TYPES = (torch.int64, torch.uint8, torch.float32)
 """Of samples whose type is not known yet, in the order of trial: tokens, pixels, numbers."""

@@ -7,6 +7,7 @@ Ainslie et al. 2023 (grouped-query attention), Shazeer 2020 (SwiGLU). No biases,
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from hpc_parallel.models.attention import CausalAttention, PositionTables
 from hpc_parallel.models.drawn_weights import by_rows
 from hpc_parallel.models.language import LanguageHead, LanguageModel
+from hpc_parallel.models.layered import Column
 
 RotaryTables = PositionTables[tuple[Tensor, Tensor]]
 """cos and sin, as `rotation` returns them."""
@@ -24,10 +26,13 @@ RotaryTables = PositionTables[tuple[Tensor, Tensor]]
 class Transformer(LanguageModel):
     """Tokens [batch, seq] -> logits [batch, seq, vocab]; between blocks [batch, seq, dim].
 
-    Raises ValueError if `heads` do not divide `dim` into even widths, or `kv_heads` do not divide `heads`.
+    head_dim: the width of a head; None: `dim / heads`. qk_norm: queries and keys are normed in each head
+    before they are rotated, as in Qwen3.
+
+    Raises ValueError if the width of a head is not a whole, even number, or `kv_heads` don't divide `heads`.
     """
 
-    tensor_roles = MappingProxyType(
+    tensor_roles: Mapping[str, str | Column] = MappingProxyType(
         {
             "stem": "vocabulary",
             "blocks.*.attention_norm": "position",
@@ -35,6 +40,8 @@ class Transformer(LanguageModel):
             "blocks.*.attention.query": "column",
             "blocks.*.attention.key": "column",
             "blocks.*.attention.value": "column",
+            "blocks.*.attention.query_norm": "heads",
+            "blocks.*.attention.key_norm": "heads",
             "blocks.*.attention.output": "row",
             "blocks.*.feed_forward_norm": "position",
             "blocks.*.feed_forward": "whole",
@@ -58,8 +65,12 @@ class Transformer(LanguageModel):
         tied_head: bool = True,
         rope_theta: float = 10000.0,
         norm_eps: float = 1e-5,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
     ) -> None:
-        if dim % heads or (dim // heads) % 2 or heads % kv_heads:
+        if head_dim is not None and head_dim % 2:
+            raise ValueError(f"model.head_dim = {head_dim} must be even")
+        if (head_dim is None and (dim % heads or (dim // heads) % 2)) or heads % kv_heads:
             raise ValueError(
                 f"model.heads = {heads} must split model.dim = {dim} into heads of an even width, "
                 f"and model.kv_heads = {kv_heads} must divide it"
@@ -72,7 +83,13 @@ class Transformer(LanguageModel):
             blocks=(
                 Block(
                     attention=Attention(
-                        dim, heads=heads, kv_heads=kv_heads, rope_theta=rope_theta, tables=tables
+                        dim,
+                        heads=heads,
+                        kv_heads=kv_heads,
+                        rope_theta=rope_theta,
+                        tables=tables,
+                        head_dim=head_dim,
+                        norm_eps=norm_eps if qk_norm else None,
                     ),
                     feed_forward=FeedForward(dim, hidden=ffn_dim),
                     norms=(nn.RMSNorm(dim, eps=norm_eps), nn.RMSNorm(dim, eps=norm_eps)),
@@ -82,7 +99,7 @@ class Transformer(LanguageModel):
             head=head,
         )
         self.layers = layers
-        self.attention_width = dim
+        self.attention_width = heads * (head_dim or dim // heads)
         if tied_head:  # Press & Wolf 2017
             head.output.weight = embedding.weight
             self.tied = {"head.output.weight": "stem.weight"}
@@ -129,25 +146,39 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, dim: int, *, heads: int, kv_heads: int, rope_theta: float, tables: RotaryTables | None = None
+        self,
+        dim: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        rope_theta: float,
+        tables: RotaryTables | None = None,
+        head_dim: int | None = None,
+        norm_eps: float | None = None,
     ) -> None:
-        """`tables`: shared by the blocks of a model."""
+        """`tables`: shared by the blocks of a model. `norm_eps`: None: queries and keys are not normed."""
         super().__init__()
         self._tables: RotaryTables = PositionTables() if tables is None else tables
-        self.head_dim = dim // heads
+        self.head_dim = head_dim or dim // heads
         self.rope_theta = rope_theta
         self.query = nn.Linear(dim, heads * self.head_dim, bias=False)
         self.key = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
         self.value = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
         self.mix = CausalAttention()
         self.output = nn.Linear(heads * self.head_dim, dim, bias=False)
+        self.query_norm, self.key_norm = (
+            None if norm_eps is None else nn.RMSNorm(self.head_dim, eps=norm_eps) for _ in range(2)
+        )
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         # The number of heads comes from the projections' outputs: a device may have only some of the heads.
         query, key, value = (
-            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [batch, head, seq, head_dim]
+            projection(x).unflatten(-1, (-1, self.head_dim))  # [batch, seq, head, head_dim]
             for projection in (self.query, self.key, self.value)
         )
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         cos_sin = self._rotation(x)
         mixed = self.mix(rotate(query, cos_sin), rotate(key, cos_sin), value, documents=documents)
         return self.output(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]

@@ -70,23 +70,32 @@ def _decoder(run: _Run) -> Kept:
     mode, dim = run.config.training.activation_checkpointing, sizes.dim
     sliced = tokens // layout.tensor if run.config.strategy.sequence_parallel else tokens
     rows = sizes.sequence // layout.context
-    tables = 0 if mode != "none" else rows * (dim // sizes.heads) * types.precise
+    tables = 0 if mode != "none" else rows * sizes.head_width * types.precise
     # A norm keeps its inputs, the normed inputs and one number for each row. The GPU's kernel keeps its
     # inputs in their own type, and no normed inputs.
-    fused = run.config.device != "cpu" and types.cast
-    norm = sliced * (dim * (types.stream if fused else 2 * types.precise) + types.precise)
+    norm = sliced * (dim * (types.stream if _norm_is_fused(run) else 2 * types.precise) + types.precise)
     attention = _attention(run)
-    feed_forward = _experts(run) if run.is_mixture else _swiglu(run)
-    full = 2 * (norm + tokens * dim * types.product) + attention.kept + feed_forward.kept
-    full += 0 if types.cast else _casts(run)
     stream = sliced * dim * types.stream
-    selective = stream + attention.expensive + feed_forward.expensive + _exchanged(run, sliced)
-    block = {"none": full, "selective": selective, "full": stream}[mode]
+
+    def block(feed_forward: _Part, casts: int) -> tuple[int, int]:
+        """What a block keeps, and what it keeps again after its recomputation."""
+        full = 2 * (norm + tokens * dim * types.product) + attention.kept + feed_forward.kept
+        full += 0 if types.cast else casts
+        selective = stream + attention.expensive + feed_forward.expensive + _exchanged(run, sliced)
+        return {"none": full, "selective": selective, "full": stream}[mode], 0 if mode == "none" else full
+
+    columns, dense = (
+        (sizes.dense_ffn_dim, sizes.dense_layers) if run.is_mixture else (sizes.ffn_dim, sizes.layers)
+    )
+    blocks = [block(_swiglu(run, columns), _casts(run, columns))] * dense
+    if run.is_mixture:
+        blocks += [block(_experts(run), _casts(run))] * (sizes.layers - dense)
+    kept, recomputed = zip(*blocks, strict=True)
     return Kept(
         stem=tokens * INDEX * (2 if sizes.masked else 1),
-        blocks=(block,) * sizes.layers,
+        blocks=kept,
         head=norm + _language_loss(run),
-        recomputed=(0 if mode == "none" else full,) * sizes.layers,
+        recomputed=recomputed,
         shared=tables + _documents(run),
         states=(stream,) * sizes.layers,
     )
@@ -102,8 +111,11 @@ def _exchanged(run: _Run, sliced: int) -> int:
 
 
 def _documents(run: _Run) -> int:
-    """The bias of packed documents, for the queries and the keys of the attention on this device."""
-    if not run.sizes.masked:
+    """The bias of packed documents, for the queries and the keys of the attention on this device.
+
+    A ring makes it for each hop and keeps where the documents begin, which are numbers of the stem.
+    """
+    if not run.sizes.masked or _is_ring(run):
         return 0
     return run.tokens * (run.layout.context if _has_heads(run) else 1) * run.sizes.sequence * run.types.stream
 
@@ -113,13 +125,24 @@ def _has_heads(run: _Run) -> bool:
     return run.layout.context > 1 and run.config.strategy.context_attention == "all_to_all"
 
 
-def _casts(run: _Run) -> int:
-    """Autocast casts the weight and the input of each projection; one of the inputs is counted already."""
+def _is_ring(run: _Run) -> bool:
+    return run.layout.context > 1 and run.config.strategy.context_attention == "ring"
+
+
+def _casts(run: _Run, columns: int | None = None) -> int:
+    """Autocast casts the weight and the input of each projection; one of the inputs is counted already.
+
+    columns: the inner width of the feed-forward network; None: a mixture of experts.
+    """
     sizes, tensor = run.sizes, run.layout.tensor
-    if run.is_mixture:
-        weights, inputs = sizes.attention_weights + sizes.experts * sizes.dim * tensor, 2
+    if columns is None:
+        weights, inputs = (
+            sizes.attention_weights + sizes.experts * sizes.dim * tensor,
+            4 if sizes.shared else 2,
+        )
+        weights += sizes.shared * sizes.expert_weights
     else:
-        weights, inputs = sizes.attention_weights + sizes.expert_weights, 3
+        weights, inputs = sizes.attention_weights + sizes.ffn_matrices * sizes.dim * columns, 3
     return (weights // tensor + inputs * run.tokens * sizes.dim) * run.types.product
 
 
@@ -133,12 +156,13 @@ class _Part:
 
 def _attention(run: _Run) -> _Part:
     layout, types, sizes, tokens = run.layout, run.types, run.sizes, run.tokens
-    query, heads = sizes.dim // layout.tensor, sizes.heads // layout.tensor
+    query, heads = sizes.query_dim // layout.tensor, sizes.heads // layout.tensor
     projected = kv = sizes.kv_dim // layout.tensor
     passes = layout.context > 1 and not _has_heads(run)
     if layout.context > 1 and not passes:  # a head that serves several devices is sent to each
         kv *= max(1, layout.context // (sizes.kv_heads // layout.tensor))
-    if sizes.masked:  # keys and values are repeated for the query heads; `gather` keeps those of all devices
+    # Keys and values are repeated for the query heads; `gather` keeps those of all devices.
+    if sizes.masked and not _is_ring(run):
         kv, passes = query * (layout.context if passes else 1), False
     lse = tokens * heads * types.precise
     mixed = tokens * query * types.product + lse
@@ -147,12 +171,24 @@ def _attention(run: _Run) -> _Part:
     joined = 0 if passes else tokens * query * types.product
     outputs = tokens * (query + 2 * projected + sizes.dim) * types.product  # of the four projections
     arrived = inputs + joined if _has_heads(run) else 0  # from the other devices
-    return _Part(inputs + mixed + joined, outputs + mixed + arrived)
+    return _Part(inputs + mixed + joined + _norms_of_heads(run), outputs + mixed + arrived)
 
 
-def _swiglu(run: _Run) -> _Part:
-    """The outputs of gate, silu and up, and their product."""
-    columns, of_one = run.sizes.ffn_dim // run.layout.tensor, run.tokens * run.types.product
+def _norms_of_heads(run: _Run) -> int:
+    """Each head's norm of queries and keys keeps what the norm of a block keeps."""
+    types, normed = run.types, run.sizes.normed_dim // run.layout.tensor
+    of_each = types.product if _norm_is_fused(run) else 2 * types.precise
+    return run.tokens * normed * of_each + run.tokens * normed // run.sizes.head_width * types.precise
+
+
+def _norm_is_fused(run: _Run) -> bool:
+    """Whether a norm keeps its inputs in their own type, and no normed inputs."""
+    return run.config.device != "cpu" and run.types.cast
+
+
+def _swiglu(run: _Run, columns: int) -> _Part:
+    """The outputs of gate, silu and up, and their product. columns: the inner width on all devices."""
+    columns, of_one = columns // run.layout.tensor, run.tokens * run.types.product
     return _Part(4 * columns * of_one, (2 * columns + run.sizes.dim) * of_one)
 
 
@@ -170,7 +206,10 @@ def _experts(run: _Run) -> _Part:
     weights = 3 * experts // run.layout.expert * dim * columns * types.product if casts else 0
     exchanged = 0 if run.layout.expert == 1 else 2  # rows to their experts and back
     outputs = rows * (2 * columns + (1 + exchanged) * dim) * types.product
-    return _Part(router + orders + gates + products + weights, tokens * experts * types.product + outputs)
+    outputs += tokens * experts * types.product
+    shared = _swiglu(run, sizes.shared * sizes.ffn_dim) if sizes.shared else _Part(0, 0)
+    kept = router + orders + gates + products + weights + shared.kept
+    return _Part(kept, outputs + shared.expensive)
 
 
 def _language_loss(run: _Run) -> int:

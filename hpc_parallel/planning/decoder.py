@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc_parallel.layout.counts import DecoderSizes
+from hpc_parallel.layout.step_facts import ALIGNED
 from hpc_parallel.planning.hardware import Hardware, MemoryTraffic
 from hpc_parallel.planning.operations import (
-    ALIGNED,
     FLOAT32_BYTES,
     MatrixProduct,
     Move,
@@ -22,6 +22,7 @@ from hpc_parallel.planning.operations import (
 HALF_BYTES = 2
 WHOLE_BYTES = 22  # of a token's width: two norms (4 each), two sums with dropout and its mask (7 each)
 HEADS_BYTES = 12  # of a device's part: transposed heads
+NORM_BYTES = 4  # of a device's normed queries and keys
 ACTIVATION_BYTES = 16  # of a device's part: the activation, at four times the width
 SCORE_BYTES = 9  # of a score: scaled softmax (4), dropout and its mask (5)
 UNFUSED_BYTES = 24  # of a score, in addition, if scale, mask and softmax in float32 are separate kernels
@@ -30,6 +31,7 @@ VALUES = "weighted values"
 SOFTMAX = "softmax"
 SCORES = "scores"  # a flash kernel does not keep them for the backward pass
 QKV, UP, DOWN = "queries, keys, values", "feed-forward up", "feed-forward down"
+OUTPUT = "attention output"
 # A mixture of experts (models/moe.py, experts.py). Bytes for each number of a token's copy, as above:
 GATED_BYTES = 14  # sorted by expert (4) and back (4), weighted (4), summed (2)
 ARRIVED_BYTES = 8  # in addition if experts are split: sorted on arrival (4) and back (4)
@@ -78,6 +80,18 @@ class Share:
             return operations
         return [*operations, *self.rounding.forward(in_float8(operations), layers=self._layers)]
 
+    def scale_messages(self, axis: str, *, is_backward: bool) -> Iterator[tuple[str, int, float]]:
+        """What the ranks of `axis` exchange for scales in float8: a product, its layers, numbers of each."""
+        if (rounding := self.rounding) is None:
+            return
+        for product in in_float8(self._block()):
+            layers = self._layers.get(product.name, 1)
+            one = replace(product, columns=product.columns / layers)
+            splits_inputs = product.name in (OUTPUT, DOWN)
+            numbers = rounding.exchanged(one, axis=axis, splits_inputs=splits_inputs, is_backward=is_backward)
+            if numbers:
+                yield product.name, layers, numbers
+
     @property
     def _layers(self) -> dict[str, int]:
         """How many linear layers a product stands for, if more than one. Each layer rounds its own input."""
@@ -92,23 +106,24 @@ class Share:
     def _block(self) -> list[Operation]:
         """The forward pass of one block without the rounding to float8."""
         decoder, tokens, tensor = self.decoder, self.tokens, self.tensor
-        dim, width = decoder.dim, decoder.dim / decoder.heads
+        dim, width, queries = decoder.dim, decoder.head_width, decoder.query_dim
         columns, head_batch = decoder.ffn_dim / tensor, self.samples * decoder.heads / tensor
         score_bytes: float = SCORE_BYTES + UNFUSED_BYTES * self.unfused
         if decoder.flash:
             head_batch *= 1.0 if decoder.masked else self.traffic.flash_share or 1.0
             score_bytes = self.traffic.flash_bytes or 0.0
         scores = head_batch * decoder.sequence**2 / self.context
-        activated = ACTIVATION_BYTES if decoder.experts == 1 else ACTIVATION_BYTES / 4 * self._copied
-        split = (HEADS_BYTES + activated) / tensor
-        moved = tokens * dim * (WHOLE_BYTES + split) * self.traffic.elementwise
+        activated = ACTIVATION_BYTES / 4 * self._copied if decoder.router else ACTIVATION_BYTES
+        of_heads = HEADS_BYTES * queries + NORM_BYTES * decoder.normed_dim
+        of_token = WHOLE_BYTES * dim + (of_heads + activated * dim) / tensor
+        moved = tokens * of_token * self.traffic.elementwise
         wider, number = self.number_bytes / HALF_BYTES, self.number_bytes
         flash, seq, rows = decoder.flash, decoder.sequence, decoder.sequence / self.context
         return [
-            self._linear(QKV, (dim + 2 * decoder.kv_heads * width) / tensor, dim),
+            self._linear(QKV, (queries + 2 * decoder.kv_dim) / tensor, dim),
             MatrixProduct(SCORES, rows, seq, width, number, batch=head_batch, in_cache=flash),
             MatrixProduct(VALUES, rows, width, seq, number, batch=head_batch, in_cache=flash),
-            self._linear("attention output", dim, dim / tensor),
+            self._linear(OUTPUT, dim, queries / tensor),
             *self._feed_forward(columns),
             Move("norms, activation, sums", wider * moved, kernels=7),
             Move(SOFTMAX, wider * score_bytes * scores * self.traffic.attention, kernels=3),
@@ -117,12 +132,13 @@ class Share:
     @property
     def _copied(self) -> float:
         """The inner width of all experts of a token, as a multiple of the model's width."""
-        return self.decoder.per_token * self.decoder.ffn_dim / self.decoder.dim
+        used = self.decoder.per_token + self.decoder.shared
+        return used * self.decoder.ffn_dim / self.decoder.dim
 
     def _feed_forward(self, columns: float) -> Iterator[Operation]:
         """columns: the inner width of this device's part."""
         decoder, dim = self.decoder, self.decoder.dim
-        if decoder.experts == 1:
+        if not decoder.router:
             yield self._linear(UP, (decoder.ffn_matrices - 1) * columns, dim)
             yield self._linear(DOWN, dim, columns)
             return
@@ -131,6 +147,9 @@ class Share:
         yield MatrixProduct("router", self.tokens, decoder.experts, dim, number)
         yield MatrixProduct(UP, rows, (decoder.ffn_matrices - 1) * columns, dim, number, batch=held)
         yield MatrixProduct(DOWN, rows, dim, columns, number, batch=held)
+        if decoder.shared:
+            yield self._linear("shared experts up", 2 * decoder.shared * columns, dim)
+            yield self._linear("shared experts down", dim, decoder.shared * columns)
         width_bytes = GATED_BYTES + (ARRIVED_BYTES if self.expert > 1 else 0)
         copied = width_bytes * number / HALF_BYTES * self.tokens * decoder.per_token * dim
         routed = ROUTED_BYTES * self.tokens * decoder.experts

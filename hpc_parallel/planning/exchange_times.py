@@ -10,7 +10,7 @@ from functools import cached_property
 from hpc_parallel.planning.collective_times import GroupExchange, GroupShape, bus_bytes_per_s, send_s
 from hpc_parallel.planning.decoder import SCORES, SOFTMAX, VALUES, Kernels, Share, Term, Terms
 from hpc_parallel.planning.hardware import Hardware, Loads
-from hpc_parallel.planning.operations import precise_bytes
+from hpc_parallel.planning.operations import FLOAT32_BYTES, precise_bytes
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, ActionKind
 from hpc_parallel.planning.work import Work
 
@@ -93,10 +93,31 @@ class ExchangeTimes:
         size = COUNT_BYTES * self._work.decoder.experts
         return self._exchange_s(GroupExchange("numbers of tokens", "all_to_all", size, group))
 
+    @cached_property
+    def scales_s(self) -> dict[ActionKind, float]:
+        """A block's exchanges of the largest values of tensors that axes split, for scales in float8."""
+        return {
+            kind: sum(count * self._exchange_s(exchange) for count, exchange in self._scales(kind))
+            for kind in (FORWARD, BACKWARD)
+        }
+
+    def scale_messages(self, kind: ActionKind) -> int:
+        return sum(count for count, _ in self._scales(kind))
+
+    def _scales(self, kind: ActionKind) -> Iterator[tuple[int, GroupExchange]]:
+        tensor, context = self._work.tensor, self._work.context
+        groups = {"tensor": self._group(tensor, stride=1), "context": self._group(context, stride=tensor)}
+        for axis, group in groups.items():
+            messages = self._share.scale_messages(axis, is_backward=kind is BACKWARD)
+            for product, count, numbers in messages if group.ranks > 1 else ():
+                size, name = FLOAT32_BYTES * numbers, f"scales of {product} over {axis}, {kind.name.lower()}"
+                yield count, GroupExchange(name, "all_reduce", size, group)
+
     @property
     def waits_of_block_s(self) -> list[float]:
         """How long a block waits for other parts of its sequences and for experts in a microbatch."""
-        forward_passes, waits_s = 1 + self._work.recompute, []
+        forward_passes = 1 + self._work.recompute
+        waits_s = [*[self.scales_s[FORWARD]] * forward_passes, self.scales_s[BACKWARD]]
         if self._work.context > 1:
             waits_s += [*[self.context_s[FORWARD]] * forward_passes, self.context_s[BACKWARD]]
         if self._work.expert > 1:
@@ -191,6 +212,10 @@ class ExchangeTimes:
             size = work.gradient_bytes * work.decoder.end_weights / work.tensor / work.shard
             both = GroupExchange("gradient of the shared weight", "all_reduce", size, ends)
             seconds += self._exchange_s(both, self._loads.all)
+        if work.loads:
+            size = COUNT_BYTES * self._most_blocks * work.decoder.experts
+            every = self._group(work.alike, stride=work.tensor)
+            seconds += self._exchange_s(GroupExchange("loads of experts", "all_reduce", size, every))
         return seconds
 
     def least_sent_s(self) -> float:
@@ -349,7 +374,7 @@ class PlannedSplitAttention:
     def _kv(self) -> float:
         """The numbers of this device's keys and values."""
         decoder = self.share.decoder
-        return 2 * self.share.tokens * decoder.kv_heads * decoder.dim / decoder.heads / self.share.tensor
+        return 2 * self.share.tokens * decoder.kv_dim / self.share.tensor
 
     @property
     def _bytes(self) -> int:
@@ -372,17 +397,19 @@ class PlannedSplitAttention:
         return GroupExchange(f"context: {name}", "send_recv", number_bytes * self._kv, self.group)
 
     def _gather(self) -> Iterator[Message]:
-        every = self._kv * self.group.ranks
-        for kind, name in ((FORWARD, "keys and values"), (BACKWARD, "keys and values again")):
-            yield self._at_once(kind, name, "all_gather", every * self._bytes)
-        name = "gradients of keys and values"
-        yield self._at_once(BACKWARD, name, "reduce_scatter", every * self._precise)
+        """Under the mask of packed documents, autograd keeps all keys and values, and sums in their type."""
+        every, masked = self._kv * self.group.ranks, self.share.decoder.masked
+        yield self._at_once(FORWARD, "keys and values", "all_gather", every * self._bytes)
+        if not masked:
+            yield self._at_once(BACKWARD, "keys and values again", "all_gather", every * self._bytes)
+        summed = every * (self._bytes if masked else self._precise)
+        yield self._at_once(BACKWARD, "gradients of keys and values", "reduce_scatter", summed)
 
     def _all_to_all(self) -> Iterator[Message]:
         """A key-value head that serves several devices is sent to each."""
         decoder, tensor = self.share.decoder, self.share.tensor
         copies = max(1, self.group.ranks // (decoder.kv_heads // tensor))
-        queries = self.share.tokens * decoder.dim / tensor
+        queries = self.share.tokens * decoder.query_dim / tensor
         for kind, of in ((FORWARD, ""), (BACKWARD, "gradients of ")):
             sent = (queries + copies * self._kv) * self._bytes
             yield self._at_once(kind, f"{of}queries, keys and values", "all_to_all", sent)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.node_devices import AUTO
@@ -19,7 +18,7 @@ from hpc_parallel.layout.batch_plan import Plan
 from hpc_parallel.layout.model_weights import sample_shape_of, weights_of
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.collective_times import on_nodes_of
-from hpc_parallel.planning.hardware import CPU, Hardware, named_hardware
+from hpc_parallel.planning.hardware import CPU, Hardware
 from hpc_parallel.planning.memory import Held, MemoryPlan
 from hpc_parallel.planning.step_time import StepTime, step_time, tokens_per_s
 from hpc_parallel.planning.storage_times import StorageTimes
@@ -40,12 +39,11 @@ class Forecast:
     warnings: list[str] = field(default_factory=list)
 
 
-def forecast(config: RunConfig, plan: Plan, *, user_folder: Path | None) -> Forecast:
-    """The plan of a checked training run with `plan.hardware`. A part that can't be planned is empty.
+def forecast(config: RunConfig, plan: Plan, *, hardware: Hardware) -> Forecast:
+    """The plan of a checked training run on `hardware`. A part that can't be planned is empty.
 
     Raises ConfigError if the run needs more memory than a device has, with the nearest layouts that fit.
     """
-    hardware = named_hardware(config.plan.hardware, user_folder=user_folder)
     if config.device == AUTO:
         config = replace(config, device=hardware.device.kind)
     shape = sample_shape_of(config.model, config.data)

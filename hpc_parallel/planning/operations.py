@@ -17,7 +17,6 @@ NUMBER_BYTES = {
 }  # of inputs of products, by precision
 FLOAT32_BYTES = 4
 FLOAT8 = "float8"  # the precision of products with `training.fp8`
-ALIGNED = 16  # the sizes of products in float8 are multiples of this
 # Bytes that move for each number of a matrix in bfloat16, by whether compiled code fuses operations.
 ROUNDED = {
     # Absolute value (2 + 2), maximum (2), to float32 (2 + 4), times the scale (4 + 4), to float8 (4 + 1).
@@ -160,6 +159,22 @@ class Rounding:
             kernels = (3 + self.by_rows) * ROUNDING_KERNELS[self.fused] + 3
             kernels += 2 * SCALING_KERNELS[self.fused] * self.by_rows
             yield Move(f"{product.name}: gradients to float8", moved, count * kernels)
+
+    def exchanged(
+        self, product: MatrixProduct, *, axis: str, splits_inputs: bool, is_backward: bool
+    ) -> float:
+        """How many largest values the ranks of `axis` exchange in one message for one layer; 0: none.
+
+        A scale for each row needs only the ranks that have parts of this row. splits_inputs: whether `tensor`
+        splits the inputs of the layer, and not its outputs.
+        """
+        if not self.by_rows:
+            return 2  # of one or two matrices
+        if axis == "context":
+            return (product.depth + product.columns) * is_backward
+        if splits_inputs:
+            return (product.rows + product.columns) * (not is_backward)
+        return (product.rows + product.depth) * is_backward
 
 
 def _numbers(product: MatrixProduct, layers: int) -> tuple[float, float, float]:

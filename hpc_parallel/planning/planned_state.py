@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from heapq import heapreplace
-from itertools import product
 from typing import Any
 
 from hpc_parallel.config.optimizer_rules import Settings, settings_for
@@ -28,6 +26,8 @@ from hpc_parallel.layout.holdings import (
     WEIGHTS,
     Holding,
     Part,
+    Place,
+    owners,
 )
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.model_weights import STEM, ModelWeights, Weight
@@ -38,7 +38,6 @@ from hpc_parallel.layout.step_facts import state_bytes, weight_bytes
 WHOLE = Part()
 STEP_BYTES = 4  # a count in float32
 Shape = tuple[int, ...]
-Place = tuple[int, ...]
 Options = Mapping[str, Any]
 
 
@@ -237,7 +236,7 @@ class States:
         for (_, of_experts), weights in groups.items():
             settings = division.settings(weights[0])
             degrees = [division.degrees(weight, holding) for weight in weights]
-            chosen = owners(zip((weight.numel for weight in weights), degrees, strict=True))
+            chosen = owners(("", weight.numel, split) for weight, split in zip(weights, degrees, strict=True))
             for weight, split, owner in zip(weights, degrees, chosen, strict=True):
                 size = KINDS[settings.target].state_bytes(
                     weight.shape, settings.options, number_bytes=self._number_bytes
@@ -298,23 +297,3 @@ KINDS = {
     "torch.optim.Muon": OptimizerKind(_muon, counts=False, whole=True),
 }
 WHOLE_KINDS = frozenset(target for target, kind in KINDS.items() if kind.whole)
-
-
-def owners(weights: Iterable[tuple[int, Sequence[int]]]) -> list[Place]:
-    """The owner of each weight; all devices own equally many numbers (`training/whole_weights.py:share`).
-
-    weights: for each weight, how many numbers it has, and the degree of each axis of its mesh (1 for an axis
-    that does not split the weight).
-    """
-    loads: defaultdict[Place, int] = defaultdict(int)
-    queues: dict[Place, list[tuple[int, int, Place]]] = {}  # load, number and place; loads may be outdated
-    chosen = []
-    for numbers, degrees in weights:
-        places = product(*map(range, degrees))
-        queue = queues.setdefault(tuple(degrees), [(0, number, place) for number, place in enumerate(places)])
-        while queue[0][0] != loads[queue[0][2]]:
-            heapreplace(queue, (loads[queue[0][2]], *queue[0][1:]))
-        owner = queue[0][2]
-        loads[owner] += numbers
-        chosen.append(owner)
-    return chosen

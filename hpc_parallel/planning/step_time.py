@@ -167,6 +167,10 @@ class StepTerms:
         gathers = exchanges.gathers_blocks  # once forward; once backward, with a sum of gradients
         host_forward_s = host.forward_s + (2 * split + gathers) * host.collective_s + unfused_s
         host_backward_s = host.backward_s + (4 * split + 2 * gathers) * host.collective_s + 2 * unfused_s
+        forward_s += exchanges.scales_s[FORWARD]
+        backward_s += exchanges.scales_s[BACKWARD]
+        host_forward_s += exchanges.scale_messages(FORWARD) * host.collective_s
+        host_backward_s += exchanges.scale_messages(BACKWARD) * host.collective_s
         if work.context > 1:
             forward_s += exchanges.context_s[FORWARD]
             backward_s += exchanges.context_s[BACKWARD]

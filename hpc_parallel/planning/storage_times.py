@@ -68,10 +68,8 @@ class StorageTimes:
         every, sizes = self.config.training.checkpoint_every, self._checkpoint
         if every is None:
             return Wait(0.0, "none (training.checkpoint_every=null)", "no checkpoint")
-        if sizes is None:
-            return _not_counted("the optimizer's state is not known")
-        if (missing := self._missing_rate()) is not None:
-            return _unmeasured(missing)
+        if (unknown := self.unknown_saves()) is not None or sizes is None:
+            return _not_counted(unknown or "")
         saves = math.ceil(steps / every)
         waited_s, text = self._save_s(sizes, every)
         seconds = (saves - 1) * waited_s + self._write_s(sizes)
@@ -88,7 +86,7 @@ class StorageTimes:
             return _not_counted(f"the time to read samples of {target} is not known")
         rate = self.hardware.storage.read_bytes_per_s
         if rate is None:
-            return _unmeasured("read_bytes_per_s")
+            return _not_counted(_unmeasured("read_bytes_per_s"))
         work = self.work
         moved = TOKEN_BYTES * work.microbatches * work.microbatch_size * work.decoder.sequence
         read_s = moved / rate
@@ -96,6 +94,23 @@ class StorageTimes:
         text = f"{waited_s:.4g} s a step, the rest beside it" if waited_s else "read beside the steps"
         formula = f"max(0, {moved} B / {rate / 1e9:.4g} GB/s - {self.step_s:.4g} s) a step"
         return Wait(steps * waited_s, text, formula)
+
+    def unknown_saves(self) -> str | None:
+        """Why it is not known how long a save takes; None if it is."""
+        if self._checkpoint is None:
+            return "the optimizer's state is not known"
+        missing = self._missing_rate()
+        return None if missing is None else _unmeasured(missing)
+
+    def save_s(self) -> tuple[float, float]:
+        """How long a save that waits for no other one delays the steps, and how long it takes to be written.
+
+        Only if `unknown_saves` is None.
+        """
+        assert self._checkpoint is not None
+        written_s = self._write_s(self._checkpoint)
+        copied = self.config.training.checkpoint_async
+        return (self._checkpoint.most / self._copy_bytes_per_s if copied else written_s), written_s
 
     @cached_property
     def _checkpoint(self) -> CheckpointBytes | None:
@@ -186,5 +201,5 @@ def _not_counted(reason: str) -> Wait:
     return Wait(None, f"not counted: {reason}", "0 in the figures below")
 
 
-def _unmeasured(rate: str) -> Wait:
-    return _not_counted(f"no storage.{rate} in the hardware's file ({MEASURED_BY} measures it)")
+def _unmeasured(rate: str) -> str:
+    return f"no storage.{rate} in the hardware's file ({MEASURED_BY} measures it)"

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpc_parallel.config.checks.training_checks import OFF
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.batch_plan import Plan
 from hpc_parallel.layout.counts import (
@@ -22,7 +21,7 @@ from hpc_parallel.layout.holdings import sliced_over
 from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, servers
 from hpc_parallel.layout.model_weights import ModelWeights, weights_of
 from hpc_parallel.layout.schedules import stages_per_rank
-from hpc_parallel.layout.step_facts import packs, types_of
+from hpc_parallel.layout.step_facts import OFF, packs, types_of
 from hpc_parallel.planning.hardware import FITTED_BY, MEASURED_BY, NOT_CALIBRATED, Hardware
 from hpc_parallel.planning.operations import FLOAT8, NUMBER_BYTES, Rounding
 from hpc_parallel.planning.pipeline_orders import Pipeline
@@ -47,7 +46,7 @@ class Work:
     bfloat16 instead. rounding: how the blocks' linear products round to float8. workers: how many ranks send
     gradients to a parameter server, which is one more device or the first of `data`; 0 without a server.
     expert: how many consecutive devices split the experts; each of them has a part of the batch. compiled:
-    torch.compile compiles blocks and loss.
+    torch.compile compiles blocks and loss. loads: each step sums the load of each expert.
     """
 
     decoder: DecoderSizes
@@ -74,6 +73,7 @@ class Work:
     workers: int = 0
     expert: int = 1
     compiled: bool = False
+    loads: bool = False
 
     @property
     def repeated_sums(self) -> float:
@@ -224,6 +224,7 @@ def work_of_run(config: RunConfig, *, model: ModelWeights | None = None) -> Work
         workers=_workers(config, layout),
         expert=layout.expert,
         compiled=config.training.compile,
+        loads=bool(config.model.get("balance_step")),
         compressed=ddp and config.strategy.gradient_compression == "bfloat16",
     )
 
@@ -253,6 +254,8 @@ def assumptions(config: RunConfig, hardware: Hardware) -> Iterator[str]:
     yield _origin(hardware)
     if config.strategy.expert != 1:
         yield "The router is planned to use all experts alike: expect a longer step if it does not."
+    if config.model.get("dense_layers"):
+        yield "The time of each dense block is planned as that of a mixture of experts."
     if config.training.activation_checkpointing == "selective":
         yield "training.activation_checkpointing=selective is planned as none: expect a longer step."
     if config.training.compile:

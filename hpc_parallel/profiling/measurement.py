@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpc_parallel.failure.left_out import left_out, optional
+from hpc_parallel.layout.step_facts import UNMEASURED
 from hpc_parallel.profiling.timeline import STEP, Interval, Timeline, events_of, marked_waits
 from hpc_parallel.profiling.traffic import NAMES, Traffic
 from hpc_parallel.record.task_files import RankTimeline, StageWork, StepTimeline
@@ -31,7 +32,6 @@ from hpc_parallel.strategies.mesh import axis_of
 from hpc_parallel.strategies.ranges import Action, ActionTimes, recorded_actions
 
 TIMES = "the times of a step are"
-WARM_UP = 2  # steps: a validation follows the first step; after it, a pipeline infers its shapes again
 
 
 class Measurement:
@@ -45,8 +45,8 @@ class Measurement:
     ) -> None:
         """`leave_out` is called with the seconds of each measured step."""
         self.on = steps > 0
-        self._timed = range(WARM_UP + 2, WARM_UP + 2 + steps)
-        self._counted = WARM_UP + 1 if steps else 0
+        self._timed = range(UNMEASURED + 1, UNMEASURED + 1 + steps)
+        self._counted = UNMEASURED if steps else 0
         self._device = device
         self._leave_out = leave_out
         pipeline = axis_of(mesh, "pipeline")

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hpc_parallel.config.checks.task_checks import measured_steps
 from hpc_parallel.failure.left_out import left_out
 from hpc_parallel.layout.layout import servers
+from hpc_parallel.layout.step_facts import measured_steps
 from hpc_parallel.machine.device_state import device_state
 from hpc_parallel.machine.topology import nvml_module
 from hpc_parallel.profiling.measurement import Measurement

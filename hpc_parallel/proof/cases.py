@@ -30,12 +30,13 @@ from hpc_parallel.layout.model_data_schema import (
     UNetConfig,
 )
 from hpc_parallel.problems import ConfigError, Problem, Problems
-from hpc_parallel.proof.compare import TOLERANCES
-from hpc_parallel.proof.rows import COMMON, IMAGES, NETS, ROWS, TWO, ParityRow
+from hpc_parallel.proof.compare import SHARP
+from hpc_parallel.proof.rows import COMMON, IMAGES, NETS, RECIPES, ROWS, TWO, ParityRow
 from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.run_folder import new_run_id
 from hpc_parallel.record.snapshot import cached_plan_snapshot
 
+ALL_RECIPES = "recipes=true"  # a word of the command line
 LAYOUT = ("nodes", "gpus_per_node", *(f"strategy.{axis}" for axis in AXES))
 # These change how a step is computed, not its result. The one-device run omits them.
 EXECUTION_KEYS = ("strategy", *LAYOUT, "training.microbatch_size", "training.compile",
@@ -70,26 +71,28 @@ class Case:
 
 
 def _short_option(option: str) -> str:
-    assignment = option.rpartition(".")[2]
-    if assignment.endswith(("true", "false")) or assignment[-1].isdigit():
-        return assignment
-    return assignment.partition("=")[2]
+    key, _, value = option.partition("=")
+    is_name = not (value.endswith(("true", "false")) or value[-1].isdigit())
+    return value if is_name else f"{key.rpartition('.')[2]}={value}"
 
 
 def plan(overrides: Sequence[str], *, extra_dir: str | None = None) -> tuple[list[Case], list[str]]:
     """The cases for the overrides of a command line, and a note for each network that lacks one of the keys.
 
-    If only some rows have a problem, their cases list the problem and have no run.
+    If only some rows have a problem, their cases list the problem and have no run. The word `recipes=true`
+    takes the rows of docs/recipes.md.
 
     extra_dir: a folder with the user's configuration files.
 
     Raises ConfigError with all problems if every row has the same problem or no row can run.
     """
     overrides = [f"training.{word}" if word.startswith("precision=") else word for word in overrides]
+    rows = tuple(recipe.row for recipe in RECIPES) if ALL_RECIPES in overrides else ROWS
+    overrides = [word for word in overrides if word != ALL_RECIPES]
     config_dir = str(find_folder("conf"))
     with composing(config_dir, extra_dir=extra_dir):
         try:
-            planner = _RunComposer(overrides, extra_dir)
+            planner = _RunComposer(overrides, rows, extra_dir)
             cases = planner.cases()
         except _RefusedError as refusal:
             refused, error = refusal.overrides, refusal.error
@@ -111,10 +114,10 @@ class _RefusedError(Exception):
 class _RunComposer:
     """Composes each run once, because many rows share the same one-device run."""
 
-    def __init__(self, overrides: Sequence[str], extra_dir: str | None) -> None:
+    def __init__(self, overrides: Sequence[str], rows: Sequence[ParityRow], extra_dir: str | None) -> None:
         self._composer = Composer("config")
         self._plan_snapshot = cached_plan_snapshot()
-        self.overrides = overrides
+        self.overrides, self.rows = overrides, rows
         self.extra_dir = extra_dir
         self.net: str | None = None  # the network of the model that the user names
         self.like: tuple[str, ...] = ()  # the networks whose rows this network takes
@@ -131,9 +134,9 @@ class _RunComposer:
     def _find_fitting(self) -> DictConfig:
         """The configuration of the first network that the overrides fit: `model.layers=3` fits text only."""
         fitting, refusals = [], []
-        for net, defaults in NETS.items():
+        for net in (net for net in NETS if any(net in row.nets for row in self.rows)):
             try:
-                fitting.append(self._compose(merge([*COMMON, *defaults], self.overrides)))
+                fitting.append(self._compose(merge([*COMMON, *NETS[net]], self.overrides)))
             except _RefusedError as refusal:
                 refusals.append(refusal)
                 self.excluded[net] = str(refusal).splitlines()[0]
@@ -142,13 +145,13 @@ class _RunComposer:
         return fitting[0]
 
     def cases(self) -> list[Case]:
-        rows = rows_of(self.overrides, net=self.net, like=self.like)
+        rows = rows_of(self.overrides, self.rows, net=self.net, like=self.like)
         pairs = [(row, net) for row, net in rows if net not in self.excluded]
         return [self._case(row, net, number) for number, (row, net) in enumerate(pairs, start=1)]
 
     def _case(self, row: ParityRow, net: str, number: int) -> Case:
-        task = [*COMMON, *NETS.get(net, ())]
-        execution = [f"strategy={row.strategy}", *row.layout, *row.options]
+        task = merge([*COMMON, *NETS.get(net, ())], row.options)  # the one-device run gets the options too
+        execution = [f"strategy={row.strategy}", *row.layout]
         try:
             run = self._prepare(
                 merge([*execution, *task], self.overrides), f"{number:02d}-{row.strategy}-{net}"
@@ -178,7 +181,7 @@ class _RunComposer:
             run = prepare(config, overrides=overrides, config_dir=self.extra_dir, keep=self._plan_snapshot)
         except UnresolvedError as error:
             raise _RefusedError(overrides, error) from error
-        if problems := list(_problems(run.config)):
+        if problems := list(_problems(run.config, self.overrides)):
             raise ConfigError(problems)
         return run
 
@@ -213,18 +216,18 @@ def nets_that_read(data: DictConfig) -> tuple[str, ...]:
 
 
 def rows_of(
-    overrides: Sequence[str], *, net: str | None, like: Sequence[str] = ()
+    overrides: Sequence[str], table: Sequence[ParityRow], *, net: str | None, like: Sequence[str] = ()
 ) -> Iterator[tuple[ParityRow, str]]:
-    """Each row with each network on which it is proven.
+    """Each row of the table with each network on which it is proven.
 
-    If the user names a strategy, only its rows remain. If the user sets a layout, each strategy has one row,
-    on that layout and without the row's options.
+    If the user names a strategy, only its rows remain. If the user sets a layout, each strategy of `ROWS` has
+    one row, on that layout and without the row's options.
 
     net: the network of the model that the user names. like: the networks whose rows this network takes.
     """
     name = next((word.partition("=")[2] for word in overrides if key_of(word) == "strategy"), None)
-    rows = [row for row in ROWS if name in (None, row.strategy)] or [ParityRow(str(name), TWO)]
-    if any(key_of(word) in LAYOUT for word in overrides):
+    rows = [row for row in table if name in (None, row.strategy)] or [ParityRow(str(name), TWO)]
+    if table is ROWS and any(key_of(word) in LAYOUT for word in overrides):
         rows = [replace(row, layout=(), options=()) for row in rows if row.layout or name == row.strategy]
     pairs = [(replace(row, nets=()), row_net) for row in rows for row_net in row.nets]
     if net is not None:
@@ -245,12 +248,12 @@ def sets_key(overrides: Sequence[str], key: str) -> bool:
     return any(key_of(word) == key for word in overrides)
 
 
-def _problems(config: RunConfig) -> Problems:
-    """Settings that a run allows but a proof does not."""
+def _problems(config: RunConfig, overrides: Sequence[str]) -> Problems:
+    """Settings that a run allows but a proof does not. Only a recipe is compared in half precision."""
     precision, launcher = config.training.precision, config.launcher
-    if precision not in TOLERANCES:
+    if precision not in SHARP and sets_key(overrides, "training.precision"):
         rule = "rounds so coarsely that another order of sums gives another result"
-        yield Problem("training.precision", precision, rule, tuple(TOLERANCES))
+        yield Problem("training.precision", precision, rule, SHARP)
     if config.task.name != "proof":
         yield Problem("task", config.task.name, "keeps nothing to compare", ("proof",))
     if launcher.kind == "script":

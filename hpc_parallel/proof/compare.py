@@ -37,14 +37,22 @@ class Tolerance:
     weights: float
     why: str
 
+    @property
+    def bounds(self) -> dict[str, float]:
+        return {"losses": self.losses, "gradients": self.gradients, "weights": self.weights}
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """`word`: equal, MISS, failed or left out. `reasons`: one line for each, and for other bounds."""
+    """`word`: equal, MISS, failed or left out. `reasons`: one line for each, and for other bounds.
+
+    bounds: the largest differences that count as equal in this row, by the names of `differences`.
+    """
 
     word: str
     reasons: Sequence[str] = ()
     differences: dict[str, Difference] = field(default_factory=dict)
+    bounds: dict[str, float] = field(default_factory=dict)
 
 
 TOLERANCES = {
@@ -59,7 +67,12 @@ TOLERANCES = {
         why="float64 keeps 53 bits (1e-16): another order of the same sums stays far below, "
         "so what is left would be a mistake.",
     ),
+    "bfloat16": Tolerance(
+        losses=2**-9, gradients=2**-4, weights=2**-4,
+        why="bfloat16 keeps 8 bits (4e-3), so only large mistakes show. The rows in float64 find the others.",
+    ),
 }  # fmt: skip
+SHARP = ("float32", "float64")  # what a user may choose
 
 
 ROUNDED = "float32-parts"  # in the folder `proof` of a model that computes parts in less than float64

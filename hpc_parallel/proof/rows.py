@@ -1,11 +1,16 @@
-"""The default rows of `python -m hpc_parallel parity`: every strategy, on networks that train in a minute.
+"""The rows of `python -m hpc_parallel parity`: strategies and recipes, on networks that train in a minute.
 
-A new `conf/strategy/<name>.yaml` needs a row here; a test checks this.
+A new `conf/strategy/<name>.yaml` needs a row here; a test checks this. `RECIPES` is the table of
+docs/recipes.md.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 # In these steps clipping, the warm-up and (in rows that set them) four microbatches all take effect.
 COMMON = (
@@ -37,6 +42,17 @@ NETS = {
         "model=moe_tiny", "model.layers=3", "model.dim=32", "model.ffn_dim=24", "model.balance=0.1",
         "data=text", "data.sequence_length=32", "data.max_bytes=200000",
     ),
+    "qwen3": (
+        "model=moe_tiny", "model.layers=3", "model.dim=32", "model.ffn_dim=24", "model.balance=0.1",
+        "model.head_dim=16", "model.qk_norm=true", "model.renormalise=true",
+        "data=text", "data.sequence_length=32", "data.max_bytes=200000",
+    ),
+    "deepseek": (
+        "model=moe_tiny", "model.layers=3", "model.dim=32", "model.ffn_dim=24", "model.gate=sigmoid",
+        "model.renormalise=true", "model.shared_experts=2", "model.balance=0", "model.balance_step=0.1",
+        "model.dense_layers=1", "model.dense_ffn_dim=96",
+        "data=text", "data.sequence_length=32", "data.max_bytes=200000",
+    ),
     "digits": (
         "model=convnet", "model.channels=[4,8,8]", "data=digits", "data.height=16", "data.width=24",
     ),
@@ -48,7 +64,25 @@ NETS = {
         "model=unet", "model.channels=[4,6,8]", "data=cells", "data.samples=64", "data.height=16",
         "data.width=24",
     ),
+    "packed": (
+        "model=tiny", "model.layers=5", "model.dim=64", "model.heads=8", "model.kv_heads=4",
+        "model.ffn_dim=128",
+        "data=dataset", "data.dataset._target_=hpc_parallel.proof.rows.Documents", "data.vocab_size=256",
+        "data.sequence_length=32", "data.packing=true",
+    ),
 }  # fmt: skip
+
+
+class Documents:
+    """400 documents of 1 to 40 random tokens, with their targets."""
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        numbers = np.random.default_rng(index)
+        tokens = numbers.integers(256, size=numbers.integers(2, 42))
+        return tokens[:-1], tokens[1:]
 
 
 @dataclass(frozen=True)
@@ -112,4 +146,82 @@ ROWS = (
     ParityRow("hybrid", TWO_BY_TWO),
     ParityRow("hybrid", ("nodes=2", "gpus_per_node=4", "strategy.tensor=2", "strategy.replicate=1",
                    "strategy.shard=2")),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What others train with on large clusters, and how it is proven (`parity recipes=true`).
+
+    line: what a user types. devices: nodes and devices of the proof. net: a name of `NETS`.
+    """
+
+    name: str
+    publisher: str
+    line: str
+    devices: tuple[str, ...]
+    net: str = "text"
+
+    @property
+    def row(self) -> ParityRow:
+        """The line with degrees of two at most, and with `net` for its model and data."""
+        words = [
+            re.sub(r"^(strategy\.\w+)=\d+$", r"\1=2", word)
+            for word in self.line.split()
+            if not word.startswith(("model", "data", "nodes=", "gpus_per_node="))
+        ]
+        strategy = words.pop(next(i for i, word in enumerate(words) if word.startswith("strategy=")))
+        degrees = tuple(word for word in words if re.fullmatch(r"strategy\.\w+=-?\d+", word))
+        options = tuple(word for word in words if word not in degrees)
+        return ParityRow(strategy.partition("=")[2], (*self.devices, *degrees), options, nets=(self.net,))
+
+
+EIGHT, SIXTEEN = ("nodes=2", "gpus_per_node=4"), ("nodes=2", "gpus_per_node=8")
+RECIPES = (
+    Recipe("FSDP + TP, compiled, recomputing all", "torchtitan (70B), KempnerForge",
+        "strategy=fsdp strategy.tensor=8 training.compile=true training.activation_checkpointing=full",
+        TWO_BY_TWO),
+    Recipe("CP by ring, compiled", "torchtitan",
+        "strategy=context training.compile=true training.activation_checkpointing=selective",
+        TWO),
+    Recipe("FSDP + CP by heads, compiled", "torchtitan",
+        "strategy=fsdp strategy.context=2 strategy.context_attention=all_to_all training.compile=true",
+        TWO_BY_TWO),
+    Recipe("FSDP + EP", "torchtitan",
+        "model=mixtral_8x7b strategy=fsdp strategy.expert=8",
+        TWO_BY_TWO, "moe"),
+    Recipe("HSDP + EP", "torchtitan",
+        "model=mixtral_8x7b strategy=hsdp strategy.expert=8",
+        EIGHT, "moe"),
+    Recipe("FSDP + TP + EP", "torchtitan, KempnerForge",
+        "model=mixtral_8x7b strategy=fsdp strategy.expert=2 strategy.tensor=4",
+        EIGHT, "moe"),
+    Recipe("PP + FSDP + TP + EP", "torchtitan",
+        "model=mixtral_8x7b strategy=pipeline strategy.pipeline=2 strategy.shard=-1 strategy.expert=2 "
+        "strategy.tensor=2",
+        SIXTEEN, "moe"),
+    Recipe("PP + FSDP + CP + EP", "torchtitan",
+        "model=mixtral_8x7b strategy=pipeline strategy.pipeline=2 strategy.shard=-1 strategy.expert=2 "
+        "strategy.context=2",
+        SIXTEEN, "moe"),
+    Recipe("Qwen3 30B A3B, FSDP + EP", "torchtitan",
+        "model=qwen3_30b_a3b strategy=fsdp strategy.expert=8",
+        TWO_BY_TWO, "qwen3"),
+    Recipe("Qwen3 30B A3B, TP + EP", "torchtitan",
+        "model=qwen3_30b_a3b strategy=tensor strategy.tensor=4 strategy.expert=2",
+        TWO_BY_TWO, "qwen3"),
+    Recipe("DeepSeek, FSDP + EP, no auxiliary loss", "torchtitan (DeepSeek V3)",
+        "model=deepseek_v2_lite strategy=fsdp strategy.expert=8",
+        TWO_BY_TWO, "deepseek"),
+    Recipe("weights and state in bfloat16", "KempnerForge (8B on one H200, 80.7 GB), torchtitan (states)",
+        "model=8b strategy=single training.precision=bfloat16 training.weights=bfloat16 "
+        "optimizer.state=bfloat16 training.activation_checkpointing=full",
+        ()),
+    Recipe("packed documents", "torchtitan, TRL",
+        "data=tokens data.path=tokens.npy data.packing=true data.separator=0 strategy=fsdp "
+        "strategy.context=2 strategy.context_attention=ring",
+        TWO_BY_TWO, "packed"),
+    Recipe("a schedule of one's own", "torchtitan",
+        "strategy=pipeline nodes=2 strategy.schedule=examples/schedule.csv",
+        TWO),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The starts of a run and how each ended: `attempts.jsonl`, one object per start or end.
+"""The starts of a run and how each ended: `attempts.jsonl`, one object for each event.
 
 A run may start many times: after a time limit, a preemption or a failure, or when a user resumes it.
 Each start continues from the newest checkpoint.
@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from hpc_parallel.record.metrics_file import MetricsReader
+from hpc_parallel.record.metrics_file import MetricsReader, last_line
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import open_regular, read_lines
 from hpc_parallel.record.safe_write import append_line, write_bytes
+from hpc_parallel.record.time_use import newest, seconds_after, time_use, work_of_killed
 from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import job_id
 from hpc_parallel.slurm.jobs import job_of
@@ -33,6 +35,7 @@ class Start:
     after_step: int | None
     lost_steps: int  # steps that this start trains again
     warnings: tuple[str, ...] = ()  # about damaged checkpoints
+    spent_s: Mapping[str, float] = field(default_factory=dict)  # `repeated`: what the lost steps took
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,18 @@ class End:
     """How a start ended early, and on which host.
 
     how: `time_limit`, `preempted`, `cancelled`, or the kind of the failure. A start that completed has no
-    such record: the summary describes it. exclude: hosts that the next start leaves out; not written if
-    there are none.
+    such record: the summary describes it. exclude: hosts that the next start leaves out. rank: the one that
+    failed first. step: the last one that was logged or saved. line: the cause. Those without a value are not
+    written.
     """
 
     ended: str  # ISO 8601, UTC
     how: str
     host: str | None
     exclude: tuple[str, ...] = ()
+    rank: int | None = None
+    step: int | None = None
+    line: str | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class History:
     lost_steps: int = 0
     started: str | None = None  # ISO 8601, UTC; None before the first start
     job_ids: tuple[str, ...] = ()  # Slurm's job ids, in order
+    time_use_s: Mapping[str, float] = field(default_factory=dict)  # seconds by cause (`time_use.CAUSES`)
 
 
 def begin(
@@ -69,30 +77,50 @@ def begin(
 
     environment: Slurm's variables; warnings: about damaged checkpoints.
     """
-    lost = keep_metrics(folder, until=step)
-    now = datetime.now(UTC).isoformat()
-    append_line(folder.attempts, asdict(Start(now, job_of(environment), step, max(0, lost), tuple(warnings))))
+    _note_work_of_killed(folder)
+    lost, spent_s = keep_metrics(folder, until=step)
+    start = Start(_now(), job_of(environment), step, max(0, lost), tuple(warnings), spent_s)
+    append_line(folder.attempts, _without_empty(start, "spent_s"))
 
 
-def keep_metrics(folder: RunFolder, *, until: int) -> int:
-    """Remove the metrics of steps after `until`; returns the number of these steps."""
+def note(folder: RunFolder, event: str, **values: Any) -> None:
+    """Record when a run was `submitted`, its job or agent was `launched`, or its ranks have `worked` last."""
+    append_line(folder.attempts, {event: _now(), **values})
+
+
+def _note_work_of_killed(folder: RunFolder) -> None:
+    """Record what the start before this one spent, if it could not do so itself."""
+    events = read_lines(folder.attempts)
+    while events and not events[-1].keys().isdisjoint({"submitted", "resumed", "launched"}):
+        events.pop()  # of this start
+    began = newest(events, "began")
+    if began is not None and newest(events, "worked") is None:
+        lines, ended = MetricsReader(folder.metrics).read(), newest(events, "ended")
+        append_line(folder.attempts, work_of_killed(lines, began=began, ended=ended))
+
+
+def keep_metrics(folder: RunFolder, *, until: int) -> tuple[int, dict[str, float]]:
+    """Remove the metrics of steps after `until`; returns the number of these steps, and what they took."""
     lines = MetricsReader(folder.metrics).read()
     kept = [line for line in lines if line["step"] <= until]
     content = "".join(json.dumps(line) + "\n" for line in kept).encode()
     if content != _content(folder.metrics):  # the file has lines of later steps, or a torn line
         write_bytes(folder.metrics, content)
-    return max([line["step"] for line in lines], default=until) - until
+    lost = max([line["step"] for line in lines], default=until) - until
+    repeated_s = seconds_after(lines, step=until)
+    return lost, {"repeated": repeated_s} if repeated_s else {}
 
 
-def end(folder: RunFolder, *, how: str, host: str | None = None, exclude: Sequence[str] = ()) -> None:
-    """Record how the newest start ended early (`End`)."""
-    line = asdict(End(datetime.now(UTC).isoformat(), how, host, tuple(exclude)))
-    append_line(folder.attempts, {key: value for key, value in line.items() if key != "exclude" or value})
+def end(folder: RunFolder, *, how: str, host: str | None = None, **known: Any) -> None:
+    """Record how the newest start ended early. known: further fields of `End`."""
+    append_line(
+        folder.attempts, _without_empty(End(_now(), how, host, **known), "exclude", "rank", "step", "line")
+    )
 
 
 def resumed_by_hand(folder: RunFolder) -> None:
     """Record that a user started the run again: automatic restarts are counted from here."""
-    append_line(folder.attempts, {"resumed": datetime.now(UTC).isoformat()})
+    note(folder, "resumed")
 
 
 def recent_ends(folder: RunFolder) -> list[End]:
@@ -123,10 +151,16 @@ def ends(folder: RunFolder) -> list[End]:
     return [end for line in read_lines(folder.attempts) if (end := _end(line))]
 
 
-def history(folder: RunFolder, *, environment: Mapping[str, str] = MappingProxyType({})) -> History:
+def history(
+    folder: RunFolder,
+    *,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    until: datetime | None = None,
+) -> History:
     """A summary of all starts.
 
-    environment: Slurm's variables of a job that may have ended before it could record its start.
+    environment: Slurm's variables of a job that may have ended before it could record its start; until: up to
+    when the use of time is of interest.
 
     Raises DamagedError.
     """
@@ -137,12 +171,32 @@ def history(folder: RunFolder, *, environment: Mapping[str, str] = MappingProxyT
         lost_steps=sum(record.lost_steps for record in records),
         started=records[0].began if records else None,
         job_ids=tuple(dict.fromkeys(job for job in jobs if job)),
+        time_use_s={} if until is None else _time_use(folder, until=until),
     )
+
+
+def _time_use(folder: RunFolder, *, until: datetime) -> dict[str, float]:
+    line = None
+    with suppress(FileNotFoundError):
+        line = last_line(folder.metrics)
+    return time_use(read_lines(folder.attempts), last_line=line, until=until)
 
 
 def _end(line: Mapping[str, Any]) -> End | None:
     end = build(End, line)
     return end if end is not None and end.ended and end.how else None
+
+
+def _without_empty(record: Start | End, *optional: str) -> dict[str, Any]:
+    """The fields of a record; the optional ones only if they are known."""
+    unknown: tuple[Any, ...] = ((), [], {}, None)
+    return {
+        key: value for key, value in asdict(record).items() if key not in optional or value not in unknown
+    }
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat()
 
 
 def _content(path: Path) -> bytes:

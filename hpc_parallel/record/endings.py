@@ -64,6 +64,8 @@ class Summary:
     comparison: str | None = None
     ended_early: str | None = None
     left_out: str | None = None
+    useful_share: float | None = None
+    time_use_s: Mapping[str, float] = field(default_factory=dict)  # `time_use.CAUSES`
 
     @property
     def completed(self) -> bool:
@@ -85,16 +87,8 @@ def other_statistics(runs: Iterable[tuple[int | None, str]]) -> str:
 
     runs: over how many samples a run takes its statistics (None without BatchNorm), and its name.
     """
-    names: dict[int, list[str]] = {}
-    for count, name in runs:
-        if count:
-            names.setdefault(count, []).append(name)
-    if len(names) < 2:
-        return ""
-    each = "; ".join(
-        f"{count} samples in {_first_names(several)}" for count, several in sorted(names.items())
-    )
-    return (
+    each = _differences(((count, name) for count, name in runs if count), unit=" samples")
+    return each and (
         f"Losses can't be compared: BatchNorm takes its statistics over {each}. training.microbatch_size "
         "(times the replicas) decides it."
     )
@@ -105,20 +99,23 @@ def other_state(runs: Iterable[tuple[str | None, str]]) -> str:
 
     runs: what a run keeps in bfloat16 (None: nothing), and its name.
     """
-    names: dict[str, list[str]] = {}
-    for kept, name in runs:
-        names.setdefault(kept or "nothing", []).append(name)
-    if len(names) < 2:
-        return ""
-    each = "; ".join(f"{kept} in {_first_names(several)}" for kept, several in sorted(names.items()))
-    return (
+    each = _differences((kept or "nothing", name) for kept, name in runs)
+    return each and (
         f"Losses differ by more than the layout: runs keep other parts in bfloat16: {each}. training.weights "
         "and optimizer.state decide it."
     )
 
 
-def _first_names(names: list[str]) -> str:
-    return ", ".join(names[:3]) + " ..." * (len(names) > 3)
+def _differences(runs: Iterable[tuple[Any, str]], *, unit: str = "") -> str:
+    """Each value with the first names of its runs; empty if all have the same value."""
+    names: dict[Any, list[str]] = {}
+    for value, name in runs:
+        names.setdefault(value, []).append(name)
+    each = [
+        f"{value}{unit} in {', '.join(several[:3])}{' ...' * (len(several) > 3)}"
+        for value, several in sorted(names.items())
+    ]
+    return "; ".join(each) if len(each) > 1 else ""
 
 
 def has_final_summary(folder: RunFolder) -> bool:

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,10 +29,12 @@ from hpc_parallel.record.safe_read import (
     list_folder,
     parse_yaml,
     read_json,
+    read_lines,
     read_text,
     read_yaml,
 )
 from hpc_parallel.record.sweep_folder import MANIFEST, sweep_of
+from hpc_parallel.record.time_use import Interval, intervals, time_use, useful_share
 from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import integer, table, text
 from hpc_parallel.slurm.jobs import Job
@@ -142,6 +145,19 @@ class RecordedRun:
     def attempts(self) -> History:
         """A summary of all starts of the run."""
         return self._read(self.folder.attempts, lambda _: attempts.history(self.folder)) or History()
+
+    def intervals(self, *, until: datetime) -> list[Interval]:
+        """Where the time of the run went (`record/time_use.py`); empty if its folder does not say it."""
+        events = self._read(self.folder.attempts, read_lines) or []
+        return intervals(events, last_line=self.last_metrics, until=until)
+
+    @property
+    def useful_share(self) -> float | None:
+        """The share of useful time of a run that goes on, or that has a summary; None if it is not known."""
+        if self.summary is not None:
+            return self.totals.useful_share
+        events = self._read(self.folder.attempts, read_lines) or []
+        return useful_share(time_use(events, last_line=self.last_metrics, until=datetime.now(UTC)))
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:

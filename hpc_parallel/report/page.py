@@ -21,13 +21,14 @@ from markupsafe import Markup
 
 from hpc_parallel.problems import alternatives, printable
 from hpc_parallel.record.metrics_file import size
+from hpc_parallel.record.time_use import CAUSES
 from hpc_parallel.report import collective_curves, latency
 from hpc_parallel.report.claims import Approach, Claim, judged
 from hpc_parallel.report.figures import NOISE, ROUNDING
 from hpc_parallel.report.gather import Gathered, Row
 from hpc_parallel.report.machines import machines, networks
 from hpc_parallel.report.measures import Evidence, Runs
-from hpc_parallel.report.plots import pictures
+from hpc_parallel.report.plots import pictures, trained_s
 from hpc_parallel.report.tables import (
     UNMEASURED,
     Comparison,
@@ -72,6 +73,7 @@ SECTIONS = {  # section of the plots -> title, and why it may have none
         "same batch per device).",
     ),
     "latency": ("Latency against throughput", "no run has timed a batch (task=infer)."),
+    "time_use": ("Where the time of a run went", "no training has ended."),
     "parts": ("Where the time of a step goes", "no run profiled a step (training.measure_steps)."),
     "memory": ("Memory", "no run recorded its state or a GPU's peak memory."),
     "bubble": (
@@ -128,6 +130,10 @@ def render(gathered: Gathered) -> Report:
         "part_names": parts_of(rows),
         "unmeasured": _unmeasured({plot.picture.section for plot in plots}) if can_draw() else [],
         "parts_unit": unit_of("seconds", (sum((row.parts or {}).values()) for row in parts)),
+        "uses": (uses := [row for row in rows if trained_s(row)]),
+        "use_causes": [cause for cause in CAUSES if any(trained_s(row).get(cause) for row in uses)],
+        "use_unit": unit_of("seconds", (sum(trained_s(row).values()) for row in uses)),
+        "use_of": trained_s,
         "predictions": [prediction for prediction in predicted if prediction.measured is not None],
         "pools": pools(rows),
         "own_metrics": own_metrics(rows),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from itertools import cycle
 
 from hpc_parallel.record.task_files import RankTimeline, StageWork
@@ -21,6 +22,16 @@ TIMES = {
     "data": (picture.GREEN, "xx", "data"),
     "other": (picture.PURPLE, "\\\\", "other"),
 }
+USES = {
+    "queue": (picture.SKY, "", "queue"),
+    "start": (picture.PURPLE, "\\\\", "start"),
+    "steps": (picture.BLUE, "", "steps that count"),
+    "repeated": (picture.VERMILION, "//", "steps computed again"),
+    "idle": (picture.ORANGE, "..", "idle"),
+    "restart": (picture.ORANGE, "xx", "waiting for a restart"),
+    "away": ("#999999", "--", "until somebody resumed it"),
+}
+MAX_INTERVALS = 2000
 STATES = (
     (picture.BLUE, "", "weights"),
     (picture.ORANGE, "//", "gradients"),
@@ -53,6 +64,7 @@ def pictures(
     return [
         *_scaling(series),
         *latency.pictures(rows),
+        *_time_use(rows),
         *_step_parts(rows),
         *_peaks(rows),
         *_states(rows),
@@ -72,6 +84,33 @@ def _step_parts(rows: Sequence[Row]) -> Iterator[picture.Picture]:
         bars=[(row, [(row.parts[part], fill) for part, fill in TIMES.items()]) for row in rows if row.parts],
         axis=("time of one step", "seconds"), fills=list(TIMES.values()),
     )  # fmt: skip
+
+
+def _time_use(rows: Sequence[Row]) -> Iterator[picture.Picture]:
+    bars = [(row, _causes(row)) for row in rows]
+    yield from _of_runs(
+        "time_use", "time_use", "Where the time of a run went",
+        "From the submission to the end, in order. Each further start follows a failure, a preemption or a "
+        "time limit. Validation and saves are parts of the steps around them.",
+        bars=[(row, parts) for row, parts in bars if parts], axis=("time since the submission", "seconds"),
+        fills=list(USES.values()),
+    )  # fmt: skip
+
+
+def trained_s(row: Row) -> Mapping[str, float]:
+    """Seconds by cause of a training that has ended (`time_use.CAUSES`); empty if they are not known."""
+    return row.run.totals.time_use_s if row.run.task == "train" else {}
+
+
+def _causes(row: Row) -> list[tuple[float, picture.Fill]]:
+    ended = row.run.totals.ended
+    if ended is None or not trained_s(row):
+        return []
+    try:
+        found = row.run.intervals(until=datetime.fromisoformat(ended))
+    except (TypeError, ValueError):  # anybody may have written it
+        return []
+    return [(part.seconds, USES[part.cause]) for part in found[:MAX_INTERVALS]]
 
 
 def _peaks(rows: Sequence[Row]) -> Iterator[picture.Picture]:

@@ -11,10 +11,11 @@ from statistics import median, median_low
 
 from hpc_parallel.problems import printable
 from hpc_parallel.record.environment_file import PAIRS, Topology, Transport
-from hpc_parallel.record.metrics_file import aligned, size
+from hpc_parallel.record.metrics_file import aligned, duration, size
 from hpc_parallel.record.recorded_preflight import Preflight, difference_table
 from hpc_parallel.record.recorded_slow_ranks import MOST_SLOW, TimedSteps, states_of_script
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.time_use import CAUSES
 
 MOST_HOSTS, MOST_PARTS = 6, 64  # of a topology
 # Figure -> its title, its text, and which value is the worst.
@@ -26,6 +27,16 @@ FIGURES: Mapping[str, tuple[str, Callable[[float], str], Callable[..., tuple[flo
     "cpu_cores": ("CPU", "{:.1f} cores".format, min),
     "resident_bytes": ("resident memory", size, max),
 }
+
+
+def time_lines(use: Mapping[str, float]) -> list[tuple[str, str, str]]:
+    """Where the time of a run went: the cause, how long, and its share; without causes that took no time."""
+    total_s = sum(use.get(cause, 0.0) for cause in CAUSES)
+    return [
+        (text, duration(use[cause]), f"{use[cause] / total_s:.1%}")
+        for cause, text in CAUSES.items()
+        if use.get(cause, 0.0) >= 0.5
+    ]
 
 
 def transport_lines(transport: Transport) -> list[tuple[str, str]]:

@@ -62,7 +62,9 @@ class MetricsWriter:
         figures = [line for log in self._logs for line in log.read(is_last)]
         for line in [*figures, *self._events.read(is_last)]:
             if self._is_first and line["step"] > 0:  # a restart repeats steps; hyperparameters have step 0
-                keep_metrics(self._folder, until=line["step"] - 1)
+                _, spent_s = keep_metrics(self._folder, until=line["step"] - 1)
+                if spent_s:
+                    append_line(self._folder.attempts, {"spent_s": spent_s})
                 self._is_first = False
             append_line(self._folder.metrics, line)
 

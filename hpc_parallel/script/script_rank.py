@@ -31,6 +31,7 @@ from hpc_parallel.slurm.jobs import job_of
 from hpc_parallel.slurm.short_forms import expand_hosts
 
 SHARED = 20_000  # if the site names no port, the job id selects a port from here on
+STRIDE = 4_999  # between the ports of two starts, because jobs that run beside each other have near ids
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and AMD
 
 
@@ -102,7 +103,7 @@ def torchrun_variables(
     if world.one_machine:
         local_world_size = world.world_size // world.nodes
         local_rank = world.rank % local_world_size
-    address, port = rendezvous(config, world=world, environment=environment)
+    address, port = rendezvous(config, world=world, environment=environment, start=restarts(folder))
     values: dict[str, object] = {
         "RANK": world.rank, "WORLD_SIZE": world.world_size,
         "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size,
@@ -119,8 +120,14 @@ def torchrun_variables(
     return {name: str(value) for name, value in values.items()}
 
 
-def rendezvous(config: Mapping[str, Any], *, world: World, environment: Mapping[str, str]) -> tuple[str, str]:
-    """The address and the port at which rank 0 listens. torchrun and the local agent have chosen both."""
+def rendezvous(
+    config: Mapping[str, Any], *, world: World, environment: Mapping[str, str], start: int
+) -> tuple[str, str]:
+    """The address and the port at which rank 0 listens. torchrun and the local agent have chosen both.
+
+    start: the number of earlier starts. No start uses the port of the one before, to which a rank that has
+    not ended could still be connected.
+    """
     cluster = config["cluster"]
     hosts = world.hosts or expand_hosts(environment.get("SLURM_JOB_NODELIST", ""))
     if world.launcher == "torchrun" and {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
@@ -130,7 +137,8 @@ def rendezvous(config: Mapping[str, Any], *, world: World, environment: Mapping[
         return address, environment["MASTER_PORT"]
     address = "127.0.0.1" if world.one_machine or not hosts else hosts[0] + cluster["master_suffix"]
     job = environment.get("SLURM_JOB_ID", "0")
-    return address, str(cluster["port"] or SHARED + (int(job) if job.isdecimal() else 0) % SHARED)
+    number = (int(job) if job.isdecimal() else 0) + STRIDE * start
+    return address, str(cluster["port"] or SHARED + number % SHARED)
 
 
 def visible_devices(environment: Mapping[str, str], *, node: int, per_node: int) -> str | None:

@@ -5,6 +5,7 @@ The variables of a user's shell change neither jobs nor answers: each command ha
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -102,18 +103,20 @@ class Inquiry:
     """Queries to Slurm for a user who waits.
 
     A busy controller has `patience_s` to answer. A controller that is down, or a missing slurm.conf, costs
-    three seconds once, and all later queries return at once.
+    three seconds once, and all later queries return at once. until: the end of the patience on the monotonic
+    clock, if it comes earlier.
     """
 
-    def __init__(self, *, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(self, *, patience_s: float = _PATIENCE_S, until: float = math.inf) -> None:
         self.silent = False
         self._patience_s = patience_s
+        self._until = until
 
     def ask(self, *command: str, cluster: str | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command that only reads. The return code is `UNANSWERED` if there is no answer."""
         if self.silent:
             return subprocess.CompletedProcess(command, UNANSWERED, stdout="", stderr="")
-        waits_s = (_PROMPT_S, self._patience_s)
+        waits_s = (_PROMPT_S, min(self._patience_s, max(0.0, self._until - time.monotonic() - _PROMPT_S)))
         return run(*command, waits_s=waits_s, is_worth_waiting=self._answers, cluster=cluster)
 
     def _answers(self) -> bool:

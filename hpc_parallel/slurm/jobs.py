@@ -215,15 +215,6 @@ def _is_unexamined(state: JobState) -> bool:
     return state.state == "PENDING" and state.reason in ("", "None")
 
 
-def jobs_by_script(slurm: Inquiry) -> dict[str, tuple[str, JobState]] | None:
-    """Batch script -> one of this user's pending or running jobs of that script, and its state.
-
-    None if Slurm does not answer.
-    """
-    jobs = scripts_in_queue(slurm)
-    return None if jobs is None else {script: (job, state) for script, job, state in jobs}
-
-
 def scripts_in_queue(slurm: Inquiry) -> list[tuple[str, str, JobState]] | None:
     """The batch script, id and state of each pending or running job of this user.
 

@@ -37,6 +37,14 @@ class SiteRefusedError(RuntimeError):
     """Slurm refused a request; the message contains Slurm's message."""
 
 
+class UnclearError(SiteRefusedError):
+    """sbatch did not say which job it has submitted. jobs: those of its script; None: Slurm is silent."""
+
+    def __init__(self, message: str, jobs: Sequence[str] | None) -> None:
+        super().__init__(message)
+        self.jobs = jobs
+
+
 def is_lost(message: str) -> bool:
     """Whether only Slurm's answer was lost: it may have taken the job."""
     return _LOST.search(message) is not None
@@ -55,57 +63,63 @@ def submit_script(script: Path) -> Job:
     try:
         return _sbatch(script)
     except SiteRefusedError as error:
-        raise refusal(str(error), scripts=script.parent) from error
+        raise refusal(error, scripts=script.parent) from error
 
 
 def resubmit(script: Path, *, exclude: str) -> Job:
     """Submit the script of a job that ends; returns the new job. exclude: hosts to avoid; may be empty.
 
+    Slurm leaves the job little time, so sbatch and the question for its job have CONTROL_S together.
+
     Raises SiteRefusedError with sbatch's message.
     """
-    return _sbatch(script, *([f"--exclude={exclude}"] if exclude else []), waits_s=(CONTROL_S,))
+    return _sbatch(script, *([f"--exclude={exclude}"] if exclude else []), within_s=CONTROL_S)
 
 
-def _sbatch(script: Path, *flags: str, waits_s: Sequence[float | None] = (None,)) -> Job:
+def _sbatch(script: Path, *flags: str, within_s: float | None = None) -> Job:
     try:
         text = script.read_text(encoding="utf-8")
     except OSError as error:
         raise SiteRefusedError(str(error)) from error
     began_s = time.time()
+    until = None if within_s is None else time.monotonic() + within_s
     environment = submission_environment(os.environ, script=text)
-    answer = run("sbatch", "--parsable", *flags, str(script), waits_s=waits_s, environment=environment)
+    answer = run("sbatch", "--parsable", *flags, str(script), waits_s=(within_s,), environment=environment)
     if answer.returncode != 0:
         raise SiteRefusedError(answer.stderr.strip())
-    return replace(job_in(answer.stdout, scripts=script.parent), submitted_s=began_s)
+    return replace(job_in(answer.stdout, scripts=script.parent, until=until), submitted_s=began_s)
 
 
-def job_in(output: str, *, scripts: Path) -> Job:
+def job_in(output: str, *, scripts: Path, until: float | None = None) -> Job:
     """The job in the output of sbatch, where a site may add other lines, or print JSON.
 
-    If the output does not tell, it is the only job with a script in the folder `scripts`.
+    If the output does not tell, it is the only job with a script in the folder `scripts`. until: how long to
+    ask Slurm for it, on the monotonic clock; by default for ANSWER_S.
 
-    Raises SiteRefusedError.
+    Raises UnclearError.
     """
     jobs = _JOB.findall(output)
     ids, clusters = {job for job, _ in jobs}, {cluster for _, cluster in jobs if cluster}
     if len(ids) != 1 or len(clusters) > 1:
         excerpt = f"{_UNCLEAR}. It printed: {' '.join(output.split())[:200] or 'nothing'}"
-        clusters, ids = set(), set(_jobs_of(scripts) or ())
+        found = _jobs_of(scripts, until=until)
+        clusters, ids = set(), set(found or ())
         ids.discard(os.environ.get("SLURM_JOB_ID", ""))  # a job that ends, and submits its script again
         if len(ids) != 1:
-            raise SiteRefusedError(excerpt)
+            raise UnclearError(excerpt, found)
         print(f"warning     {excerpt}. Slurm has one job of this script, {next(iter(ids))}", file=sys.stderr)
     return Job(ids.pop(), clusters.pop() if clusters else None)
 
 
-def refusal(text: str, *, scripts: Path) -> SiteRefusedError:
-    """The error for a failed submission of a script in the folder `scripts`. text: the output of sbatch.
+def refusal(error: Exception, *, scripts: Path) -> SiteRefusedError:
+    """The error for a failed submission of a script in the folder `scripts`. error: has the output of sbatch.
 
     If only Slurm's answer was lost, Slurm may have accepted the job. This function then cancels the job.
     """
+    text = str(error)
     if not is_lost(text):
         return SiteRefusedError(refusal_message(text))
-    jobs = _jobs_of(scripts)
+    jobs = error.jobs if isinstance(error, UnclearError) else _jobs_of(scripts)
     if jobs == []:
         return SiteRefusedError(refusal_message(text))
     message = f"Slurm's answer was lost: {' '.join(text.split())}\n  "
@@ -117,11 +131,11 @@ def refusal(text: str, *, scripts: Path) -> SiteRefusedError:
     return SiteRefusedError(f"{message}It had taken job {jobs[0]}, which is cancelled. Submit again.")
 
 
-def _jobs_of(scripts: Path) -> list[str] | None:
-    """The jobs whose batch script is in the folder `scripts`; None if Slurm does not answer for a minute."""
-    deadline = time.monotonic() + ANSWER_S
-    while (jobs := scripts_in_queue(Inquiry())) is None:
-        if time.monotonic() > deadline:
+def _jobs_of(scripts: Path, *, until: float | None = None) -> list[str] | None:
+    """The jobs whose batch script is in the folder `scripts`; None if Slurm does not answer in time."""
+    deadline = time.monotonic() + ANSWER_S if until is None else until
+    while (jobs := scripts_in_queue(Inquiry(until=deadline))) is None:
+        if time.monotonic() + 1 > deadline:
             return None
         time.sleep(1)
     found = (job.partition("_")[0] for script, job, _ in jobs if Path(script).parent == scripts)

@@ -56,5 +56,5 @@ class Executor(SlurmExecutor):
                 if line.startswith("warning"):  # of `job_in`
                     print(line, file=sys.stderr)
         except (FailedJobError, FailedSubmissionError, SiteRefusedError) as error:
-            raise refusal(str(error), scripts=Path(self.folder)) from error
+            raise refusal(error, scripts=Path(self.folder)) from error
         return replace(self._job, submitted_s=began_s)

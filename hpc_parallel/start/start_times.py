@@ -15,10 +15,10 @@ from statistics import median, median_low
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.config.checks.layout_checks import MOST_RATIO, shares_batch_problems
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.layout.batch_plan import batch_of
+from hpc_parallel.layout.batch_plan import batch_of, shares_batch_problems
 from hpc_parallel.layout.layout import Layout, servers
+from hpc_parallel.layout.shares import MOST_RATIO
 from hpc_parallel.machine.host_findings import SLOW
 from hpc_parallel.problems import spell
 from hpc_parallel.strategies import exchange

@@ -19,6 +19,7 @@ from hpc_parallel.layout.step_facts import casts_once
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss, materialise
 from hpc_parallel.strategies import (
+    balance_experts,
     batch_norm,
     channels_last,
     checkpointing,
@@ -221,6 +222,9 @@ def surround(
     """
     if casts and slicing_axis(mesh) is None:
         schedule = working_weights.CastOnce(schedule, parts=parts)
+    if balances := balance_experts.balances_of(parts):
+        axis = joint(mesh, *BATCH_AXES, *SAMPLE_AXES)
+        schedule = balance_experts.BalanceExperts(schedule, balances=balances, axis=axis)
     averages = axis_of(mesh, "expert") is not None and slicing_axis(mesh) is None
     if averages and (axis := joint(mesh, "replicate", *SAMPLE_AXES)) is not None:
         schedule = expert.ExpertReplicas(
@@ -331,7 +335,10 @@ def dropout_part(
 def prepare(part: LayeredModel, *, config: RunConfig, mesh: DeviceMesh, device: torch.device) -> None:
     """Apply float8, checkpointing, compilation, and sharding or precision; then materialise the weights."""
     training = config.training
-    float8.apply(part, recipe=training.fp8, device=device)
+    float8.apply(
+        part, recipe=training.fp8, device=device,
+        context=axis_of(mesh, "context"), tensor=axis_of(mesh, "tensor"),
+    )  # fmt: skip
     checkpointing.apply(part, keeps=training.activation_checkpointing, compiled=training.compile)
     if training.compile:
         compiling.apply(part, memory_budget=training.memory_budget, whole=training.compile_whole)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from hpc_parallel.config.checks.training_checks import selective_problem
+from hpc_parallel.layout.step_facts import selective_problem
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.problems import ConfigError, Problem

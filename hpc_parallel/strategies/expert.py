@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 from torch.nn import Module, Parameter
 
-from hpc_parallel.config.checks.axis_checks import uneven_slices
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.models.experts import WIDTH_DIMS, Experts, Reorder
 from hpc_parallel.models.layered import LayeredModel
@@ -42,7 +41,7 @@ def find_problems(model: LayeredModel, *, layout: Layout) -> Problems:
     """Returns why the experts of the whole `model` can't be split as `layout` asks."""
     experts, degree = [module for module in model.modules() if isinstance(module, Experts)], layout.expert
     counts = {module.count for module in experts}
-    rules = {uneven_slices(module.gate.shape[-1], layout) for module in experts}
+    rules = {layout.uneven_slices(module.gate.shape[-1]) for module in experts}
     for rule in filter(None, rules):
         yield Problem("strategy.shard", layout.shard, rule, (1,))
     if not counts:

@@ -8,42 +8,81 @@ factor. The sums are float32, and the results are bfloat16.
 
 The recipes are torchao's, but here the scales of `tensorwise` are powers of two too. Then a number is rounded
 to the same significant bits in every part of a batch, although the parts have different largest values.
+
+A scale is for one microbatch. Ranks that hold parts of a tensor exchange its largest values (`Splits`), so a
+layout rounds as one device with the same microbatches does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn import Linear
 
-from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.layout.layout import Layout
+from hpc_parallel.layout.step_facts import ALIGNED, MULTIPLES, OFF, is_cut
+from hpc_parallel.models.layered import Column, LayeredModel
 from hpc_parallel.problems import ConfigError, Problem, Problems
+from hpc_parallel.strategies.mesh import name_of
+from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
-from hpc_parallel.torch_internals import scaled_product
+from hpc_parallel.strategies.tensor.tensor_roles import roles_of
+from hpc_parallel.torch_internals import largest_of_group, scaled_product
 
-KEY, OFF = "training.fp8", "off"
+KEY = "training.fp8"
 INPUT, GRADIENT = torch.float8_e4m3fn, {True: torch.float8_e4m3fn, False: torch.float8_e5m2}
-ALIGNED = 16  # cuBLAS needs every dim of a product to be a multiple of it
 CAPABILITY = (8, 9)  # the first GPUs with float8
 TINIEST = 1e-12  # a factor whose largest value is smaller is not scaled up to the full range
 EXPONENT = 0x7F800000  # the exponent bits of a float32; with only these bits, a number is a power of two
 
 
-def apply(model: LayeredModel, *, recipe: str, device: torch.device) -> LayeredModel:
+class Axis(NamedTuple):
+    """An axis whose ranks exchange largest values: the names of the axis and of its group."""
+
+    name: str
+    group: str
+
+    @classmethod
+    def of(cls, axis: DeviceMesh | None) -> tuple[Axis, ...]:
+        return () if axis is None else (cls(name_of(axis), axis.get_group().group_name),)
+
+
+class Splits(NamedTuple):
+    """The axes that split the rows (tokens), the inputs and the outputs of a layer."""
+
+    rows: tuple[Axis, ...] = ()
+    inputs: tuple[Axis, ...] = ()
+    outputs: tuple[Axis, ...] = ()
+
+
+def apply(
+    model: LayeredModel,
+    *,
+    recipe: str,
+    device: torch.device,
+    context: DeviceMesh | None = None,
+    tensor: DeviceMesh | None = None,
+) -> LayeredModel:
     """Let the linear layers in the blocks of `model` multiply in float8, as `recipe` says (`training.fp8`).
 
-    Stem and head keep bfloat16. So do layers that `layers_of` leaves out.
+    Stem and head keep bfloat16. So do layers that `layers_of` leaves out. `context`, `tensor`: the axes that
+    have split sequences and layers.
     Raises ConfigError if `device` can't multiply float8.
     """
     if recipe == OFF:
         return model
     if device.type == "cuda" and (problem := device_problem(recipe, device)) is not None:
         raise ConfigError([problem])
+    axes = Axis.of(context), Axis.of(tensor)
+    forward = partial(multiply, by_rows=recipe == "rowwise", context=axes[0], tensor=axes[1])
     for layer in layers_of(model):
-        replace_forward(layer, RECIPES[recipe], technique="Float8")
+        replace_forward(layer, forward, technique="Float8")
     return model
 
 
@@ -60,10 +99,38 @@ def layers_of(model: LayeredModel) -> Iterator[Linear]:
                 yield module
 
 
-def find_problems(model: LayeredModel, *, recipe: str) -> Problems:
-    if recipe != OFF and next(layers_of(model), None) is None:
-        rule = f"has no effect: no block has a linear layer whose sizes are multiples of {ALIGNED}"
-        yield Problem(KEY, recipe, rule, (OFF,))
+def find_problems(
+    model: LayeredModel, *, recipe: str, layout: Layout, sample_shape: tuple[int, ...] | None
+) -> Problems:
+    """Returns why the blocks of the whole `model` can't multiply in float8 on `layout`."""
+    if recipe == OFF:
+        return
+    layers = set(layers_of(model))
+    rules = [] if layers else [f"has no effect: no block has a linear layer whose sizes are {MULTIPLES}"]
+    if sample_shape and is_cut(sample_shape[0], layout.context):
+        rules.append(
+            f"needs parts of sequences whose lengths are {MULTIPLES}: of {sample_shape[0]} positions "
+            f"strategy.context = {layout.context} leaves {sample_shape[0] // layout.context}"
+        )
+    if layout.tensor > 1:
+        roles = roles_of(model)
+        named = [(name, part) for name, part in model.named_modules() if part in layers]
+        rules += [rule for name, part in named if (rule := _role_rule(name, part, roles, layout.tensor))][:1]
+    yield from (Problem(KEY, recipe, rule, (OFF,)) for rule in rules)
+
+
+def _role_rule(name: str, layer: Linear, roles: Mapping[str, str | Column], degree: int) -> str | None:
+    """Why a layer with this role can't multiply in float8 if `degree` devices split it."""
+    sizes = {"column": layer.out_features, "row": layer.in_features}
+    role = roles.get(name)
+    if role not in sizes:
+        return f"is proven with strategy.tensor for the roles column and row only, and {name} has {role}"
+    if is_cut(sizes[role], degree):
+        return (
+            f"needs parts of layers whose sizes are {MULTIPLES}: of {sizes[role]} numbers of {name} "
+            f"strategy.tensor = {degree} leaves {sizes[role] // degree}"
+        )
+    return None
 
 
 def device_problem(recipe: str, device: torch.device) -> Problem | None:
@@ -76,34 +143,47 @@ def device_problem(recipe: str, device: torch.device) -> Problem | None:
     return Problem(KEY, recipe, rule, (OFF,))
 
 
-def tensorwise(original: Forward, layer: Linear, x: Tensor) -> Tensor:
-    return multiply(original, layer, x, by_rows=False)
-
-
-def rowwise(original: Forward, layer: Linear, x: Tensor) -> Tensor:
-    return multiply(original, layer, x, by_rows=True)
-
-
-RECIPES: dict[str, Callable[..., Tensor]] = {"tensorwise": tensorwise, "rowwise": rowwise}
-
-
-def multiply(original: Forward, layer: Linear, x: Tensor, *, by_rows: bool) -> Tensor:
-    """The output of `layer` for `x` [..., in]: in bfloat16, as under autocast.
+def multiply(
+    original: Forward,
+    layer: Linear,
+    x: Tensor,
+    *,
+    by_rows: bool,
+    context: tuple[Axis, ...] = (),
+    tensor: tuple[Axis, ...] = (),
+) -> Tensor:
+    """The output of `layer` for `x` [..., in]: in bfloat16, as under autocast, or in float64 if `x` is.
 
     If the number of rows is not a multiple of 16, one of the products can't be in float8, so the layer keeps
-    bfloat16.
+    bfloat16. The arguments after `x` are those of `apply`.
     """
     rows = x.shape[:-1].numel()
     if rows == 0 or rows % ALIGNED:
         return original(layer, x)
-    flat = x.reshape(rows, x.shape[-1]).to(torch.bfloat16)
-    output: Tensor = Product.apply(flat, layer.weight.to(torch.bfloat16), by_rows)
-    output = output.reshape(*x.shape[:-1], layer.out_features)
+    weight: Tensor = layer.weight
+    if not isinstance(weight, DTensor):
+        output = product(x, weight, by_rows=by_rows, splits=Splits(rows=context))
+    else:
+        assert isinstance(x, DTensor)
+        columns = weight.placements == (Shard(0),)  # of the output; otherwise the inputs are split
+        split = Splits(context, outputs=tensor) if columns else Splits(context, inputs=tensor)
+        local = x.to_local(grad_placements=[Partial()]) if columns else x.to_local()
+        output = product(local, weight.to_local(), by_rows=by_rows, splits=split)
+        placement = Shard(output.dim() - 1) if columns else Partial()
+        output = DTensor.from_local(output, weight.device_mesh, [placement], run_check=False)
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 
+def product(x: Tensor, weight: Tensor, *, by_rows: bool, splits: Splits) -> Tensor:
+    """This rank's `x` [..., in] times the transpose of its `weight` [out, in]."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.bfloat16
+    flat = x.reshape(-1, x.shape[-1]).to(dtype)
+    output: Tensor = Product.apply(flat, weight.to(dtype), by_rows, splits)
+    return output.reshape(*x.shape[:-1], len(weight))
+
+
 class Product(torch.autograd.Function):
-    """x [rows, in] times the transpose of `weight` [out, in], both bfloat16, and its gradients.
+    """x [rows, in] times the transpose of `weight` [out, in], both bfloat16 or float64, and its gradients.
 
     It keeps its arguments for the backward pass, not their float8 copies. The weight exists anyway, and
     fully_shard may free it meanwhile. Layers with the same `x` share it. Compiled code detects that the
@@ -111,38 +191,95 @@ class Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, by_rows: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, by_rows: bool, splits: Splits) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.by_rows = by_rows
+        ctx.by_rows, ctx.splits = by_rows, splits
         inner = -1 if by_rows else None
-        (x8, of_x), (weight8, of_weight) = (quantise(factor, INPUT, dim=inner) for factor in (x, weight))
-        return scaled_product(x8, weight8.t(), scales=(of_x, of_weight.t()), fast=True)
+        (x8, of_x), (weight8, of_weight) = quantise_all(
+            Factor(x, INPUT, inner, (splits.rows, splits.inputs)),
+            Factor(weight, INPUT, inner, (splits.outputs, splits.inputs)),
+        )
+        return scaled_product(x8, weight8.t(), scales=(of_x, of_weight.t()), dtype=x.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
         by_rows: bool = ctx.by_rows
-        columns = 0 if by_rows else None
-        weight8, of_weight = quantise(weight, INPUT, dim=columns)
-        x8, of_x = quantise(x, INPUT, dim=columns)
-        gradient8, of_gradient = quantise(gradient, GRADIENT[by_rows], dim=-1 if by_rows else None)
-        by_x = scaled_product(gradient8, weight8, scales=(of_gradient, of_weight), fast=False)
-        if by_rows:  # the rows of the gradient's transpose have their own scales
-            gradient8, of_gradient = quantise(gradient, GRADIENT[by_rows], dim=columns)
-        by_weight = scaled_product(gradient8.t(), x8, scales=(of_gradient.t(), of_x), fast=False)
-        return by_x, by_weight, None
+        splits: Splits = ctx.splits
+        inner, columns = (-1, 0) if by_rows else (None, None)
+        along_rows = Factor(gradient, GRADIENT[by_rows], inner, (splits.rows, splits.outputs))
+        (weight8, of_weight), (x8, of_x), *gradients = quantise_all(
+            Factor(weight, INPUT, columns, (splits.outputs, splits.inputs)),
+            Factor(x, INPUT, columns, (splits.rows, splits.inputs)),
+            along_rows,
+            # The rows of the gradient's transpose have their own scales.
+            *([along_rows._replace(dim=columns)] if by_rows else []),
+        )
+        gradient8, of_gradient = gradients[0]
+        scales = of_gradient, of_weight
+        by_x = scaled_product(gradient8, weight8, scales=scales, dtype=x.dtype, fast=False)
+        gradient8, of_gradient = gradients[-1]
+        scales = of_gradient.t(), of_x
+        by_weight = scaled_product(gradient8.t(), x8, scales=scales, dtype=x.dtype, fast=False)
+        return by_x, by_weight, None, None
 
 
-def quantise(x: Tensor, dtype: torch.dtype, *, dim: int | None) -> tuple[Tensor, Tensor]:
+class Factor(NamedTuple):
+    """A matrix of a product, or this rank's part of it, that is rounded to `dtype`; `dim` as in `quantise`.
+
+    split: the axes that split the rows and the columns of the matrix.
+    """
+
+    matrix: Tensor
+    dtype: torch.dtype
+    dim: int | None
+    split: tuple[tuple[Axis, ...], tuple[Axis, ...]]
+
+    @property
+    def over(self) -> tuple[Axis, ...]:
+        """The axes that split what one scale is for."""
+        return (*self.split[0], *self.split[1]) if self.dim is None else self.split[self.dim]
+
+
+def quantise_all(*factors: Factor) -> list[tuple[Tensor, Tensor]]:
+    """As `quantise`, with the scales of the whole matrices: one message for each axis that splits some."""
+    largest = [largest_of(factor.matrix, dim=factor.dim) for factor in factors]
+    for axis in dict.fromkeys(axis for factor in factors for axis in factor.over):
+        places = [place for place, factor in enumerate(factors) if axis in factor.over]
+        message = torch.cat([largest[place].flatten() for place in places])
+        with marked(f"all_reduce {axis.name}"):
+            message = largest_of_group(message, group=axis.group)
+        for place, part in zip(
+            places, message.split([largest[place].numel() for place in places]), strict=True
+        ):
+            largest[place] = part.view_as(largest[place])
+    return [
+        quantise(factor.matrix, factor.dtype, dim=factor.dim, largest=whole)
+        for factor, whole in zip(factors, largest, strict=True)
+    ]
+
+
+def largest_of(x: Tensor, *, dim: int | None) -> Tensor:
+    """The largest absolute value of `x` [rows, columns] over `dim`, in float32.
+
+    dim: -1 gives a value for each row ([rows, 1]), 0 gives one for each column ([1, columns]), None gives one
+    for all (no dims).
+    """
+    return (x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)).float()
+
+
+def quantise(
+    x: Tensor, dtype: torch.dtype, *, dim: int | None, largest: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Round `x` [rows, columns] to float8 with a scale; returns the result and 1 / scale, in float32.
 
-    dim: the dim over which the largest absolute value is taken. -1 gives a scale for each row ([rows, 1]), 0
-    gives one for each column ([1, columns]), None gives one for all (no dims).
+    dim: as in `largest_of`. largest: the result of `largest_of` for the whole matrix, if `x` is a part.
 
     A scale is the greatest power of two that brings no number beyond the range of `dtype`. If `x` is not
     finite, its products are not finite either.
     """
-    largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
-    scale = torch.finfo(dtype).max / largest.float().clamp(min=TINIEST)
+    if largest is None:
+        largest = largest_of(x, dim=dim)
+    scale = torch.finfo(dtype).max / largest.clamp(min=TINIEST)
     scale = (scale.view(torch.int32) & EXPONENT).view(torch.float32)
     return (x.float() * scale).to(dtype), scale.reciprocal()

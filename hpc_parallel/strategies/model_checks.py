@@ -57,7 +57,9 @@ def find_problems(
     `dtype`: of the samples, if it is known.
     """
     yield from _sparse(model)
-    yield from float8.find_problems(model, recipe=config.training.fp8)
+    yield from float8.find_problems(
+        model, recipe=config.training.fp8, layout=layout, sample_shape=sample_shape
+    )
     if packs(config):
         yield from packed_documents.find_problems(model)
     if isinstance(model, PlainModel) and (uncut := [axis for axis in NEEDS if layout.degrees[axis] > 1]):

@@ -27,8 +27,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_parallel import torch_internals
-from hpc_parallel.config.checks.pipeline_checks import version_problem
-from hpc_parallel.layout.schedules import schedule_named
+from hpc_parallel.layout.schedules import schedule_named, version_problem
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss, part_of
 from hpc_parallel.problems import ConfigError
@@ -216,8 +215,11 @@ class TiedEnds:
     def sum_gradients(self) -> None:
         assert self._group is not None or not self._shared  # None would be the group of all ranks
         for gradient in local_gradients(self._shared):
+            message = gradient.contiguous()  # the two may differ in strides, and messages have none
             with marked("all_reduce tied ends"):
-                dist.all_reduce(gradient, group=self._group)
+                dist.all_reduce(message, group=self._group)
+            if message is not gradient:
+                gradient.copy_(message)
         for copy, original in self._pairs:
             gradients = zip(local_gradients([original]), local_gradients([copy]), strict=True)
             for original_gradient, copy_gradient in gradients:

@@ -63,6 +63,8 @@ class Metrics:
         self._device = device
         self._steps = 0
         self._pause_s = 0.0
+        self._began = time.perf_counter()
+        self._others_s = {"validation": 0.0, "saving": 0.0}  # what was not spent on steps, since then
         self.data_s: list[float] = []  # how long each step since the last line waited for its batch
         self._step_time_s = math.nan
         self._since = time.perf_counter()
@@ -74,13 +76,21 @@ class Metrics:
         self._result = result
         self._steps += 1
 
-    def leave_out(self, seconds: float, *, steps: int = 0) -> None:
-        """Subtract time that was not spent on steps (validation), or that was spent on `steps` untimed steps.
+    @property
+    def spent_s(self) -> dict[str, float]:
+        """What this start has spent on steps, validation and waiting for saves (`record/time_use.py`)."""
+        since_s = time.perf_counter() - self._began
+        return {"steps": since_s - sum(self._others_s.values()), **self._others_s}
+
+    def leave_out(self, seconds: float, *, steps: int = 0, cause: str | None = None) -> None:
+        """Subtract time that was not spent on steps (`cause`), or that was spent on `steps` untimed steps.
 
         If no timed step is left since the last line, the next line repeats its step time (`timed_steps` = 0).
         """
         self._pause_s += seconds
         self._steps -= steps
+        if cause is not None:
+            self._others_s[cause] += seconds
 
     def line(self, *, step: int, learning_rate: float) -> dict[str, Any]:
         """Returns the record of this step, the same on all ranks. The host waits for the device only here."""
@@ -115,6 +125,7 @@ class Metrics:
             **self._skips([values[0] for values in skips], step=step),
             **self._rates(samples_per_s),
             "peak_memory_bytes": max(self.rank_memory_bytes),
+            "spent_s": self.spent_s,
             "time": datetime.now(UTC).isoformat(),
         }
 

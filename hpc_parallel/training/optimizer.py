@@ -103,14 +103,16 @@ class RoundedUpdate(Update):
         before = dict(state)  # counts of steps too; empty in the first step
         first, *others = self._coordinates[name]
         rows = max(1, UPDATED_AT_ONCE[held.device.type] // max(1, held[:1].numel()))
-        for start in range(0, len(held), rows):
+        for start in range(0, max(1, len(held)), rows):  # a rank without rows counts its steps too
             part = slice(start, start + rows)
             wide = Parameter(held[part].to(dtype), requires_grad=False)  # a view, if that is its type
             wide.grad = gradient[part].to(dtype)
             group["params"] = [wide]
             if before:
                 self.optimizer.state[wide] = {
-                    key: local_part(value)[part].to(dtype) if value.shape == weight.shape else value.clone()
+                    key: local_part(value)[part].to(dtype)
+                    if _is_whole(key, value.shape, weight)
+                    else value.clone()
                     for key, value in before.items()
                 }
             self.optimizer.step()
@@ -229,10 +231,10 @@ class ModelOptimizer:
             for name, weight in update.weights.items():
                 for full_name in by_weight[name]:
                     size, dtype = sizes[full_name]
-                    if size == weight.shape or dtype is None:
+                    key = full_name.rpartition("/")[2]
+                    if _is_whole(key, size, weight) or dtype is None:
                         dtype = update.state_dtype(weight, dtype)
-                    value = _zeros(size, dtype, like=weight, group=group)
-                    update.optimizer.state[weight][full_name.rpartition("/")[2]] = value
+                    update.optimizer.state[weight][key] = _zeros(size, dtype, like=weight, group=group)
 
 
 @torch.no_grad()  # else to_local records itself
@@ -243,13 +245,13 @@ def _match_strides(weights: Iterable[Parameter]) -> None:
     """
     for weight in weights:
         gradient = weight.grad
-        if gradient is not None and _local_stride(gradient) != _local_stride(weight):
+        if gradient is not None and local_part(gradient).stride() != local_part(weight).stride():
             weight.grad = torch.empty_like(weight).copy_(gradient)
 
 
-def _local_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of this rank's part."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).stride()
+def _is_whole(key: str, size: torch.Size, weight: Tensor) -> bool:
+    """Whether a state has a number for each number of `weight`; the count of steps of a scalar has not."""
+    return key != "step" and size == weight.shape
 
 
 def _zeros(size: torch.Size, dtype: torch.dtype, *, like: Parameter, group: Mapping[str, Any]) -> Tensor:

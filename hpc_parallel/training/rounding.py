@@ -1,7 +1,7 @@
 """Stochastic rounding to bfloat16 by counted noise, the same on every layout.
 
 A number is rounded up with the probability of its distance from the lower neighbour, so the mean over many
-steps is exact. RandomRounding to the nearest neighbour would lose every update that is smaller than half the
+steps is exact. Rounding to the nearest neighbour would lose every update that is smaller than half the
 distance between two neighbours, 2^-9 of a weight (Gupta et al. 2015; Zamirai et al. 2020). The noise is a
 hash of the seed, the weight's name, the step and the element's place in the whole weight.
 """
@@ -62,11 +62,12 @@ def round_to_bfloat16(values: Tensor, noise: Tensor) -> Tensor:
     """`values` as float32 numbers that a bfloat16 can hold; `noise`: 16 uniform bits of each, as int32.
 
     A bfloat16 is the upper half of a float32: the sum carries into it with the probability that the lower
-    half stands for. What is already a bfloat16 stays as it is.
+    half stands for. What is already a bfloat16 stays as it is, and so does NaN: the NaN of a GPU has all
+    bits set, and the sum would be -0.
     """
-    words = values.float().view(torch.int32) + noise
-    rounded: Tensor = (words & -(2**DROPPED)).view(torch.float32)
-    return rounded
+    wide = values.float()
+    rounded = ((wide.view(torch.int32) + noise) & -(2**DROPPED)).view(torch.float32)
+    return torch.where(wide.isnan(), wide, rounded)
 
 
 def coordinates_of(weight: Tensor) -> list[Tensor]:

@@ -99,9 +99,7 @@ class Trainer:
             if line_due:
                 self._log(step, rate=rate, validate=validate)
             if self._saver.due(step):
-                started = time.perf_counter()
                 self._save(step, blocking=step == steps)
-                self._metrics.leave_out(time.perf_counter() - started)
             if self.ended_early is not None:
                 self._save_last(step)
                 break
@@ -131,7 +129,9 @@ class Trainer:
         self._progress.mark("save", step)
         # A checkpoint must hold finite weights only.
         self._step.raise_if_nonfinite(step, batches=self._samples.train)
+        started = time.perf_counter()
         self._saver.save(step, blocking=blocking)
+        self._metrics.leave_out(time.perf_counter() - started, cause="saving")
 
     def validate(self, *, after: int) -> dict[str, float | None]:
         """Returns the mean loss and metrics over the held-out samples after step `after`, by their keys."""
@@ -147,7 +147,7 @@ class Trainer:
             evaluate, samples.validation, count=samples.validation_samples, device=samples.device,
             evaluation=samples.evaluation,
         )  # fmt: skip
-        self._metrics.leave_out(time.perf_counter() - started)
+        self._metrics.leave_out(time.perf_counter() - started, cause="validation")
         return means
 
     def _due(self, step: int, every: int | None) -> bool:

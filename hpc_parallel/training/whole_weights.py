@@ -7,9 +7,7 @@ optimizer's state, and sends the new weight back. States and updates are thereby
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
-from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -17,16 +15,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from hpc_parallel.layout.holdings import Place, owners
 from hpc_parallel.models.drawn_weights import own_slice
-
-Coordinates = tuple[int, ...]
-"""A position on the axes of a weight's mesh; 0 on the axes over which it is not split."""
 
 
 class SharedWeight:
     """A distributed weight. The rank that owns it also gets the whole weight."""
 
-    def __init__(self, weight: Parameter, *, owner: Coordinates) -> None:
+    def __init__(self, weight: Parameter, *, owner: Place) -> None:
         assert isinstance(weight, DTensor)
         self._weight = weight
         self._owner = owner
@@ -62,16 +58,16 @@ class SharedWeight:
 
 def share(weights: Iterable[Parameter]) -> list[SharedWeight]:
     """Give each weight an owner, so that the owners of one mesh have equally many numbers to update."""
-    loads: defaultdict[tuple[object, Coordinates], int] = defaultdict(int)
-    shared = []
-    for weight in weights:
-        assert isinstance(weight, DTensor)
-        mesh, dims = weight.device_mesh, split_dims(weight)
-        places = product(*(range(mesh.size(dim)) if dim in dims else (0,) for dim in range(mesh.ndim)))
-        owner = min(places, key=lambda place: loads[mesh.mesh_dim_names, place])
-        loads[mesh.mesh_dim_names, owner] += weight.numel()
-        shared.append(SharedWeight(weight, owner=owner))
-    return shared
+    weights = list(weights)
+    chosen = owners(map(_size, weights))
+    return [SharedWeight(weight, owner=owner) for weight, owner in zip(weights, chosen, strict=True)]
+
+
+def _size(weight: Parameter) -> tuple[object, int, list[int]]:
+    assert isinstance(weight, DTensor)
+    mesh, dims = weight.device_mesh, split_dims(weight)
+    degrees = [mesh.size(dim) if dim in dims else 1 for dim in range(mesh.ndim)]
+    return mesh.mesh_dim_names, weight.numel(), degrees
 
 
 def split_dims(weight: DTensor) -> list[int]:

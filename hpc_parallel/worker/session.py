@@ -174,7 +174,7 @@ def complete(
             context.values,
             outcome="completed",
             lines=lines,
-            history=vars(attempts.history(context.folder)),
+            history=vars(attempts.history(context.folder, until=datetime.now(UTC))),
             measured=measured,
             environment=read_environment(context.folder),
         )

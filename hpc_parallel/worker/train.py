@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pkgutil import resolve_name
@@ -84,8 +85,6 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     if dist.get_rank() == 0 and (count := session.statistics_samples) is not None:
         other = "runs with another number (training.microbatch_size) have other losses"
         print(f"BatchNorm takes its statistics over {count} samples: {other}", flush=True)
-    if dist.get_rank() == 0 and (parts := rounded_parts(config)) is not None:
-        print(f"{parts} in bfloat16, rounded at random: other losses than with float32", flush=True)
     limit = time_limit_of(context.environment, save_s=lambda: saver.save_s) if dist.get_rank() == 0 else None
     stop = StopFlag(step=steps_done, time_limit=limit)
     step = step_of(session, optimizer=optimizer, on_gradients=on_gradients)
@@ -96,7 +95,9 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     # `stop` stays open until all files are written: a signal must not end a run that is almost done.
     on_phase("first steps (torch.compile)" if config.training.compile else "first steps")
     with contextlib.closing(samples.train), stop:
-        signalled = fit(trainer, saver=saver)
+        signalled = fit(trainer, saver=saver, metrics=metrics)
+        if dist.get_rank() == 0:
+            attempts.note(folder, "worked", spent_s=metrics.spent_s)
         profilers.recording.close()
         observers.callbacks.end(trainer.steps_done)
         if signalled is None:
@@ -147,7 +148,7 @@ def step_of(
     )
 
 
-def fit(trainer: Trainer, *, saver: Saver) -> signal.Signals | None:
+def fit(trainer: Trainer, *, saver: Saver, metrics: Metrics) -> signal.Signals | None:
     """Train and wait for the last save; returns the signal that stopped the training early, else None."""
     try:
         signalled = trainer.fit()
@@ -158,7 +159,9 @@ def fit(trainer: Trainer, *, saver: Saver) -> signal.Signals | None:
     ):  # raised on all ranks together, so a pending save can finish
         saver.close()
         raise
+    started = time.perf_counter()
     saver.close()
+    metrics.leave_out(time.perf_counter() - started, cause="saving")
     return signalled
 
 

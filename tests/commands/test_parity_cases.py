@@ -18,10 +18,10 @@ from hpc_parallel.config.typed_config import choices_of
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.proof import cases as rows_to_plan
 from hpc_parallel.proof import parity_table
-from hpc_parallel.proof.cases import Case, plan, without_refused
-from hpc_parallel.proof.compare import TOLERANCES, Verdict, compare
+from hpc_parallel.proof.cases import ALL_RECIPES, Case, plan, without_refused
+from hpc_parallel.proof.compare import ROUNDED, TOLERANCES, Difference, Verdict, compare
 from hpc_parallel.proof.pace import Pace
-from hpc_parallel.proof.rows import ROWS
+from hpc_parallel.proof.rows import RECIPES, ROWS
 from hpc_parallel.record.run_folder import RunFolder
 from tests.marks import in_full
 
@@ -62,6 +62,30 @@ def test_every_row_of_the_table_can_run() -> None:
         c.alone.plan.batch.microbatches == c.run.plan.batch.microbatches for c in cases if c not in text
     )
     assert len({case.alone.folder.path for case in cases}) <= 8
+
+
+def test_each_recipe_of_the_docs_has_a_proof() -> None:
+    cases, notes = plan([ALL_RECIPES])
+    assert notes == []
+    assert [case.problems for case in cases if case.problems] == []
+    proofs = [f"{case.net}: {case.layout}" for case in cases]
+    page = (Path(__file__).parents[2] / "docs/recipes.md").read_text().splitlines()
+    assert [line for line in page if line.startswith("| ")][1:] == [
+        f"| {recipe.name} | {recipe.publisher} | `{recipe.line}` | {proof} |"
+        for recipe, proof in zip(RECIPES, proofs, strict=True)
+    ]
+    for recipe, case in zip(RECIPES, cases, strict=True):
+        run, alone, words = case.run.config, case.alone.config, recipe.line.split()
+        assert "training.compile=true" not in words or run.training.compile
+        for key in ("precision", "weights"):
+            assert getattr(run.training, key) == getattr(alone.training, key)
+            assert getattr(run.training, key) == value_of(f"training.{key}", words, "float32")
+        assert run.optimizer.state == alone.optimizer.state == value_of("optimizer.state", words, "float32")
+        assert run.data.get("packing", False) == alone.data.get("packing", False) == (case.net == "packed")
+
+
+def value_of(key: str, words: list[str], default: str) -> str:
+    return next((word.partition("=")[2] for word in words if word.startswith(f"{key}=")), default)
 
 
 def test_a_strategy_takes_the_layout_of_the_command_line() -> None:
@@ -286,6 +310,23 @@ def test_ctrl_c_keeps_the_rows_that_are_done(
     shown = capsys.readouterr().out
     assert f"ended by Ctrl-C: 2 of {len(cases)} rows are done and kept" in shown
     assert "2 rows in float32: 1 equal, 1 left out." in shown
+
+
+@pytest.mark.parametrize(("is_rounded", "bound"), [(False, 1e-9), (True, 1e-5)])
+def test_a_row_has_the_bounds_that_judged_it(
+    is_rounded: bool, bound: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (case, *_), _ = plan(["strategy=fsdp", f"run_dir={tmp_path}", "training.precision=float64"])
+    assert case.alone is not None
+    case.alone.folder.proof.mkdir(parents=True)
+    if is_rounded:
+        (case.alone.folder.proof / ROUNDED).touch()
+    differences = {"losses": Difference(1e-7, "step 1")}
+    monkeypatch.setattr(command, "run_quietly", lambda run: None)
+    monkeypatch.setattr(command, "compare", lambda *_, **__: differences)
+    prove([case], [], precision="float64")
+    (row,) = json.loads((tmp_path / "parity.json").read_text())["rows"]
+    assert (row["word"], row["bounds"]["losses"]) == ("equal" if is_rounded else "MISS", bound)
 
 
 @pytest.mark.parametrize(("columns", "has_measures"), [(40, False), (80, True)])

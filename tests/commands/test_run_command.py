@@ -73,7 +73,8 @@ def test_help_is_one_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     shown = printed(capsys, "--config-dir", str(tmp_path), "--help")
     for words in (
         "strategy   auto context data* dataparallel expert fsdp hsdp hybrid mine model parameter_server",
-        "model      124m 1b 20m 70b 8b convnet huggingface mixtral_8x7b moe_tiny segmenter tiny* unet",
+        "model      124m 1b 20m 70b 8b convnet deepseek_v2_lite huggingface mixtral_8x7b moe_tiny",
+        "             qwen3_30b_a3b segmenter tiny* unet",
         "nodes=2",
     ):
         assert words in shown

@@ -54,7 +54,7 @@ LAYOUTS = {
 }  # fmt: skip
 EXPERTS = (
     "model=moe_tiny", "model.layers=2", "model.dim=32", "model.ffn_dim=24", "data.sequence_length=32",
-    "data.max_bytes=400000",
+    "data.max_bytes=400000", "model.gate=sigmoid", "model.balance_step=0.1",  # a bias is kept too
 )  # fmt: skip
 MIXTURES = {
     "expert 4": ("strategy=expert", "nodes=4"),

@@ -52,6 +52,11 @@ LAYOUTS = {
         "float64", "strategy=fsdp", "gpus_per_node=2", "strategy.context=2",
         "strategy.context_attention=all_to_all", "training.activation_checkpointing=full",
     ),
+    "tensor over 2, shard over 2, float8, recomputing all": (
+        "float64", "strategy=fsdp", "gpus_per_node=2", "strategy.tensor=2", "training.fp8=tensorwise",
+        "training.microbatch_size=8", "training.activation_checkpointing=full",
+    ),
+    "context over 2, float8 by rows": ("float64", "strategy=context", "training.fp8=rowwise"),
     "data over 2, in one graph": ("float64", "strategy=data", "training.compile_whole=true"),
 }  # fmt: skip
 
@@ -68,7 +73,9 @@ def compiling_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Work
 def test_compiled_blocks_follow_one_device(compiling_workers: Workers, trained: Train, layout: str) -> None:
     precision, *words = LAYOUTS[layout]
     options, losses, weights = EXACTNESS[precision]
-    options += ("model.layers=2",)
+    # Scales are for a microbatch, so one device has the same microbatches.
+    shared = (word for word in words if word.startswith(("training.fp8", "training.microbatch_size")))
+    options += ("model.layers=2", *shared)
     cache = compiling_workers.folder / "cache"
     variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
     before = set(cache.rglob("*.so"))

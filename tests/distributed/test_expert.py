@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.auxiliary_loss import AuxiliaryLoss, SequenceSum
-from hpc_parallel.models.experts import Experts, grouped_product
+from hpc_parallel.models.experts import Experts, LoadBalance, SharedExperts, grouped_product
 from hpc_parallel.models.moe import MixtureOfExperts, imbalance
 from hpc_parallel.profiling.traffic import KINDS
+from hpc_parallel.strategies.balance_experts import BalanceExperts, balances_of
 from hpc_parallel.strategies.expert import ExpertReplicas
 from hpc_parallel.torch_internals import group_of, operator_arguments, operator_name
 from hpc_parallel.worker.session import Session
@@ -28,6 +29,11 @@ from tests.parity import LONG, follow_one_device
 from tests.workers import Train, Workers
 
 MODEL = ("model=moe_tiny", "model.layers=2", "model.ffn_dim=48", "model.balance=0.1")
+QWEN = ("model.head_dim=16", "model.qk_norm=true", "model.renormalise=true", "model.experts_per_token=3")
+DEEPSEEK = (
+    "model.gate=sigmoid", "model.renormalise=true", "model.shared_experts=2", "model.balance=0",
+    "model.balance_step=0.1", "model.dense_layers=1", "model.dense_ffn_dim=96", "model.layers=3",
+)  # fmt: skip
 LAYOUTS = {
     "expert over 2": ("strategy=expert", "nodes=2"),
     "expert over 4, accumulating 4": ("strategy=expert", "nodes=4", "training.microbatch_size=1"),
@@ -77,6 +83,36 @@ LAYOUTS = {
         "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.expert=2",
         "training.microbatch_size=4",
     ),
+    "expert 2 x tensor 2, as Qwen3": (
+        "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.expert=2", *QWEN,
+    ),
+    "shard 2 x expert 2, as Qwen3": (
+        "strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.expert=2", *QWEN,
+        "training.activation_checkpointing=full",
+    ),
+    "pipeline 2 x expert 2 x context 2, as Qwen3": (
+        "strategy=pipeline", "nodes=2", "gpus_per_node=4", "strategy.pipeline=2", "strategy.expert=2",
+        "strategy.context=2", "strategy.microbatches=4", *QWEN,
+    ),
+    "shard 2 x expert 2, as DeepSeek": (
+        "strategy=fsdp", "nodes=2", "gpus_per_node=2", "strategy.expert=2", *DEEPSEEK,
+        "training.microbatch_size=2", "training.activation_checkpointing=full",
+    ),
+    "expert 2 x tensor 2, as DeepSeek": (
+        "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.expert=2", *DEEPSEEK,
+    ),
+    "replicate 2 x expert 2 x context 2, as DeepSeek": (
+        "strategy=context", "nodes=2", "gpus_per_node=4", "strategy.context=2", "strategy.expert=2",
+        "strategy.replicate=2", *DEEPSEEK, "training.activation_checkpointing=selective",
+    ),
+    "pipeline 2 x expert 2, zero bubble, as DeepSeek": (
+        "strategy=pipeline", "nodes=2", "gpus_per_node=2", "strategy.pipeline=2", "strategy.expert=2",
+        "strategy.microbatches=4", "strategy.schedule=interleaved_zero_bubble", *DEEPSEEK, "model.layers=4",
+    ),
+    "pipeline 2 x shard 2 x tensor 2, as DeepSeek": (
+        "strategy=pipeline", "nodes=2", "gpus_per_node=4", "strategy.pipeline=2", "strategy.shard=2",
+        "strategy.tensor=2", "strategy.microbatches=4", *DEEPSEEK,
+    ),
     "replicate 2 x tensor 2, whole sequences": (
         "strategy=tensor", "nodes=2", "gpus_per_node=2", "strategy.tensor=2", "strategy.replicate=2",
         "strategy.sequence_parallel=false",
@@ -124,6 +160,9 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 SLOW = (
+    "expert 2 x tensor 2, as DeepSeek", "replicate 2 x expert 2 x context 2, as DeepSeek",
+    "pipeline 2 x expert 2, zero bubble, as DeepSeek", "pipeline 2 x shard 2 x tensor 2, as DeepSeek",
+    "shard 2 x expert 2, as Qwen3", "pipeline 2 x expert 2 x context 2, as Qwen3",
     "checkpointed", "shard 2 x expert 2, checkpointed", "shard 2 x expert 2, selective",
     "tensor 2", "replicate 2 x tensor 2, whole sequences", "shard 2 x expert 2 x tensor 2",
     "pipeline 2 x shard 2 x expert 2 x tensor 2", "pipeline 2 x shard 2 x expert 2 x context 2",
@@ -146,9 +185,9 @@ def test_layout_follows_one_device(trained: Train, layout: str, exactness: str) 
     follow_one_device(trained, (*MODEL, *LAYOUTS[layout]), exactness=exactness)
 
 
-def _mixture(*, per_token: int, dtype: torch.dtype) -> tuple[MixtureOfExperts, Tensor]:
+def _mixture(*, per_token: int, dtype: torch.dtype, **options: Any) -> tuple[MixtureOfExperts, Tensor]:
     torch.manual_seed(0)
-    mixture = MixtureOfExperts(Experts(4, dim=16, hidden=24), per_token=per_token, balance=0.5)
+    mixture = MixtureOfExperts(Experts(4, dim=16, hidden=24), per_token=per_token, balance=0.5, **options)
     for weight in mixture.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     return mixture.to(dtype), torch.randn(3, 5, 16, dtype=dtype, requires_grad=True)
@@ -183,6 +222,58 @@ def test_a_mixture_is_the_sum_over_its_experts(per_token: int, dtype: torch.dtyp
         strict=True,
     ):
         torch.testing.assert_close(gradient, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_a_bias_chooses_and_the_gates_are_sigmoids(renormalise: bool) -> None:
+    """Against each token by itself: only the choice of experts sees the bias; shared experts have no gate."""
+    mixture, x = _mixture(
+        per_token=2, dtype=torch.float64, renormalise=renormalise, gate="sigmoid",
+        shared=SharedExperts(dim=16, hidden=10), load=LoadBalance(4, step=0.1),
+    )  # fmt: skip
+    mixture.balance, bias = 0.0, [0.4, -0.3, 0.2, 0.0]
+    mixture.load.expert_bias.copy_(torch.tensor(bias))
+    networks, shared, expected = mixture.experts, mixture.shared, []
+    chosen_by_bias = 0
+    for token in x.flatten(0, 1):
+        scores = (1 / (1 + torch.exp(-(mixture.router.weight @ token)))).tolist()
+        chosen = sorted(range(4), key=lambda e: scores[e] + bias[e])[-2:]
+        chosen_by_bias += set(chosen) != set(sorted(range(4), key=scores.__getitem__)[-2:])
+        total = sum(scores[e] for e in chosen) if renormalise else 1.0
+        output = shared.down @ (F.silu(shared.gate @ token) * (shared.up @ token))
+        for e in chosen:
+            hidden = F.silu(networks.gate[e] @ token) * (networks.up[e] @ token)
+            output = output + scores[e] / total * (networks.down[e] @ hidden)
+        expected.append(output)
+    assert chosen_by_bias > 2
+    torch.testing.assert_close(mixture(x).flatten(0, 1), torch.stack(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_a_bias_moves_by_one_step_against_the_load_of_a_batch() -> None:
+    mixture, x = _mixture(per_token=1, dtype=torch.float64, load=LoadBalance(4, step=0.25))
+    block = nn.Module()
+    block.mixture = mixture
+
+    class Twice:
+        copies = ()
+
+        def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+            with torch.no_grad():
+                mixture(inputs)  # a validation: not counted
+            return sum(mixture(part).sum() for part in inputs.chunk(3))
+
+    schedule = BalanceExperts(Twice(), balances=balances_of([block]), axis=None)
+    for _ in range(2):
+        before = mixture.load.expert_bias.clone()
+        scores = F.softmax(x @ mixture.router.weight.T, dim=-1) + before
+        counts = Counter(scores.argmax(-1).flatten().tolist())
+        schedule.train(x.detach(), x)
+        mean = 15 / 4
+        moves = [0.25 if counts[e] < mean else -0.25 for e in range(4)]
+        torch.testing.assert_close(
+            mixture.load.expert_bias - before, torch.tensor(moves, dtype=torch.float64)
+        )
+    assert set(mixture.state_dict()) - dict(mixture.named_parameters()).keys() == {"load.expert_bias"}
 
 
 def test_groups_without_rows_have_gradients_of_zero() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.marks import in_full
-from tests.parity import COMMON, largest_difference
+from tests.parity import COMMON, assert_follows, largest_difference
 from tests.workers import Train
 
 HALF, TENSORWISE = "training.precision=bfloat16", "training.fp8=tensorwise"
@@ -25,12 +25,12 @@ def test_the_curve_is_that_of_bfloat16(trained: Train, recipe: str) -> None:
 
 
 WORDS = (*COMMON, HALF, TENSORWISE)
-LAYOUTS = ["strategy=data", "strategy=fsdp", "strategy=pipeline"]
+LAYOUTS = ["strategy=data", "strategy=fsdp", "strategy=pipeline", "strategy=tensor", "strategy=context"]
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[1], *in_full([(LAYOUTS[0],), (LAYOUTS[2],)])])
+@pytest.mark.parametrize("layout", [LAYOUTS[1], *in_full((name,) for name in LAYOUTS if name != LAYOUTS[1])])
 def test_a_layout_follows_one_device(trained: Train, layout: str) -> None:
-    """Each rank has scales of its own; as powers of two they leave the bound of bfloat16 as it is."""
+    """Scales are powers of two, so other microbatches leave the bound of bfloat16 as it is."""
     reference, split = trained(*WORDS, "strategy=single"), trained(*WORDS, layout, "nodes=2")
     assert largest_difference(split.losses, reference.losses) < 2**-9
 
@@ -39,3 +39,43 @@ def test_a_layout_follows_one_device(trained: Train, layout: str) -> None:
 def test_recomputation_changes_nothing(trained: Train) -> None:
     full = "training.activation_checkpointing=full"
     assert trained(*WORDS, full, "strategy=single").losses == trained(*WORDS, "strategy=single").losses
+
+
+EXACT = ("training.precision=float64", "model.layers=2")
+FOUR = ("nodes=2", "gpus_per_node=2")
+SPLITS = {
+    # layout: (recipe, words, samples of a microbatch). One device has the same microbatches.
+    "tensor": ("tensorwise", ("strategy=tensor", "nodes=2"), 16),
+    "context, by rows": ("rowwise", ("strategy=context", "nodes=2"), 16),
+}  # fmt: skip
+MORE_SPLITS = {
+    "data": ("tensorwise", ("strategy=data", "nodes=2"), 8),
+    "pipeline": ("tensorwise", ("strategy=pipeline", "nodes=2"), 4),
+    "tensor, by rows": ("rowwise", ("strategy=tensor", "nodes=2"), 16),
+    "tensor, whole sequences": (
+        "tensorwise", ("strategy=tensor", "nodes=2", "strategy.sequence_parallel=false"), 16
+    ),
+    "context": ("tensorwise", ("strategy=context", "nodes=2"), 16),
+    "tensor x context": (
+        "tensorwise", ("strategy=tensor", *FOUR, "strategy.tensor=2", "strategy.context=2"), 16
+    ),
+    "pipeline x tensor": (
+        "tensorwise", ("strategy=pipeline", *FOUR, "strategy.pipeline=2", "strategy.tensor=2"), 4
+    ),
+    "shard x tensor, by rows, recomputing all": (
+        "rowwise",
+        ("strategy=fsdp", *FOUR, "strategy.tensor=2", "training.activation_checkpointing=full"), 8,
+    ),
+    "shard x context": ("tensorwise", ("strategy=fsdp", *FOUR, "strategy.context=2"), 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [*SPLITS, *in_full((name,) for name in MORE_SPLITS)])
+def test_a_layout_rounds_as_one_device(trained: Train, layout: str) -> None:
+    """In float64 nothing but another scale differs: it moves the numbers that have few bits left."""
+    recipe, words, samples = (SPLITS | MORE_SPLITS)[layout]
+    words_of_both = *COMMON, *EXACT, f"training.fp8={recipe}", f"training.microbatch_size={samples}"
+    assert_follows(
+        trained(*words_of_both, *words), trained(*words_of_both, "strategy=single"),
+        losses=1e-10, weights=1e-10,
+    )  # fmt: skip

@@ -15,6 +15,7 @@ from hpc_parallel.data.dataset import as_data
 from hpc_parallel.data.sampler import sample_order
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.models.transformer import Transformer
+from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.worker.session import read_config
 from tests.marks import in_full
 from tests.one_by_one import loss_of_documents
@@ -26,7 +27,8 @@ WORDS = (
     "data.dataset._target_=tests.datasets.Texts", "data.vocab_size=256", "data.sequence_length=32",
     "data.validation_share=0.2", "training.precision=float64", "model.layers=2",
 )  # fmt: skip
-GATHER = "strategy.context_attention=gather"
+KINDS = ("ring", "gather", "all_to_all")
+RING, GATHER = (f"strategy.context_attention={kind}" for kind in KINDS[:2])
 TWO_BY_TWO = "nodes=2 gpus_per_node=2"
 LAYOUTS = (
     "strategy=data nodes=2 training.microbatch_size=2",
@@ -34,6 +36,7 @@ LAYOUTS = (
     "strategy=tensor nodes=2",
     "strategy=pipeline nodes=2 strategy.schedule=zbv model.layers=4",
     f"strategy=fsdp {TWO_BY_TWO} strategy.context=2 {GATHER}",
+    f"strategy=context nodes=4 {RING}",
     *in_full([
         ("strategy=single training.activation_checkpointing=full",),
         ("strategy=single training.activation_checkpointing=selective training.compile=true",),
@@ -50,9 +53,13 @@ LAYOUTS = (
         ("strategy=pipeline nodes=2 strategy.schedule=interleaved model.layers=4",),
         ("strategy=pipeline nodes=2 strategy.schedule=naive training.activation_checkpointing=full",),
         *((f"strategy=context nodes=2 strategy.context_attention={kind}",)
-          for kind in ("gather", "all_to_all")),
+          for kind in KINDS),
         *((f"strategy=context nodes=2 strategy.context_attention={kind} training.compile=true",)
-          for kind in ("gather", "all_to_all")),
+          for kind in KINDS),
+        *((f"strategy=context nodes=2 {RING} training.activation_checkpointing={kept}",)
+          for kept in ("full", "selective training.compile=true")),
+        (f"strategy=pipeline nodes=2 gpus_per_node=2 strategy.pipeline=2 strategy.context=2 {RING}",),
+        (f"strategy=hybrid nodes=2 gpus_per_node=4 strategy.tensor=2 strategy.context=2 {RING}",),
         ("strategy=pipeline nodes=2 gpus_per_node=2 strategy.pipeline=2 strategy.context=2 " + GATHER,),
         ("strategy=tensor nodes=2 gpus_per_node=2 strategy.tensor=2 strategy.context=2 " + GATHER,),
         ("strategy=hybrid nodes=2 gpus_per_node=4 strategy.tensor=2 strategy.context=2 " + GATHER,),
@@ -126,3 +133,43 @@ def test_a_model_of_ones_own_is_tried_with_two_documents(
     assert "Mixing lets a document see the one before it" in message
     kept = workers.train(*WORDS, "strategy=data", "nodes=2", f"{own}.Keeping")
     assert largest_difference(kept.losses, reference.losses) < 1e-10
+
+
+class Drops(nn.Module):
+    """A block, and dropout of what it adds."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.drop = block, nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        return x + self.drop(self.block(x, documents) - x)
+
+
+class Dropping(Transformer):
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        for name, block in list(self.blocks.items()):
+            self.blocks[name] = Drops(block)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        f"strategy=context nodes=2 {RING}",
+        *in_full([("strategy=pipeline nodes=2",), (f"strategy=hsdp {TWO_BY_TWO}",)]),
+    ],
+)
+def test_a_run_with_dropout_goes_on_in_another_layout(workers: Workers, trained: Train, after: str) -> None:
+    words = (
+        *WORDS, "model._target_=tests.distributed.test_packed_training.Dropping", "training.steps=4",
+        "training.validate_every=4", "training.checkpoint_every=2", "strategy.verify=never",
+    )  # fmt: skip
+    whole, begun = trained(*words, "strategy=single"), trained(*words, "strategy=fsdp", "nodes=2")
+    assert_follows(begun, whole, losses=1e-10, weights=1e-10)
+    (half,) = (each for each in complete(begun.folder / "checkpoints") if each.step == 2)
+    ended = workers.train(*words, *after.split(), resume_from=half.path)
+    assert largest_difference(ended.losses, whole.losses[2:]) < 1e-10
+    assert tensor_difference(ended.weights, whole.weights) < 1e-10
+    plain = trained(*WORDS, "strategy=single")
+    assert abs(whole.losses[0] - plain.losses[0]) > 1e-3  # something was dropped

@@ -18,12 +18,14 @@ ROOT = Path(__file__).parents[2]
 QUICK = ("training.steps=3", "run_dir=proof")
 
 
-def parity(*words: str, here: Path, source: Path = ROOT) -> tuple[subprocess.CompletedProcess[str], Any]:
+def parity(
+    *words: str, here: Path, source: Path = ROOT, limit_s: int = 600
+) -> tuple[subprocess.CompletedProcess[str], Any]:
     """The command in `here`, with the package of `source`; and the rows that it kept."""
     done = subprocess.run(
         [sys.executable, "-m", "hpc_parallel", "parity", *words, *QUICK],
         cwd=here, env={**os.environ, "PYTHONPATH": str(source), "COLUMNS": "100"},
-        capture_output=True, text=True, timeout=600,
+        capture_output=True, text=True, timeout=limit_s,
     )  # fmt: skip
     kept = here / "proof" / "parity.json"
     return done, json.loads(kept.read_text())["rows"] if kept.exists() else None
@@ -65,6 +67,15 @@ def test_images_are_proven_with_their_running_statistics(tmp_path: Path) -> None
 
     with np.load(tmp_path / "proof/01-tile-digits/proof/weights-0.npz") as held:
         assert "blocks.0.norm.running_var" in held.files
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_all_recipes_are_proven_in_float64(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    done, rows = parity("recipes=true", "precision=float64", here=tmp_path, limit_s=3600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {row["word"] for row in rows} == {"equal"}
 
 
 BREAKS = {

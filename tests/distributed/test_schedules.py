@@ -109,12 +109,13 @@ class Summed(nn.Linear):
 class Transposed(Transformer):
     def __init__(self, **shape: Any) -> None:
         super().__init__(**shape)
-        for block in self.blocks.values():
-            for name, layer in list(block.named_modules()):
-                if isinstance(layer, nn.Linear):
-                    path, _, leaf = name.rpartition(".")
-                    other = Summed(layer.in_features, layer.out_features, bias=False)
-                    setattr(block.get_submodule(path), leaf, other)
+        for name, layer in list(self.named_modules()):
+            if isinstance(layer, nn.Linear):
+                path, _, leaf = name.rpartition(".")
+                other = Summed(layer.in_features, layer.out_features, bias=False)
+                if name == "head.output":
+                    other.weight = layer.weight  # tied
+                setattr(self.get_submodule(path), leaf, other)
 
 
 def test_gradients_of_a_split_backward_pass_lie_as_their_weights(trained: Train) -> None:

@@ -34,6 +34,7 @@ SMALL = (
 METRICS = {
     "step", "samples", "loss", "grad_norm", "learning_rate", "step_time_s", "data_s", "samples_per_s",
     "tokens_per_s", "timed_steps", "tflops_per_device", "mfu", "peak_memory_bytes", "time",
+    "spent_s",
 }  # fmt: skip
 SUMMARY = {
     "outcome", "strategy", "layout", "nodes", "gpus_per_node", "world_size", "steps", "samples",
@@ -42,7 +43,7 @@ SUMMARY = {
     "busiest_rank_traffic_bytes", "traffic", "unknown_collectives", "ring_all_reduce", "predicted",
     "restarts", "lost_steps", "skipped_steps", "started", "ended", "job_ids", "weights", "comparison",
     "ended_early", "left_out", "slow_ranks", "shares", "statistics_samples", "in_bfloat16",
-    "rank_memory_bytes", "rank_state_bytes",
+    "rank_memory_bytes", "rank_state_bytes", "time_use_s", "useful_share",
 }  # fmt: skip
 
 

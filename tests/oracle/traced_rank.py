@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
@@ -24,7 +25,8 @@ from hpc_parallel.layout.batch_plan import Plan
 from hpc_parallel.layout.layout import DATAPARALLEL, SPMD, servers
 from hpc_parallel.layout.model_weights import sample_shape_of
 from hpc_parallel.layout.step_facts import casts_once, packs
-from hpc_parallel.models.drawn_weights import without_values
+from hpc_parallel.models import layered
+from hpc_parallel.models.drawn_weights import Drawing, placed
 from hpc_parallel.models.experts import Experts
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError
@@ -102,14 +104,20 @@ class TracedRank:
         pipeline = self._layout.pipeline > 1
         self._states = states_between(model, self._inputs(1, device="meta")) if pipeline else {}
         self._groups = make_groups(config, self._layout, device_type="cpu", saves=False)
-        with without_values(self._zeros), patch.object(replicate, "apply", _averaging_in_sight):
+        # The model may be too large for this machine.
+        with (
+            patch.object(layered, "draw", self._zeros),
+            patch.object(replicate, "apply", _averaging_in_sight),
+        ):
             self._assembled = assemble(
                 model, config=config, batch=self._batch, sample_shape=shape, groups=self._groups, device=CPU
             )
 
-    def _zeros(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def _zeros(self, _: Drawing, *, like: Tensor, device: object, dtype: torch.dtype) -> Tensor:
+        shape = like.to_local().shape if isinstance(like, DTensor) else like.shape
         with self._fakes:
-            return torch.zeros(shape, dtype=dtype)
+            local = torch.zeros(shape, dtype=dtype if like.is_floating_point() else like.dtype)
+        return placed(local, like=like) if isinstance(like, DTensor) else local
 
     def _inputs(self, microbatches: int, *, device: str = "cpu") -> Tensor:
         dtype = torch.int64 if len(self._shape) == 1 else torch.uint8

@@ -117,10 +117,10 @@ def folder(tmp_path: Path) -> RunFolder:
     return run
 
 
-def joined(folder: RunFolder, rank: int) -> Callable[[], str]:
+def joined(folder: RunFolder, rank: int, *, timeout_s: float = 20.0) -> Callable[[], str]:
     """What the worker's `main` does first, as this rank."""
     config = prepared("nodes=1", "gpus_per_node=2", "cluster.start_timeout_s=240").config
-    config.cluster.collective_timeout_s = 20.0
+    config.cluster.collective_timeout_s = timeout_s
 
     def job() -> str:
         join.join(folder, config=config, world=world(rank), device=torch.device("cpu"), reasons={})
@@ -130,16 +130,18 @@ def joined(folder: RunFolder, rank: int) -> Callable[[], str]:
 
 
 def test_later_groups_have_the_time_out_of_the_configuration(folder: RunFolder) -> None:
+    timeout_s = 220.0  # no collective takes as long, whatever else runs here
+
     def job(rank: int) -> Callable[[], Any]:
         def timeouts_s() -> list[float]:
-            joined(folder, rank)()
+            joined(folder, rank, timeout_s=timeout_s)()
             groups = (dist.group.WORLD, dist.new_group([0, 1]))
             options = [group._get_backend(torch.device("cpu")).options for group in groups]
             return [option._timeout.total_seconds() for option in options]
 
         return timeouts_s
 
-    assert in_processes(job(0), job(1))() == [[20.0, 20.0]] * 2
+    assert in_processes(job(0), job(1))() == [[timeout_s, timeout_s]] * 2
 
 
 def port_of(folder: RunFolder) -> int:

@@ -77,8 +77,16 @@ def beside_others(
 
     with ThreadPoolExecutor(THREADS) as threads:
         tests = [item for item in request.session.items if BESIDE in getattr(item, "fixturenames", ())]
-        yield {test: threads.submit(test.function, **arguments(test)) for test in tests}
+        yield {
+            test: threads.submit(test.function, **arguments(test)) for test in tests if not is_skipped(test)
+        }
         threads.shutdown(cancel_futures=True)
+
+
+def is_skipped(item: pytest.Item) -> bool:
+    """Whether pytest won't call this test. Its job would take the processors from the others."""
+    conditions = [condition for mark in item.iter_markers("skipif") for condition in mark.args]
+    return item.get_closest_marker("skip") is not None or any(conditions)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -48,6 +49,7 @@ SMALL = (
     "model.ffn_dim=160",
     "optimizer.warmup_steps=2",
 )
+ONCE = ("launcher.max_restarts=0",)
 SMALL_IMAGES = (
     "training.steps=10",
     "training.log_every=1",
@@ -384,7 +386,7 @@ def worker_of(folder: Path, rank: int) -> psutil.Process | None:
 @pytest.mark.full
 @pytest.mark.timing
 def test_a_killed_rank_ends_the_job_and_is_named(site: Site) -> None:
-    words = ("strategy=pipeline", "nodes=4", *SMALL, "training.steps=100000", "run_dir=killed")
+    words = ("strategy=pipeline", "nodes=4", *SMALL, "training.steps=100000", "run_dir=killed", *ONCE)
     following = site.follow(*words)
     folder = site.home / "killed"
     wait_for((folder / "metrics.jsonl").exists)
@@ -406,7 +408,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(site: Site) -> None:
 @pytest.mark.full
 def test_a_rank_killed_with_its_supervisor_is_named(site: Site) -> None:
     """As the kernel's out-of-memory killer may do it: the task itself is gone, srun alone tells."""
-    words = ("strategy=data", "nodes=2", *SMALL, "training.steps=100000", "run_dir=task")
+    words = ("strategy=data", "nodes=2", *SMALL, "training.steps=100000", "run_dir=task", *ONCE)
     following = site.follow(*words)
     folder = site.home / "task"
     wait_for((folder / "metrics.jsonl").exists)
@@ -455,6 +457,16 @@ def test_a_requeued_job_goes_on_and_doubles_no_step(site: Site) -> None:
     wait_for((folder / "summary.json").exists)
     summary = read(folder, "summary.json")
     assert (summary["restarts"], summary["lost_steps"], summary["job_ids"]) == (1, 0, [job_id])
+    events = [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
+    launched = [datetime.fromisoformat(event["launched"]) for event in events if "launched" in event]
+    assert len(launched) == 2
+    span_s = (
+        datetime.fromisoformat(summary["ended"]) - datetime.fromisoformat(events[0]["submitted"])
+    ).total_seconds()
+    use = summary["time_use_s"]
+    assert sum(use.values()) == pytest.approx(span_s, rel=0.01)
+    assert use["restart"] > 0
+    assert summary["useful_share"] == pytest.approx(use["steps"] / span_s, rel=0.01)
 
 
 def last_step(folder: Path) -> int:
@@ -463,7 +475,7 @@ def last_step(folder: Path) -> int:
 
 @pytest.mark.full
 def test_a_rank_that_never_arrives_is_named_with_its_host(site: Site) -> None:
-    words = ("strategy=data", "nodes=2", *SMALL, "cluster.start_timeout_s=6", "run_dir=absent")
+    words = ("strategy=data", "nodes=2", *SMALL, "cluster.start_timeout_s=6", "run_dir=absent", *ONCE)
     following = site.follow(*words)
     folder = site.home / "absent"
     worker = wait_for(lambda: worker_of(folder, rank=1))

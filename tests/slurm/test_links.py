@@ -6,7 +6,7 @@ import re
 import time
 
 import pytest
-from test_jobs import SMALL, Site, losses, read, worker_of
+from test_jobs import ONCE, SMALL, Site, losses, read, worker_of
 
 from tests.waiting import wait_for
 from tests.workers import Workers
@@ -41,7 +41,7 @@ def test_a_link_cut_for_a_moment_changes_nothing(site: Site, workers: Workers) -
 
 def test_a_lost_link_is_named(site: Site) -> None:
     hosts = ("nodes=2", f"+launcher.extra.nodelist='n1,{CUT}'")
-    words = ("strategy=data", *hosts, *SMALL, "training.steps=100000", "cluster.hang_timeout_s=15")
+    words = ("strategy=data", *hosts, *SMALL, "training.steps=100000", "cluster.hang_timeout_s=15", *ONCE)
     following = site.follow(*words, "run_dir=lost")
     folder = site.home / "lost"
     wait_for((folder / "metrics.jsonl").exists)

@@ -11,6 +11,7 @@ import pytest
 from cluster import PMIX
 from test_jobs import SMALL, Site, losses, read
 
+from hpc_parallel.record import attempts
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.run_folder import RunFolder
 from tests.waiting import wait_for
@@ -79,7 +80,7 @@ def test_each_start_reaches_the_same_world(start: str, site: Site, workers: Work
 
 @pytest.mark.parametrize("start", ["torchrun", "openmpi", "mpich"])
 def test_signals_and_deaths(start: str, site: Site) -> None:
-    """The signal before a time limit saves and requeues; a killed rank is named."""
+    """The signal before a time limit saves and requeues; a killed rank is named, and all start again."""
     words = ("strategy=data", "nodes=2", "gpus_per_node=1", *SMALL, "training.steps=100000", "run_dir=run")
     assert site.run(*words, *words_of(start, site)).returncode == 0
     folder = RunFolder(site.home / "run")
@@ -96,9 +97,17 @@ def test_signals_and_deaths(start: str, site: Site) -> None:
         if "hpc_parallel.worker.main" in " ".join(command_line(pid))
     )  # fmt: skip
     psutil.Process(victim).kill()
-    assert site.ended(job)["JobState"] == "FAILED"
-    failure = read(folder.path, "failure.json")
-    assert (failure["kind"], failure["host"], failure["signal"]) == ("killed", "n2", "SIGKILL")
+    wait_for(lambda: len(attempts.starts(folder)) == 3)
+    third = attempts.starts(folder)[-1].after_step or 0
+    assert third >= saved[-1]
+    wait_for(lambda: max(steps(folder), default=0) > third)
+    site.cluster.run("scancel", job)
+    assert site.ended(job)["Restarts"] == "1"
+    assert [(end.how, end.host) for end in attempts.ends(folder)] == [
+        ("time_limit", None), ("killed", "n2"), ("cancelled", None),
+    ]  # fmt: skip
+    line = "the ranks start again in the same job, on the same hosts, 1 of 3\n"
+    assert sum(log.read_text().count(line) for log in folder.slurm.glob("*.out")) == 1
 
 
 def steps(folder: RunFolder) -> list[int]:

@@ -70,7 +70,7 @@ def test_a_sweep_is_one_array_for_each_shape_and_resumes_failed_runs(site: Count
     """A sweep of two strategies, with a shape that can't be: a batch of 16 over 5 devices."""
     shapes = 3
     words = ("-m", "strategy=data,pipeline", "nodes=1,2,4,5", *SMALL, "strategy.balance=parameters",
-             "training.steps=30", "launcher=slurm")  # fmt: skip
+             "training.steps=30", "launcher=slurm", "launcher.max_restarts=0")  # fmt: skip
     started_s = time.monotonic()
     done = site.run(*words)
     took_s = time.monotonic() - started_s

@@ -107,6 +107,10 @@ def test_what_does_not_fit_the_file_is_refused(tmp_path: Path) -> None:
     ]
     (stages,) = problems("nodes=2", "strategy.stages_per_rank=2")
     assert stages.endswith(f"does not fit strategy.schedule = {path}. Try strategy.stages_per_rank=1.")
+    (tmp_path / "own-results.csv").write_text("loss,5\n")  # no schedule
+    for name, near in {"ow.csv": path, "own.csvv": path, "gpip": "gpipe", "a/zzzz": "1f1b"}.items():
+        (problem,) = problems("nodes=2", f"strategy.schedule={tmp_path / name}")
+        assert problem.endswith(f". Try strategy.schedule={near}.")
     path.unlink()
     assert problems("nodes=2") == [
         f"strategy.schedule = {path} can't be read: No such file or directory. Try strategy.schedule=1f1b."

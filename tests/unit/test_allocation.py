@@ -187,7 +187,7 @@ def conf(folder: RunFolder) -> None:
     ("signal", "state", "line", "outcome"),
     [
         ("SIGUSR2", "RUNNING", "the time limit of the allocation was near: saved at step 3; ", "failed"),
-        ("SIGTERM", "PREEMPTED", "preempted by Slurm: saved at step 3; nothing starts again in an", "failed"),
+        ("SIGTERM", "PREEMPTED", "preempted by Slurm: saved at step 3; an allocation is not", "failed"),
         ("SIGINT", "RUNNING", "cancelled by Ctrl-C: saved at step 3; go on with resume=", "cancelled"),
     ],
 )  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpc_parallel.models.attention import document_bias
 from hpc_parallel.strategies.context.attention_kernels import (
     CPU_FLASH,
     CUDNN,
@@ -33,12 +34,19 @@ def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return query.to(dtype), kv.to(dtype), grad.to(dtype)
 
 
-def _formula(query: Tensor, kv: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _formula(
+    query: Tensor, kv: Tensor, grad: Tensor, starts: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs, log-sums and gradients in float64; queries sit at the last positions of the keys."""
     query, kv = (tensor.double().requires_grad_() for tensor in (query, kv))
     key, value = kv.repeat_interleave(3, dim=2)
     scores = query @ key.mT / math.sqrt(8)
     scores = scores.masked_fill(torch.ones(7, 13).triu(7).bool(), -torch.inf)
+    for sample, begins in enumerate([] if starts is None else starts.tolist()):
+        for row, begin in enumerate(begins):
+            earlier = torch.zeros(2, 1, 7, 13, dtype=torch.bool)
+            earlier[sample, :, row, :begin] = True
+            scores = scores.masked_fill(earlier, -torch.inf)
     output = scores.softmax(-1) @ value
     (output * grad.double()).sum().backward()
     return output.detach(), scores.detach().logsumexp(-1), query.grad, kv.grad
@@ -61,6 +69,39 @@ def test_parts_of_the_keys_merge_to_the_formula(name: str, dtype: torch.dtype) -
     assert output.dtype == lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     for result, wanted in zip((output, lse, grad_query, grad_kv), _formula(query, kv, grad), strict=True):
         torch.testing.assert_close(result.double(), wanted, rtol=0, atol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_query_sees_no_key_of_another_document(name: str, dtype: torch.dtype) -> None:
+    """The document of the last 4 queries begins at key 9, so that they see nothing of the earlier part.
+
+    The document of the first sample's queries 0 to 2 begins at key 4.
+    """
+    kernel: Kernel = KERNELS[name]
+    query, kv, grad = _inputs(dtype)
+    starts = torch.tensor([[4, 4, 4, 9, 9, 9, 9], [0, 0, 0, 9, 9, 9, 9]])
+    hidden = torch.finfo(dtype).min / 2
+    rows, columns = torch.arange(6, 13), torch.arange(13)
+    spans = slice(6, 13), slice(0, 6)
+    biases = [document_bias(rows, columns[span], starts, dtype=dtype, hidden=hidden) for span in spans]
+    own, earlier = (
+        kernel.forward(query, kv[..., span, :], causal=False, bias=bias)
+        for span, bias in zip(spans, biases, strict=True)
+    )
+    output, lse = accumulated(own)
+    merge(output, lse, part=earlier)
+    parts = [
+        kernel.backward(
+            grad, query, kv[..., span, :], output=output.to(dtype), lse=lse, causal=False, bias=bias
+        )
+        for span, bias in zip(spans, biases, strict=True)
+    ]
+    grad_query = sum(part[0].double() for part in parts)
+    grad_kv = torch.cat([part[1].double() for part in reversed(parts)], dim=-2)
+    wanted = _formula(query, kv, grad, starts)
+    for result, exact in zip((output, lse, grad_query, grad_kv), wanted, strict=True):
+        torch.testing.assert_close(result.double(), exact, rtol=0, atol=BOUNDS[dtype])
 
 
 @pytest.mark.parametrize(

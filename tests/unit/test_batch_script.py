@@ -155,7 +155,7 @@ class Node:
         run = prepared(f"launcher.venv={quoted(str(self.venv))}", "launcher.snapshot=false", *overrides)
         run.folder.create()
         written = f"touch {shlex.quote(str(run.folder.summary))}\n" if completes else ""
-        before_ranks = render(run).rpartition("\nsrun ")[0]
+        before_ranks = render(run).rpartition("\nset +e")[0]
         script = f"{module}{before_ranks}\n{written}{then}"
         environment = {**os.environ, "CALLS": str(self.calls), "SLURM_JOB_ID": "7"}
         return subprocess.run(
@@ -180,10 +180,15 @@ def test_names_of_modules_are_only_names(node: Node) -> None:
     assert not node.calls.exists()  # nothing to conclude
 
 
-# As Environment Modules 3: the exit code is that of `eval` of nothing.
+# As Environment Modules 3: the exit code is that of `eval` of nothing, and `show` prints to stderr.
 MODULES_3 = """
-MODULE_VERSION={version} LOADEDMODULES=base/1
-module() {{ case $2 in gcc) LOADEDMODULES+=:gcc/9 ;; cc) LOADEDMODULES+=:icc ;; esac; }}
+MODULE_VERSION={version} LOADEDMODULES=base/1 _LMFILES_=/mf/base/1
+module() {{ case $* in
+    "load gcc") LOADEDMODULES+=:gcc/9 ;; "load cc") LOADEDMODULES+=:icc ;;
+    "show default") printf -- '---\\n/mf/base/1:\\n\\nsetenv BASE /b:\\n---\\n' >&2 ;;
+    "show base2") printf -- '---\\n/mf/base/2:\\n\\n---\\n' >&2 ;;
+    show*) echo "ModuleCmd_Display.c(140):ERROR:105: Unable to locate a modulefile for '$2'" >&2 ;;
+esac; }}
 """
 
 
@@ -191,7 +196,9 @@ module() {{ case $2 in gcc) LOADEDMODULES+=:gcc/9 ;; cc) LOADEDMODULES+=:icc ;; 
     ("version", "names", "missing"),
     [
         ("3.2.10", "gcc,cc,base,base/1,gcc/9", None),  # cc is an alias of icc
+        ("3.2.10", "gcc,default", None),  # an alias of what is loaded
         ("3.2.10", "gcc,cuda,base", "cuda"),
+        ("3.2.10", "gcc,base2,base", "base2"),  # it exists, and failed
         ("5.3.0", "cuda", None),  # has an exit code of its own
     ],
 )
@@ -268,8 +275,9 @@ def test_a_setup_line_that_exits_does_not_complete_the_job(
 
 def test_srun_starts_one_worker_a_device(tmp_path: Path) -> None:
     run = prepared("nodes=2", "gpus_per_node=2", "launcher.cpus_per_device=3", "run_dir='it is'")
-    last = render(run).splitlines()[-1]
-    assert shlex.split(last) == [
+    *_, srun, following, done = render(run).splitlines()
+    assert (following, done) == ("hpc_parallel_next $?", "done")
+    assert shlex.split(srun) == [
         "srun", "--cpus-per-task=3", "--distribution=block:block", "--kill-on-bad-exit=1", "--wait=0",
         sys.executable, "-m", "hpc_parallel.job", "rank", str(tmp_path / "it is"),
     ]  # fmt: skip
@@ -310,7 +318,7 @@ def test_submitit_submits_the_preview_which_starts_its_payload(
     assert given == SlurmLauncher().preview(submitted) == submitted.folder.batch_script.read_text()
     payload = Executor(submitted.folder.slurm, script="", time_minutes=1)._submitit_command_str
     logs = f"--unbuffered --output={submitted.folder.slurm}/%j_%t_log.out"
-    *_, marker, srun = given.splitlines()
+    *_, marker, srun, _, _ = given.splitlines()
     assert marker == "export SUBMITIT_EXECUTOR=slurm"
     assert srun == " ".join(["srun", logs, *srun_arguments(submitted), payload])
     assert "wckey" not in given

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpc_parallel.config.checks import training_checks
 from hpc_parallel.config.checks.all_checks import find_problems
 from hpc_parallel.config.resolve import resolve
+from hpc_parallel.layout import schedules
 from hpc_parallel.models.experts import Reorder, grouped_product
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.strategies import precision
@@ -95,7 +95,7 @@ def test_slices_must_divide_the_width_of_experts() -> None:
 
 
 def test_a_torch_that_is_too_old_to_slice_experts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_checks, "version", lambda package: "2.12.1+cu130")
+    monkeypatch.setattr(schedules, "version", lambda package: "2.12.1+cu130")
     words = (*FSDP_EP, "strategy.shard=2", "strategy.replicate=-1", "training.global_batch_size=12")
     assert list(map(str, find_problems(resolve(composed(*words))[0]))) == [
         "strategy.expert = 2 in slices (strategy.shard or strategy.tensor) needs torch 2.13 or newer, and "

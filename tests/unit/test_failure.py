@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_parallel.failure import conclude_run, failure, flight_recorder, normal_end, restart, root_cause
+from hpc_parallel.failure import failure, flight_recorder, normal_end, restart, root_cause
 from hpc_parallel.failure.conclude_run import conclude, find_root_cause
 from hpc_parallel.failure.desync import compare
 from hpc_parallel.failure.error_place import located, mark_step
@@ -27,11 +28,11 @@ from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record import attempts
-from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.slurm import submit
 from hpc_parallel.user_code import causes_of, hint
 
 SUMMARY_KEYS = {
@@ -44,6 +45,7 @@ SUMMARY_KEYS = {
     "exposed_communication_share", "bubble_share", "step_parts_s", "traffic_bytes",
     "busiest_rank_traffic_bytes", "traffic", "unknown_collectives", "ring_all_reduce", "predicted",
     "restarts", "lost_steps", "skipped_steps", "started", "ended", "job_ids",
+    "time_use_s", "useful_share",
 }  # fmt: skip
 MS = 1_000_000
 
@@ -80,8 +82,8 @@ def folder(tmp_path: Path) -> RunFolder:
                 "gpus_per_node": 2,
                 "strategy": strategy,
                 "task": {"name": "train"},
-                "training": {"steps": 20},
-                "launcher": {"time_minutes": 60},
+                "training": {"steps": 20, "on_nonfinite": "stop"},
+                "launcher": {"time_minutes": 60, "max_requeues": 20, "max_restarts": 0},
             }
         )
     )
@@ -274,15 +276,45 @@ def test_a_task_that_can_not_continue_keeps_its_rows_and_is_not_requeued(
     assert summary["outcome"] == outcome
 
 
-def test_a_run_that_is_not_started_again_has_failed_and_says_why(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("job", "refusal"),
+    [("7", "Requested operation is presently disabled for job 7"),  # JobRequeue=0
+     ("2_0", "2_0: Requested operation is presently disabled"),
+     ("7", "Access/permission denied for job 7")],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "how", "kind"),
+    [
+        ("SIGUSR2", "the time limit of 60 min was near", "time_limit"),
+        ("SIGTERM", "preempted by Slurm", "killed"),
+    ],
+)
+def test_a_run_that_is_not_started_again_has_failed_and_says_what_to_type(
+    folder: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    name: str,
+    how: str,
+    kind: str,
+    job: str,
+    refusal: str,
 ) -> None:
-    monkeypatch.setattr(conclude_run.restart, "requeue_or_resubmit", lambda *_, **__: "not requeued: why")
-    monkeypatch.setattr(conclude_run.restart, "why_stopped", lambda *_, **__: conclude_run.restart.PREEMPTED)
-    write_json(folder.stopped, {"signal": "SIGTERM", "step": 30})
-    line = conclude(folder, returncode=1, environment={"SLURM_JOB_ID": "7"})
-    assert line == "preempted by Slurm: saved at step 30; not requeued: why"
-    assert read_json(folder.failure)["line"] == line
+    """With what scontrol of 22.05 prints where a site requeues no jobs."""
+    answer = CompletedProcess(["scontrol"], 1, "", f"{refusal}\n")
+    monkeypatch.setattr(submit, "run", lambda *_, **__: answer)
+    monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "RUNNING", "PreemptTime": "now"})
+    config = folder.read_config()
+    config["launcher"] |= {"exclude": None, "resubmit": False, "max_requeues": 2}
+    folder.config.write_text(json.dumps(config))
+    write_json(folder.stopped, {"signal": name, "step": 30})
+    array, _, task = job.partition("_")
+    environment = {"SLURM_JOB_ID": array}
+    environment |= {"SLURM_ARRAY_JOB_ID": array, "SLURM_ARRAY_TASK_ID": task} if task else {}
+    line = conclude(folder, returncode=1, environment=environment)
+    refused = f"not requeued ({refusal}); launcher.resubmit=true submits a new job then"
+    assert line == f"{how}: saved at step 30; {refused}; go on with resume={folder.path}"
+    written = read_json(folder.failure)
+    assert (written["line"], written["kind"]) == (line, kind)
     assert read_json(folder.summary)["outcome"] == "failed"
 
 
@@ -800,17 +832,3 @@ def test_the_recorders_variables_leave_the_users_alone(folder: RunFolder) -> Non
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "9", "TORCH_FR_DUMP_TEMP_FILE": "/mine",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_ENABLE_TIMING": "1",
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("kind", "rank", "policy", "mends"),
-    [
-        ("killed", 3, "stop", True), ("lost_peer", 3, "stop", True), ("node_lost", None, "stop", True),
-        ("hang", 3, "stop", True), ("collective_timeout", 3, "stop", True), ("start", 3, "stop", True),
-        ("start", None, "stop", False), ("error", 3, "stop", False), ("out_of_memory", 3, "stop", False),
-        ("disk", 3, "stop", False), ("configuration", 3, "stop", False), ("time_limit", None, "stop", False),
-        ("nonfinite", 3, "stop", False), ("nonfinite", 3, "rollback", True),
-    ],
-)  # fmt: skip
-def test_restarts_follow_the_kind_of_failure(kind: str, rank: int | None, policy: str, mends: bool) -> None:
-    assert failure.can_restart(Failure(kind=kind, rank=rank), on_nonfinite=policy) == mends

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_parallel import torch_internals
+from hpc_parallel.layout.layout import Layout
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError
@@ -17,6 +19,7 @@ from hpc_parallel.strategies.working_weights import cast_weights
 from tests.composed import prepared
 
 RECIPES = ("tensorwise", "rowwise")
+MULTIPLY = {recipe: partial(float8.multiply, by_rows=recipe == "rowwise") for recipe in RECIPES}
 ROUNDING = 2.0**-8  # of a bfloat16, which has 8 bits: half a unit in the last place, and a float32 sum
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -51,7 +54,7 @@ def test_all_three_products_are_those_of_the_rounded_factors(recipe: str) -> Non
     x.requires_grad_()
     layer = nn.Parameter(weight.clone())
     model.weight = layer
-    output = float8.RECIPES[recipe](nn.Linear.forward, model, x)
+    output = MULTIPLY[recipe](nn.Linear.forward, model, x)
     output.backward(gradient)
     flat, rows = x.detach().flatten(0, 1), gradient.flatten(0, 1)
     by_rows = recipe == "rowwise"
@@ -89,7 +92,7 @@ def test_a_gpu_gets_what_cublas_takes(monkeypatch: pytest.MonkeyPatch, recipe: s
     def products() -> list[Tensor]:
         x, layer = numbers(2, 16, 64).requires_grad_(), nn.Linear(64, 48, bias=False, dtype=torch.bfloat16)
         layer.weight.data = numbers(48, 64)
-        output = float8.RECIPES[recipe](nn.Linear.forward, layer, x)
+        output = MULTIPLY[recipe](nn.Linear.forward, layer, x)
         output.backward(numbers(2, 48, 16).transpose(1, 2))
         assert x.grad is not None
         assert layer.weight.grad is not None
@@ -98,7 +101,10 @@ def test_a_gpu_gets_what_cublas_takes(monkeypatch: pytest.MonkeyPatch, recipe: s
     ours = products()
     monkeypatch.setattr(torch._meta_registrations, "device_hint", lambda tensor: "cuda")
     monkeypatch.setattr(torch, "_scaled_mm", note)
-    monkeypatch.setattr(float8, "scaled_product", torch_internals.cuda_scaled_product)
+    monkeypatch.setattr(
+        float8, "scaled_product",
+        lambda *factors, dtype, **options: torch_internals.cuda_scaled_product(*factors, **options).to(dtype),
+    )  # fmt: skip
     for found, wanted in zip(products(), ours, strict=True):
         assert difference(found, wanted.double()) < ROUNDING
     by_rows = recipe == "rowwise"
@@ -163,15 +169,17 @@ def test_only_linear_layers_of_blocks_with_fitting_sizes_are_replaced() -> None:
     layers = ("attention.query", "attention.key", "attention.value", "attention.output")
     assert names == {f"blocks.{block}.{layer}" for block in (0, 1) for layer in layers}
     odd = decoder(dim=24, ffn_dim=40)
-    (problem,) = float8.find_problems(odd, recipe="rowwise")
+    (problem,) = float8.find_problems(odd, recipe="rowwise", layout=Layout(), sample_shape=(8,))
     assert "training.fp8 = rowwise has no effect" in str(problem)
-    assert not list(float8.find_problems(odd, recipe="off"))
+    assert not list(float8.find_problems(odd, recipe="off", layout=Layout(), sample_shape=(8,)))
 
 
 def test_rows_that_are_no_multiple_of_16_keep_bfloat16() -> None:
     layer, x = nn.Linear(32, 16), torch.randn(3, 5, 32)
-    assert torch.equal(float8.tensorwise(nn.Linear.forward, layer, x), layer(x))
-    assert not torch.equal(float8.tensorwise(nn.Linear.forward, layer, torch.cat([x[:, :4]] * 4)), layer(x))
+    assert torch.equal(MULTIPLY["tensorwise"](nn.Linear.forward, layer, x), layer(x))
+    assert not torch.equal(
+        MULTIPLY["tensorwise"](nn.Linear.forward, layer, torch.cat([x[:, :4]] * 4)), layer(x)
+    )
 
 
 @pytest.mark.full
@@ -179,7 +187,7 @@ def test_rows_that_are_no_multiple_of_16_keep_bfloat16() -> None:
 def test_compiled_code_gives_the_same(recipe: str) -> None:
     layer, x = nn.Linear(32, 48, dtype=torch.bfloat16), numbers(2, 16, 32, spread=1.0)
     results = []
-    for run in (float8.RECIPES[recipe], torch.compile(float8.RECIPES[recipe], fullgraph=True, dynamic=False)):
+    for run in (MULTIPLY[recipe], torch.compile(MULTIPLY[recipe], fullgraph=True, dynamic=False)):
         layer.zero_grad()
         leaf = x.clone().requires_grad_()
         output = run(nn.Linear.forward, layer, leaf)
@@ -246,8 +254,12 @@ HALF = "training.precision=bfloat16"
     [
         (("training.fp8=on",), "training.fp8 = on is not one of off, tensorwise, rowwise"),
         (("training.precision=float32",), "Try training.precision=bfloat16."),
-        ((HALF, "strategy=tensor", "nodes=2"), "strategy.tensor = 2 can't be combined with training.fp8"),
-        ((HALF, "strategy=context", "nodes=2"), "strategy.context = 2 can't be combined with training.fp8"),
+        ((HALF, "strategy=tile", "nodes=2", "model=convnet", "data=digits"),
+         "strategy.tile = 2 can't be combined with training.fp8"),
+        ((HALF, "strategy=tensor", "nodes=2", "model.ffn_dim=80"),
+         "needs parts that are multiples of 16: of 80 (model.ffn_dim) strategy.tensor = 2 leaves 40. Try "),
+        ((HALF, "strategy=context", "nodes=2", "data.sequence_length=48"),
+         "of 48 (data.sequence_length) strategy.context = 2 leaves 24. Try training.fp8=off"),
         ((HALF, "model=moe_tiny"), "is not proven for a mixture of experts"),
         ((HALF, "model=convnet", "data=digits"), "this model has convolutions"),
         ((HALF, "strategy=parameter_server", "nodes=2"), "with strategy.execution = parameter_server"),

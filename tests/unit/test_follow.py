@@ -96,6 +96,22 @@ def test_a_line_of_a_task_that_trains_nothing(metrics: dict[str, Any], line: str
     assert described(MetricsLine.of(metrics), steps=3) == line.split(SEPARATOR)
 
 
+@pytest.mark.parametrize(
+    "first_step", ["step 1/600  loss 5.5  9 samples/s", "  1/180  fp32 4096  1.2 ms", ""]
+)
+def test_what_rank_0_says_before_its_first_step_is_shown(folder: RunFolder, first_step: str) -> None:
+    following, shown = follower(folder)
+    said = "packing: 4 training documents in 5 samples of 8, 95.0% full"
+    with folder.log(0, "out").open("a") as log:
+        log.write(f"rank 0 of 2 on n1 (10.0.0.1), cpu\n{said}\n")
+        log.flush()
+        following.poll()
+        log.write(f"{first_step}\nof a callback\n" if first_step else "")
+    write_json(folder.summary, {"outcome": "completed"})
+    following.finish()
+    assert shown.getvalue().splitlines()[:2] == [said, "completed: step 0 of 600"]
+
+
 def test_plain_lines_of_a_completed_run(folder: RunFolder) -> None:
     following, shown = follower(folder)
     following.note("starting")

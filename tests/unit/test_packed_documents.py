@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hpc_parallel.models.language import LanguageModel
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.strategies import packed_documents
+from hpc_parallel.strategies.context import ring
 from tests.datasets import Texts
 from tests.one_by_one import loss_of_documents
 
@@ -126,3 +128,16 @@ def test_a_model_that_would_mix_documents_is_refused(build: Callable[[], Any], w
     (problem,) = packed_documents.find_problems(build())
     assert words in str(problem)
     assert list(packed_documents.find_problems(learnt())) == []
+
+
+def test_the_begins_that_devices_gather_are_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are every second number of a packed sample, and NCCL refuses to send such a tensor."""
+    _, starts = torch.arange(16).view(1, 8, 2).unbind(-1)
+
+    def all_gather(output: Tensor, part: Tensor, *, group: Any) -> None:
+        assert part.is_contiguous()
+        output.copy_(part.repeat(2, *[1] * (part.dim() - 1)).view_as(output))
+
+    monkeypatch.setattr(ring, "all_gather", all_gather)
+    gathered = ring.gather_kv(starts[..., None], SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]
+    assert gathered.flatten().tolist() == [1, 3, 5, 7, 1, 3, 5, 7, 9, 11, 13, 15, 9, 11, 13, 15]

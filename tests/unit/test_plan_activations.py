@@ -12,6 +12,11 @@ from tests.oracle.traced_rank import measure
 
 SMALL = "model.layers=2 data.sequence_length=64"
 MOE = f"model=moe_tiny model.ffn_dim=176 {SMALL}"  # grouped products in bfloat16 need a multiple of 8
+QWEN = f"{MOE} model.head_dim=16 model.qk_norm=true model.renormalise=true"
+DEEPSEEK = (
+    f"{MOE} model.shared_experts=2 model.dense_layers=1 model.dense_ffn_dim=352 model.gate=sigmoid "
+    "model.renormalise=true model.balance=0 model.balance_step=0.01"
+)
 HALF, DOUBLE, FLOAT16 = (f"training.precision={name}" for name in ("bfloat16", "float64", "float16"))
 FULL, SELECTIVE = (f"training.activation_checkpointing={keeps}" for keeps in ("full", "selective"))
 PACKED = "data=dataset data.dataset._target_=tests.datasets.Texts data.vocab_size=256 data.packing=true"
@@ -33,6 +38,8 @@ CASES = [  # words, rank
     (f"strategy=pipeline {TWO} strategy.schedule=zbv {HALF}", 1),  # with autocast
     (f"strategy=pipeline {TWO} {MOE} {SELECTIVE}", 1),
     (f"strategy=hybrid {EIGHT} strategy.tensor=2 {HALF}", 6),
+    (f"strategy=tensor {TWO} {QWEN} {HALF}", 1),
+    (f"strategy=expert {TWO} {DEEPSEEK}", 1),
     (f"strategy=single {SMALL} {PACKED}", 0),
     (f"strategy=context {TWO} {SMALL} {PACKED} strategy.context_attention=gather {SELECTIVE}", 1),
 ]  # fmt: skip
@@ -43,12 +50,23 @@ MORE = [
     (f"strategy=tensor {TWO} {SMALL} {PACKED} {HALF}", 1),
     (f"strategy=context nodes=4 {SMALL} {PACKED} strategy.context_attention=all_to_all {HALF}", 2),
     (f"strategy=fsdp {FOUR} {SMALL} {PACKED} strategy.context=2 strategy.context_attention=gather", 3),
+    (f"strategy=context {TWO} {SMALL} {PACKED} {HALF}", 1),
+    (f"strategy=context {TWO} {SMALL} {PACKED} {SELECTIVE}", 0),
     (f"strategy=single {SMALL} {DOUBLE}", 0),
     (f"strategy=single {SMALL} {FLOAT16}", 0),
     (f"strategy=single {SMALL} {HALF} {SELECTIVE}", 0),
     (f"strategy=single {SMALL} {DOUBLE} {SELECTIVE} {LOGITS}", 0),
     (f"strategy=single {SMALL} {FULL} {LOGITS} model.tied_head=false", 0),
     (f"strategy=single {MOE}", 0),
+    (f"strategy=single {QWEN}", 0),
+    (f"strategy=single {DEEPSEEK} {FLOAT16}", 0),
+    (f"strategy=single {DEEPSEEK} {HALF} {SELECTIVE}", 0),
+    (f"strategy=fsdp {TWO} {DEEPSEEK} {HALF}", 1),
+    (f"strategy=tensor {TWO} {DEEPSEEK} {FULL}", 1),
+    (f"strategy=single {QWEN} {DOUBLE} {SELECTIVE}", 0),
+    (f"strategy=single {QWEN} {FLOAT16}", 0),
+    (f"strategy=fsdp {TWO} {QWEN} {HALF}", 0),
+    (f"strategy=context {TWO} {QWEN} {FULL} strategy.context_attention=all_to_all", 0),
     (f"strategy=single {MOE} {DOUBLE}", 0),
     (f"strategy=single {MOE} {FLOAT16}", 0),
     (f"strategy=single {MOE} {HALF} {SELECTIVE}", 0),

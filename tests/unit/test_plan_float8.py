@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from hpc_parallel.config.resolve import resolve
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.planning.hardware import read_hardware
 from hpc_parallel.planning.operations import ROUNDED, ROUNDING_KERNELS, in_float8
+from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, ActionKind
 from hpc_parallel.planning.step_time import StepTerms
 from hpc_parallel.planning.work import work_of_run
 from hpc_parallel.strategies import float8
@@ -133,3 +135,54 @@ def test_hardware_without_a_peak_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert "Two trainings in float8 were compared with plans (docs/plan.md)." in capsys.readouterr().out
     assert command(["plan", *words[:-1], "training.precision=float16x", f"hardware={H100}"]) == 2
     assert "float8" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_as_many_largest_values_are_exchanged_as_planned(axis: str, recipe: str) -> None:
+    """By a block whose layers and tokens are split; the messages are counted without other ranks."""
+    sizes = {"dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 192, "vocab_size": 256}
+    words = [f"model.{key}={value}" for key, value in sizes.items()]
+    config, *_ = resolve(composed(
+        *RUN, f"strategy={axis}", f"strategy.{axis}=2", "gpus_per_node=2", *words, "model.layers=1",
+        "data.sequence_length=64", "training.global_batch_size=1", f"training.fp8={recipe}",
+    ))  # fmt: skip
+    exchanges = StepTerms(work_of_run(config), read_hardware(H100, folders=FOLDERS)).exchanges
+    planned = Counter(
+        {
+            kind: sum(count * exchange.bytes for count, exchange in exchanges._scales(kind))
+            for kind in (FORWARD, BACKWARD)
+        }
+    )
+    tokens = 64 if axis == "tensor" else 32
+    over, found = (float8.Axis(axis, "group"),), Counter[ActionKind]()
+    messages = Counter[ActionKind]()
+    pairs = ((64, 64), (64, 32), (64, 32), (64, 64), (64, 192), (64, 192), (192, 64))  # inputs, outputs
+    for place, (inputs, outputs) in enumerate(pairs):
+        is_row = place in (3, 6)
+        if axis == "tensor":
+            inputs, outputs = (inputs // 2, outputs) if is_row else (inputs, outputs // 2)
+            splits = float8.Splits(inputs=over) if is_row else float8.Splits(outputs=over)
+        else:
+            splits = float8.Splits(rows=over)
+        x, weight = torch.randn(tokens, inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
+        sent: list[int] = []
+
+        def counted(numbers: Tensor, *, group: str, sent: list[int] = sent) -> Tensor:
+            sent.append(numbers.nbytes)
+            return numbers
+
+        with mock.patch.object(float8, "largest_of_group", counted):
+            output = float8.Product.apply(x.requires_grad_(), weight, recipe == "rowwise", splits)
+            found[FORWARD] += sum(sent)
+            messages[FORWARD] += len(sent)
+            sent.clear()
+            output.sum().backward()
+            found[BACKWARD] += sum(sent)
+            messages[BACKWARD] += len(sent)
+    for kind in planned:
+        assert exchanges.scale_messages(kind) == messages[kind]
+    if recipe == "tensorwise":  # one or two numbers: only their latency counts
+        assert all(0 < found[kind] <= planned[kind] for kind in planned)
+    else:
+        assert found == planned

@@ -75,15 +75,17 @@ def planned(*words: str, hardware: Hardware = GPU) -> StepTime:
     return step_of(*MIXTURE, *words, hardware=hardware).result()
 
 
-def test_a_mixture_computes_what_its_model_counts() -> None:
-    step = step_of(*MIXTURE, "strategy=single")
+@pytest.mark.parametrize(("used", "words"), [(2, ()), (1, ("model.experts=1", "model.experts_per_token=1"))])
+def test_a_mixture_computes_what_its_model_counts(used: int, words: tuple[str, ...]) -> None:
+    """A single expert has a router too."""
+    step = step_of(*MIXTURE, *words, "strategy=single")
     decoder = step.work.decoder
-    config, *_ = resolve(composed(*MIXTURE))
+    config, *_ = resolve(composed(*MIXTURE, *words))
     weights = weights_of(config.model, sample_shape=(64,))
     assert decoder.block_flops == weights.flops.blocks[0]
     products = [one for one in step.share.block() if isinstance(one, MatrixProduct)]
     linear = sum(one.flops for one in products if one.name not in ("scores", "weighted values"))
-    assert linear == 2 * step.share.tokens * decoder.weights_with(2)  # 2 experts a token
+    assert linear == 2 * step.share.tokens * decoder.weights_with(used)
     matrices = sum(one.numel for one in weights.weights if one.part == "0" and len(one.shape) > 1)
     assert decoder.block_weights == matrices
 

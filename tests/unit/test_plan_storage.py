@@ -12,7 +12,7 @@ from hpc_parallel.__main__ import main as command
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.layout.batch_plan import Plan
 from hpc_parallel.planning.forecast import Forecast, forecast
-from hpc_parallel.planning.hardware import Hardware, Storage, read_hardware
+from hpc_parallel.planning.hardware import Hardware, Storage, named_hardware, read_hardware
 from hpc_parallel.planning.storage_times import StorageTimes, checkpoint_bytes
 from hpc_parallel.planning.work import work_of_run
 from tests.benchmarks.calibrate_plan import FOLDERS
@@ -131,7 +131,7 @@ def test_a_time_limit_has_room_for_the_saves(tmp_path: Path) -> None:
     def planned(hardware: str, *, steps: int) -> Forecast:
         asked, training = replace(config.plan, hardware=hardware), replace(config.training, steps=steps)
         run = replace(config, plan=asked, training=training)
-        return forecast(run, Plan.of(run), user_folder=tmp_path)
+        return forecast(run, Plan.of(run), hardware=named_hardware(hardware, user_folder=tmp_path))
 
     steps = int(59 / planned(A100, steps=1).figures["step_time_s"])  # and at least two saves of 1.9 s
     assert steps > 100

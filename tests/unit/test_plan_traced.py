@@ -20,6 +20,7 @@ from tests.composed import composed
 from tests.marks import in_full
 from tests.oracle.sent_bytes import sent_by_axes
 from tests.oracle.traced_rank import measure
+from tests.unit.test_plan_activations import PACKED
 
 GPU = read_hardware("a100_80gb_node8_800gbit", folders=FOLDERS)
 SMALL = (
@@ -45,6 +46,7 @@ MORE = [
     f"strategy=context {FOUR} {FULL}",
     f"strategy=context {FOUR} {GATHER} training.precision=float32",
     f"strategy=fsdp {FOUR} strategy.context=2 {GATHER}",
+    f"strategy=context {FOUR} {GATHER} {PACKED}",
     f"strategy=pipeline {FOUR} strategy.pipeline=2 strategy.shard=2",
     f"strategy=pipeline {FOUR} strategy.pipeline=2 strategy.context=2 {ALL_TO_ALL}",
 ]

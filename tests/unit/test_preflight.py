@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -18,8 +17,8 @@ import torch
 
 from hpc_parallel.config.site_schema import PreflightConfig
 from hpc_parallel.failure import failure
-from hpc_parallel.failure.conclude_run import conclude, may_restart
-from hpc_parallel.failure.restart import MOST_EXCLUSIONS, allowed, hosts_to_exclude
+from hpc_parallel.failure.conclude_run import after_failure, conclude
+from hpc_parallel.failure.restart import END, MOST_EXCLUSIONS, REQUEUE, Limits, decide, hosts_to_exclude
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine import host_facts
 from hpc_parallel.machine.host_facts import cpu_facts, different_packages, disk, driver_version
@@ -27,7 +26,6 @@ from hpc_parallel.machine.host_findings import Finding, findings
 from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents
 from hpc_parallel.record import attempts
-from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.recorded_preflight import difference_table
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.report.run_lines import difference_lines
@@ -430,14 +428,11 @@ def test_all_accused_hosts_are_excluded_at_once() -> None:
 def test_accused_hosts_are_excluded_from_the_next_start(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create()
-    launcher = {"max_requeues": 0, "max_restarts": 0}
-    cause = Failure(kind=failure.PREFLIGHT, rank=2, details={"exclude": ["n1"]})
-    assert failure.can_restart(cause, on_nonfinite="stop")
-    assert not failure.can_restart(replace(cause, details={"exclude": []}), on_nonfinite="stop")
+    limits = Limits(max_restarts=0, max_requeues=0, rolls_back=False, start=0)
     for number in range(MOST_EXCLUSIONS + 1):
         attempts.end(folder, how=failure.PREFLIGHT, host="n0", exclude=["n0", f"n{number}"])
-        goes_on = allowed(folder, how=failure.PREFLIGHT, recoverable=True, launcher=launcher)
-        assert goes_on == (number < MOST_EXCLUSIONS)
+        decision = decide(attempts.recent_ends(folder), limits=limits)
+        assert decision.action == (REQUEUE if number < MOST_EXCLUSIONS else END)
         assert hosts_to_exclude(folder) == [f"n{at}" for at in range(number + 1)]
     assert len(attempts.recent_ends(folder)) == MOST_EXCLUSIONS + 1
 
@@ -456,7 +451,7 @@ def test_the_hosts_come_from_the_record_of_a_rank(tmp_path: Path) -> None:
     error = PreflightError("n2: hot; also accused: n4", exclude=["n2", "n4"])
     failure.record_exception(folder, world=world, error=error)
     assert conclude(folder, returncode=1) == "rank 1 on n2 failed first: n2: hot; also accused: n4"
-    assert may_restart(folder)
+    assert after_failure(folder).action == REQUEUE
     assert hosts_to_exclude(folder) == ["n2", "n4"]
 
 

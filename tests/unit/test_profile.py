@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpc_parallel.config.checks.task_checks import measured_steps
 from hpc_parallel.config.schema import ProfileConfig, RunConfig
 from hpc_parallel.failure import failure, rank_process
 from hpc_parallel.failure.nvidia_profiler import ProfilerError, profiler_words
+from hpc_parallel.layout.step_facts import measured_steps
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.profiling.recording import describe, parts
 from hpc_parallel.profiling.timeline import STEP, WAIT, Event

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 
-from hpc_parallel.failure import failure, restart
+from hpc_parallel.config.resolve import resolve
+from hpc_parallel.failure import conclude_run, failure, restart
+from hpc_parallel.failure.restart import Limits
+from hpc_parallel.layout.layout import Layout
+from hpc_parallel.machine.world import World
 from hpc_parallel.record import attempts, owner
+from hpc_parallel.record.attempts import End
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.slurm import submit
 from hpc_parallel.slurm.jobs import Job
+from tests.composed import composed
 
+DISABLED = "Requested operation is presently disabled"  # as scontrol of 22.05 says it
 LAUNCHER = {"max_requeues": 2, "max_restarts": 1, "exclude": None, "resubmit": False, "partition": None}
 
 
@@ -23,24 +33,154 @@ def folder(tmp_path: Path) -> RunFolder:
     return folder
 
 
-def allowed(folder: RunFolder, how: str, *, recoverable: bool = True) -> bool:
-    """As at the end of a start that ended so."""
-    attempts.end(folder, how=how, host="n2")
-    return restart.allowed(folder, how=how, recoverable=recoverable, launcher=LAUNCHER)
+def ends(text: str) -> list[End]:
+    """Ends of starts: `how rank@host step`, separated by commas. `-` for what is not known."""
+    found = []
+    for words in text.split(", "):
+        how, place, step = words.split()
+        rank, _, host = place.partition("@")
+        numbers = {"rank": None if rank == "-" else int(rank), "step": None if step == "-" else int(step)}
+        exclude = (host,) if how == "preflight" and host else ()
+        found.append(End("2026-01-01", how, host or None, exclude, **numbers))
+    return found
 
 
-def test_restarts_are_limited_and_counted_from_the_last_resume(folder: RunFolder) -> None:
-    assert [allowed(folder, "time_limit") for _ in range(3)] == [True, True, False]
-    assert [allowed(folder, "preempted") for _ in range(4)] == [True] * 4
-    assert [allowed(folder, "killed") for _ in range(2)] == [True, False]
-    assert not allowed(folder, "error", recoverable=False)
+SAME = "it failed so twice after step 30, so it does not start again"
+USED = "launcher.max_restarts=3 are used up"
+KILLED = "killed 1@n2 30"
+PLACES = ["killed 1@n2 30", "hang 2@n3 40", "killed 3@n4 50", "lost_peer 0@n1 60"]
+TABLE = [  # how the starts ended; what is allowed; what follows in a job
+    # A failure that a new start can repair: on the same hosts, as often as it is allowed.
+    (KILLED, {}, "in place", "1 of 3"),
+    ("lost_peer 1@n2 30", {}, "in place", "1 of 3"),
+    ("collective_timeout 1@n2 30", {}, "in place", "1 of 3"),
+    ("start 1@n2 0", {}, "in place", "1 of 3"),
+    ("hang 1@n2 30", {}, "in place", "1 of 3"),
+    ("hang - 30", {}, "in place", "1 of 3"),  # no rank is to blame
+    (", ".join(PLACES[:3]), {}, "in place", "3 of 3"),
+    (", ".join(PLACES), {}, "end", USED),
+    (KILLED, {"max_restarts": 0}, "end", ""),
+    # Twice at the same place: a new start would end there too.
+    (f"{KILLED}, {KILLED}", {}, "end", f"{SAME}. If n2 is to blame, try launcher.exclude=n2"),
+    (f"{KILLED}, killed 1@n3 30", {}, "end", SAME),
+    (f"{KILLED}, killed 2@n3 30", {}, "in place", "2 of 3"),
+    (f"{KILLED}, hang 1@n3 30", {}, "in place", "2 of 3"),
+    ("killed 1@n2 -, killed 1@n3 -", {}, "in place", "2 of 3"),  # a script that logs no steps
+    (f"{KILLED}, preempted - 30, {KILLED}", {}, "end", f"{SAME}. If n2 is to blame, try launcher.exclude=n2"),
+    # What other hosts can repair.
+    ("node_lost - 30", {}, "requeue", ""),
+    ("killed 1@n2 30, killed 1@n2 40", {}, "requeue", ""),  # a host that failed twice
+    ("preflight 0@n1 0", {}, "requeue", ""),
+    (f"{KILLED}, start - 30", {"start": 1}, "requeue", ""),  # the ranks did not start again
+    (KILLED, {"start": None}, "requeue", ""),  # a batch script of an older version
+    # What no start can repair.
+    ("start - 0", {}, "end", ""), ("killed - 0", {}, "end", ""),  # set-up lines
+    ("error 1@n2 30", {}, "end", ""), ("out_of_memory 1@n2 30", {}, "end", ""),
+    ("disk 1@n2 30", {}, "end", ""), ("configuration 1@n2 0", {}, "end", ""),
+    ("desync 1@n2 30", {}, "end", ""), ("replicas 1@n2 30", {}, "end", ""),
+    ("preflight - 0", {}, "end", ""),  # no host to leave out
+    # Values that are not finite: once.
+    ("nonfinite 1@n2 30", {}, "end", ""),
+    ("nonfinite 1@n2 30", {"rolls_back": True, "max_restarts": 0}, "in place", "from the checkpoint before"),
+    ("nonfinite 1@n2 30, nonfinite 1@n2 40", {"rolls_back": True}, "end", ""),
+    # Slurm and the user.
+    ("cancelled - 30", {}, "end", ""),
+    ("preempted - 30", {"max_requeues": 0, "max_restarts": 0}, "requeue", ""),
+    ("time_limit - 30, time_limit - 40", {}, "requeue", ""),
+    ("time_limit - 30, time_limit - 40, time_limit - 50", {}, "end", "launcher.max_requeues=2 are used up"),
+    ("requeued - -", {}, "requeue", ""),
+    ("time_limit - 0", {"continues": False}, "end",
+     "try a longer launcher.time_minutes or a smaller task.seconds"),
+    ("preempted - 0", {"continues": False}, "requeue", ""),
+    # Slurm ends the job while its end is concluded.
+    (KILLED, {"by_slurm": "cancelled"}, "end", "the job is cancelled, so it does not start again"),
+    (KILLED, {"by_slurm": "preempted"}, "requeue", ""),
+    (KILLED, {"by_slurm": "time_limit"}, "requeue", ""),
+    ("node_lost - 30", {"by_slurm": "cancelled"}, "requeue", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("history", "given", "action", "why"), TABLE)
+def test_the_policy(history: str, given: dict[str, Any], action: str, why: str) -> None:
+    place = {key: given[key] for key in ("continues", "by_slurm") if key in given}
+    most = {"max_restarts": 3, "max_requeues": 2, "rolls_back": False, "start": 0}
+    limits = Limits(**most | {key: value for key, value in given.items() if key not in place})
+    decision = restart.decide(ends(history), limits=limits, **place)
+    here = "the ranks start again in the same job, on the same hosts, "
+    assert decision == restart.Decision(action, here + why if action == "in place" else why)
+
+
+SCRIPT = ("task=script", "script.command=true")
+RESUMES = "script.resume_arguments='--resume {run}/last.pt'"
+
+
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        (("launcher=script",), 3), (("launcher=local",), 0),
+        (("launcher=script", "launcher.max_restarts=1"), 1),
+        (("launcher=local", "launcher.max_restarts=1"), 1),
+        (("launcher=script", "training.checkpoint_every=null"), 0), (("launcher=script", "task=infer"), 0),
+        (("launcher=script", *SCRIPT, RESUMES), 3), (("launcher=script", *SCRIPT), 0),
+        (("launcher=local", *SCRIPT, RESUMES), 0),
+    ],
+)  # fmt: skip
+def test_a_job_that_can_go_on_restarts_by_default(words: tuple[str, ...], most: int) -> None:
+    assert resolve(composed(*words)).config.launcher.max_restarts == most
+
+
+def test_the_end_of_a_start_says_that_the_ranks_start_again(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its exit code, if the batch script can do it; one of an older version gets its job requeued."""
+    config = {
+        "training": {"steps": 9, "on_nonfinite": "stop"}, "task": {"name": "train"}, "nodes": 1,
+        "gpus_per_node": 2, "strategy": {"name": "data", "execution": "spmd", **Layout(replicate=2).degrees},
+        "launcher": LAUNCHER,
+    }  # fmt: skip
+    folder.config.write_text(json.dumps(config))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "RUNNING"})
+    monkeypatch.setattr(restart, "requeue", lambda job, *, exclude: None)
+    monkeypatch.setattr(conclude_run.signal, "signal", lambda *_: None)
+    world = World(1, 2, 1, 2, 0, 1, host="n1", launcher="slurm", attempt="x")
+    for words, line in (
+        (("--start", "0"), "the ranks start again in the same job, on the same hosts, 1 of 1"),
+        ((), "requeued as job 7"),
+    ):
+        attempts.resumed_by_hand(folder)
+        failure.record_death(folder, world=world, returncode=-9)
+        with suppress(SystemExit):
+            conclude_run.main([str(folder.path), "137", "--again", *words])
+            assert not words
+        cause = "rank 1 on n1 failed first: killed by SIGKILL"
+        assert capsys.readouterr().err.splitlines() == [cause, line]
+        assert [end.line for end in attempts.recent_ends(folder)] == [cause]
+        assert [folder.failure.exists(), folder.summary.exists()] == [not words] * 2
+        assert (failure.records(folder) == []) == bool(words)
+
+
+def test_why_no_start_follows_is_in_the_line_of_the_failure(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts.end(folder, how="killed", host="n1", rank=1, step=30)
+    folder.failure.write_text('{"kind": "killed", "rank": 1, "host": "n1", "line": "killed"}')
+    folder.config.write_text(json.dumps({"training": {"on_nonfinite": "stop"}, "launcher": LAUNCHER}))
+    monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "CANCELLED"})
+    conclude_run._follow_failure(folder, start=0, environment={"SLURM_JOB_ID": "7"})
+    line = "killed; the job is cancelled, so it does not start again"
+    assert json.loads(folder.failure.read_text())["line"] == line
+
+
+def test_ends_count_from_the_last_resume(folder: RunFolder) -> None:
+    for host in ("n2", "n3"):
+        attempts.end(folder, how="killed", host=host, rank=1, step=0, exclude=[], line="why")
     attempts.resumed_by_hand(folder)
-    assert [allowed(folder, "time_limit") for _ in range(3)] == [True, True, False]
-    assert allowed(folder, "hang")
-
-
-def test_values_that_are_not_finite_roll_back_once(folder: RunFolder) -> None:
-    assert [allowed(folder, "nonfinite") for _ in range(2)] == [True, False]
+    attempts.end(folder, how="killed", host="n2", rank=0, step=30)
+    (end,) = attempts.recent_ends(folder)
+    assert (end.how, end.host, end.rank, end.step, end.line) == ("killed", "n2", 0, 30, None)
+    first, *_ = attempts.ends(folder)
+    assert (first.rank, first.step, first.line) == (1, 0, "why")
 
 
 def test_a_host_that_failed_twice_is_left_out(folder: RunFolder) -> None:
@@ -92,7 +232,7 @@ def test_a_new_job_stays_on_the_cluster_and_is_what_its_script_says(
         return CompletedProcess(command, 0, "13\n", "")
 
     monkeypatch.setattr(submit, "run", run)
-    monkeypatch.setattr(restart, "requeue", lambda job, *, exclude: "Requested operation is disabled")
+    monkeypatch.setattr(restart, "requeue", lambda *_, **__: f"{DISABLED} for job 12")
     monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "RUNNING"})
     monkeypatch.setenv("SBATCH_TIMELIMIT", "5")
     owner.hand_to_job(folder, Job("12", "big"))
@@ -144,6 +284,20 @@ def test_slurms_record_tells_a_preemption_also_after_the_grace_time(
     monkeypatch.setattr(restart, "job_fields", lambda job: fields)
     environment = {"SLURM_JOB_ID": "7"} | ({} if count is None else {"SLURM_RESTART_COUNT": count})
     assert restart.why_stopped("SIGTERM", environment=environment) == reason
+    assert restart.ending(environment) == (reason if fields else None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "environment"),
+    [({"JobState": "RUNNING", "PreemptTime": "None", "Restarts": "1"}, {"SLURM_RESTART_COUNT": "1"}),
+     ({"JobState": "RUNNING"}, {}), ({"JobState": "SIGNALING"}, {}), (None, {})],
+)  # fmt: skip
+def test_a_job_that_runs_is_not_ending(
+    fields: dict[str, str] | None, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart, "job_fields", lambda job: fields)
+    assert restart.ending({"SLURM_JOB_ID": "7", **environment}) is None
+    assert restart.ending({}) is None
 
 
 def test_a_line_torn_by_a_crash_takes_no_other_along(folder: RunFolder) -> None:

@@ -37,8 +37,10 @@ def test_the_mean_over_all_noise_is_the_number_itself(value: float) -> None:
 
 def test_what_is_a_bfloat16_or_not_finite_stays() -> None:
     kept = torch.tensor([0.0, 1.0, -1.5, 3e38, math.inf, -math.inf, math.nan]).bfloat16().float()
+    of_a_gpu = torch.tensor([2**31 - 1, -1], dtype=torch.int32).view(torch.float32)  # NaN, all bits set
+    kept = torch.cat((kept, of_a_gpu))
     for noise in (0, 1, 2**16 - 1):
-        rounded = round_to_bfloat16(kept, torch.full((7,), noise, dtype=torch.int32))
+        rounded = round_to_bfloat16(kept, torch.full((9,), noise, dtype=torch.int32))
         torch.testing.assert_close(rounded, kept, rtol=0, atol=0, equal_nan=True)
 
 
@@ -89,6 +91,21 @@ def test_the_noise_of_rows_is_that_of_the_whole_weight(
     for key, value in state.items():
         assert value.shape == (() if key == "a/step" else shape)
         assert torch.equal(value, state_by_rows[key])
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3)])  # a scalar, and the slice of a rank that has no rows
+def test_steps_are_counted_exactly(shape: tuple[int, ...]) -> None:
+    """After a restart too: a bfloat16 can't count beyond 256."""
+    weight = Parameter(torch.ones(shape).bfloat16())
+    optimizer = build_optimizer({"a": weight}, AdamWConfig(), rounding=BOTH)
+    full, count = (weight.shape, torch.bfloat16), (torch.Size(), torch.float32)
+    optimizer.create_state({"a/exp_avg": full, "a/exp_avg_sq": full, "a/step": count})
+    optimizer.state()["a/step"].fill_(1000)
+    for step in range(1001, 1004):
+        optimizer.begin_step(step, rate=0.01)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert optimizer.state()["a/step"].item() == 1003
 
 
 def test_an_update_is_that_of_torch_before_it_is_rounded() -> None:
@@ -203,3 +220,18 @@ def test_what_can_not_be_rounded_is_refused(words: tuple[str, ...], message: str
     with pytest.raises(ConfigError) as error:
         prepared("launcher=local", "device=cpu", "training.precision=bfloat16", *words)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ((HALF, "training.precision=bfloat16"), "weights"),
+        (("optimizer.state=bfloat16",), "optimizer state"),
+        (("optimizer.state=bfloat16", "task=infer"), None),
+        ((), None),
+    ],
+)
+def test_what_is_rounded_is_said_before_the_start(words: tuple[str, ...], parts: str | None) -> None:
+    line = f"warning     {parts} in bfloat16, rounded at random: other losses than with float32"
+    notes = [note for note in prepared(*words).notes if "in bfloat16" in note]
+    assert notes == ([line] if parts else [])

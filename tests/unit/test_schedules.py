@@ -12,12 +12,13 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from hpc_parallel.config.checks import training_checks
 from hpc_parallel.config.checks.all_checks import find_problems
-from hpc_parallel.config.checks.pipeline_checks import cuts_problem, version_problem
+from hpc_parallel.config.checks.pipeline_checks import cuts_problem
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.layout import schedules
 from hpc_parallel.layout.batch_plan import plan_batch
 from hpc_parallel.layout.layout import Layout
-from hpc_parallel.layout.schedules import SCHEDULES, stages_of, unfit
+from hpc_parallel.layout.schedules import SCHEDULES, stages_of, unfit, version_problem
 from hpc_parallel.strategies.pipeline import KINDS
 from tests.composed import composed
 
@@ -101,7 +102,7 @@ def test_a_torch_that_is_too_old_to_split_the_backward_pass_is_named(
     assert version_problem(schedule) is None
     words = ["strategy=pipeline", "nodes=2", f"strategy.schedule={schedule}", "model.layers=8", *options]
     assert find_problems(resolve(composed(*words))[0]) == []
-    monkeypatch.setattr(training_checks, "version", lambda package: "2.12.1+cu130")
+    monkeypatch.setattr(schedules, "version", lambda package: "2.12.1+cu130")
     [problem] = find_problems(resolve(composed(*words))[0])
     assert str(problem) == (
         f"strategy.schedule = {schedule} needs torch 2.13 or newer, and torch 2.12 is installed here. "
@@ -115,7 +116,7 @@ def test_a_torch_that_is_too_old_for_selective_is_named(
 ) -> None:
     words = ("strategy=data", "nodes=2", "training.activation_checkpointing=selective")
     assert list(training_checks.switch_problems(resolve(composed(*words))[0])) == []
-    monkeypatch.setattr(training_checks, "version", lambda package: "2.11.0+cu130")
+    monkeypatch.setattr(schedules, "version", lambda package: "2.11.0+cu130")
     assert [str(problem) for problem in training_checks.switch_problems(resolve(composed(*words))[0])] == [
         "training.activation_checkpointing = selective needs torch 2.12 or newer, and torch 2.11 is "
         "installed here. "

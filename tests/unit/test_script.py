@@ -217,8 +217,10 @@ def test_the_variables_are_those_of_torchrun(here: Path) -> None:
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
         "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "n1-ib", "MASTER_PORT": "21234",
     }.items()  # fmt: skip
+    moved = script_rank.rendezvous(config, world=world, environment=environment, start=4)
+    assert moved == ("n1-ib", "21230")  # 20000 + (41234 + 4 * 4999) % 20000
     config["cluster"]["port"] = 29500
-    assert script_rank.rendezvous(config, world=world, environment=environment) == ("n1-ib", "29500")
+    assert script_rank.rendezvous(config, world=world, environment=environment, start=1) == ("n1-ib", "29500")
     by_torchrun = {
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
         "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "41234.0", "MASTER_PORT": "7",
@@ -227,7 +229,8 @@ def test_the_variables_are_those_of_torchrun(here: Path) -> None:
     world = World.discover(by_torchrun)
     for address, expected in (("n2.site.org", "n2-ib"), ("10.0.0.1", "10.0.0.1"), ("n2-ib", "n2-ib")):
         environment = {**by_torchrun, "MASTER_ADDR": address}
-        assert script_rank.rendezvous(config, world=world, environment=environment) == (expected, "7")
+        place = script_rank.rendezvous(config, world=world, environment=environment, start=1)
+        assert place == (expected, "7")
 
 
 @pytest.mark.parametrize(("start", "tasks", "cpus", "threads"), [("ranks", 2, 3, 3), ("node", 1, 6, 3)])

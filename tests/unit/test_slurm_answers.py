@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -273,6 +275,42 @@ def test_a_job_that_ends_is_not_its_own_successor(
     monkeypatch.delenv("SLURM_JOB_ID")
     with pytest.raises(SiteRefusedError, match="sbatch did not say which job"):  # one of two
         job_in("", scripts=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("submission", "most_s"),
+    [(partial(submit.resubmit, exclude=""), client.CONTROL_S), (submit.submit_script, 50 + submit.ANSWER_S)],
+)
+def test_a_submission_asks_a_silent_slurm_for_its_job_only_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, submission: Callable[[Path], Job], most_s: float
+) -> None:
+    """Slurm leaves a job that ends little time. sbatch answers with a banner after 50 s, squeue never."""
+    passed = [0.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: passed[0], time=lambda: passed[0], sleep=lambda s: passed.append(passed.pop() + s)
+    )
+
+    def run(
+        *command: str, waits_s: tuple[float, ...], is_worth_waiting: Callable[[], bool] = bool, **_: Any
+    ) -> CompletedProcess[str]:
+        if command[0] == "sbatch":
+            clock.sleep(50)
+            return CompletedProcess(command, 0, BANNER, "")
+        for wait_s in waits_s:
+            clock.sleep(wait_s)
+            if not is_worth_waiting():
+                break
+        return CompletedProcess(command, client.UNANSWERED, "", "timed out")
+
+    for module in (client, submit):
+        monkeypatch.setattr(module, "run", run)
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(client, "_ping", lambda within_s: True)
+    script = tmp_path / "batch_script.sh"
+    script.write_text("#!/bin/sh\n")
+    with pytest.raises(SiteRefusedError, match="sbatch did not say which job it has submitted"):
+        submission(script)
+    assert most_s - 2 <= passed[0] <= most_s
 
 
 def test_a_job_of_another_cluster_is_asked_for_there(slurm: Slurm, tmp_path: Path) -> None:

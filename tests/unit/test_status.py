@@ -43,8 +43,8 @@ def test_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert row(capsys, folder.path) == {
         "run": "pipeline/1", "path": str(folder.path), "strategy": "pipeline", "nodes": 2, "gpus_per_node": 1,
         "state": "completed", "reason": "", "ended": True, "step": 30, "steps": 100, "loss": 4 / 30,
-        "samples_per_s": 31.0, "time_left_s": None, "job_left_s": None, "restarts": 0, "job_id": None,
-        "failure": None, "last_line": None, "damaged": {},
+        "samples_per_s": 31.0, "time_left_s": None, "job_left_s": None, "restarts": 0, "useful_share": None,
+        "job_id": None, "failure": None, "last_line": None, "damaged": {},
     }  # fmt: skip
 
 

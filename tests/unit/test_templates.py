@@ -94,7 +94,7 @@ NODES = ["srun", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=6", "--di
          "--kill-on-bad-exit=1", "--wait=0"]  # fmt: skip
 TORCHRUN = ["bash", "-c", 'trap "" TERM USR2; exec "$@"', "torchrun"]
 MODULE = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
-          "--rdzv-id=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}",
+          "--rdzv-id=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$hpc_parallel_start",
           "--rdzv-endpoint=$hpc_parallel_firsti:29511", "--module", *RANK[2:]]  # fmt: skip
 MPIRUN = ["mpirun", "-np", "4", "--mca", "btl", "^openib"]
 
@@ -146,7 +146,7 @@ def shell_words(run: PreparedRun, folder: Path, **environment: str) -> list[str]
     program.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     program.chmod(0o755)
     script = shlex.join(["export", f"PATH={program.parent}:{os.environ['PATH']}"])
-    line = render(run).replace("\\\n", " ").splitlines()[-1]
+    line = render(run).replace("\\\n", " ").splitlines()[-3]
     job = subprocess.run(["bash", "-c", f"{script}\n{line}"], env=environment, capture_output=True, text=True)
     return job.stdout.splitlines() if job.returncode == 0 else [job.stderr]
 
@@ -233,6 +233,54 @@ def test_traps_of_setup_lines_run_beside_ours(removed: bool, tmp_path: Path) -> 
         (tmp_path / "noted.args").read_text().startswith(f"-m hpc_parallel.job conclude {run.folder.path} 3 ")
     )
     assert (tmp_path / "cleaned").exists() is not removed
+
+
+@pytest.mark.parametrize(
+    ("signal", "codes", "starts", "status"),
+    [
+        ("", "4 4 0", ["0", "1", "2"], 3),
+        ("", "0", ["0"], 3),
+        ("", "1", ["0"], 3),
+        ("kill -TERM $$ $PPID", "4 0", ["0", ""], 143),  # scancel: concluded again, as a cancelled job
+        ("kill -TERM $$ $PPID", "0", ["0"], 3),  # what Slurm does to a job that has been requeued
+    ],
+)
+def test_the_ranks_start_again_while_the_conclusion_says_so(
+    signal: str, codes: str, starts: list[str], status: int, tmp_path: Path
+) -> None:
+    """A signal while the end is concluded prevents the next start."""
+    run = started("torchrun", "none", "launcher.setup=['set -eu']", f"run_dir={tmp_path / 'run'}")
+    write(run)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    conclude = f"""#!/bin/bash
+{signal}
+echo "$@" >> {tmp_path}/concluded
+set -- {codes}
+number=$(wc -l < {tmp_path}/concluded)
+exit "${{!number}}"
+"""
+    srun = f"""#!/bin/sh
+for word; do case $word in --rdzv-id=*) echo "$word" >> {tmp_path}/started; esac; done
+exit 3
+"""
+    for name, text in (("srun", srun), ("noted", conclude), ("scontrol", "#!/bin/sh\necho n1\n")):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    script = render(run).replace(shlex.quote(sys.executable), "noted")
+    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == status, done.stderr
+    concluded = (tmp_path / "concluded").read_text().splitlines()
+    assert [line.partition("--again")[2].removeprefix(" --start ") for line in concluded] == starts
+    numbers = [number for number in starts if number]
+    assert [line.split()[4] for line in concluded] == ["3"] * len(numbers) + ["143"] * starts.count("")
+    assert (tmp_path / "started").read_text().splitlines() == [f"--rdzv-id=7.0.{n}" for n in numbers]
+    attempts = [f"hpc_parallel attempt 0{f'.{n}' if n != '0' else ''} of job 7 on n1" for n in numbers]
+    assert [line for line in done.stderr.splitlines() if "attempt" in line] == attempts
 
 
 def test_srun_hands_on_what_the_script_has_set() -> None:

@@ -40,8 +40,8 @@ def tokens(*shape: int, vocab_size: int = SHAPE["vocab_size"]) -> Tensor:
 
 def plain_attention(x: Tensor, layer: Attention, *, heads: int, kv_heads: int, theta: float) -> Tensor:
     """One head, one query at a time; positions as complex turns. x: [seq, dim]."""
-    seq, dim = x.shape
-    width = dim // heads
+    seq, _ = x.shape
+    width = layer.query.out_features // heads
 
     def turned(vector: Tensor, position: int) -> Tensor:
         pairs = torch.complex(vector[: width // 2], vector[width // 2 :])
@@ -50,8 +50,18 @@ def plain_attention(x: Tensor, layer: Attention, *, heads: int, kv_heads: int, t
         pairs = pairs * torch.tensor(turns, dtype=torch.complex128)
         return torch.cat((pairs.real, pairs.imag))
 
+    def normed(vectors: Tensor, norm: torch.nn.RMSNorm | None) -> Tensor:
+        if norm is None:
+            return vectors
+        rows = vectors.reshape(-1, width)
+        roots = torch.tensor(
+            [math.sqrt(sum(x * x for x in row.tolist()) / width + 1e-5) for row in rows], dtype=x.dtype
+        )
+        return (rows / roots[:, None] * norm.weight).reshape(vectors.shape)
+
     q, k, v = (x @ getattr(layer, name).weight.T for name in ("query", "key", "value"))
-    result = torch.zeros(seq, dim, dtype=x.dtype)
+    q, k = normed(q, layer.query_norm), normed(k, layer.key_norm)
+    result = torch.zeros(seq, heads * width, dtype=x.dtype)
     for head in range(heads):
         own = slice(head * width, (head + 1) * width)
         shared = head // (heads // kv_heads)
@@ -80,9 +90,10 @@ def plain_model(model: Transformer, row: Tensor, *, heads: int, kv_heads: int, t
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (6, 2), (6, 1)])
+@pytest.mark.parametrize("options", [{}, {"head_dim": 10}, {"head_dim": 6, "qk_norm": True}])
 @torch.no_grad()
-def test_model_is_the_plain_formula(heads: int, kv_heads: int) -> None:
-    model = build(heads=heads, kv_heads=kv_heads, rope_theta=50.0, tied_head=False)
+def test_model_is_the_plain_formula(heads: int, kv_heads: int, options: dict[str, Any]) -> None:
+    model = build(heads=heads, kv_heads=kv_heads, rope_theta=50.0, tied_head=False, **options)
     rows = tokens(2, 9)
     expected = torch.stack(
         [plain_model(model, row, heads=heads, kv_heads=kv_heads, theta=50.0) for row in rows]
@@ -166,15 +177,15 @@ def test_a_checkpoint_holds_parameters_only() -> None:
     assert not list(model.buffers())
 
 
-@pytest.mark.parametrize("kv_heads", [6, 2])
-def test_flops_are_those_that_torch_counts(kv_heads: int) -> None:
-    model = build(kv_heads=kv_heads)
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(6, None), (2, None), (2, 10)])
+def test_flops_are_those_that_torch_counts(kv_heads: int, head_dim: int | None) -> None:
+    model = build(kv_heads=kv_heads, head_dim=head_dim)
     parts = model.forward_flops((16,))
     counter = FlopCounterMode(display=False)
     with counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         model(tokens(3, 16))
     masked = 16 * 15 // 2  # pairs of positions, which torch counts in both products of each of 3 blocks
-    assert 3 * parts.total == counter.get_total_flops() - 3 * 3 * 4 * masked * 24
+    assert 3 * parts.total == counter.get_total_flops() - 3 * 3 * 4 * masked * 6 * (head_dim or 4)
     assert parts.stem == 0
     assert parts.head == 2 * 16 * 24 * 13
     assert len(parts.blocks) == 3
@@ -186,11 +197,16 @@ def shape(name: str) -> dict[str, Any]:
 
 
 def closed_form(*, layers: int, dim: int, heads: int, kv_heads: int, ffn_dim: int, vocab_size: int,
-                tied_head: bool = True, experts: int = 0, **_: float) -> int:  # fmt: skip
-    attention = 2 * dim * dim + 2 * dim * (dim // heads) * kv_heads
+                tied_head: bool = True, experts: int = 0, head_dim: int = 0, qk_norm: bool = False,
+                shared_experts: int = 0, dense_layers: int = 0, dense_ffn_dim: int = 0,
+                **_: Any) -> int:  # fmt: skip
+    width = head_dim or dim // heads
+    attention = 2 * dim * width * (heads + kv_heads) + 2 * width * qk_norm
     return (
         (1 if tied_head else 2) * vocab_size * dim
-        + layers * (attention + 3 * dim * ffn_dim * (experts or 1) + dim * experts + 2 * dim)
+        + layers * (attention + 2 * dim)
+        + (layers - dense_layers) * (3 * dim * ffn_dim * ((experts or 1) + shared_experts) + dim * experts)
+        + dense_layers * 3 * dim * dense_ffn_dim
         + dim
     )  # fmt: skip
 
@@ -202,7 +218,10 @@ def closed_form(*, layers: int, dim: int, heads: int, kv_heads: int, ffn_dim: in
         ("1b", 1_235_814_400),
         ("8b", 8_030_261_248),
         ("70b", 70_553_706_496),
+        # The published 15,706,484,224, whose attention has 13,763,072 weights in each of 27 layers, not ours.
+        ("deepseek_v2_lite", 15_706_484_224 - 27 * (13_763_072 - 12_582_912)),
         ("mixtral_8x7b", 46_702_792_704),
+        ("qwen3_30b_a3b", 30_532_122_624),
     ],
 )
 def test_sizes_are_the_published_ones(name: str, published: int) -> None:
@@ -212,7 +231,60 @@ def test_sizes_are_the_published_ones(name: str, published: int) -> None:
     assert closed_form(**shape(name)) == published
 
 
+LIBRARY_NAMES = {
+    "stem.": "model.embed_tokens.", "head.norm.": "model.norm.", "head.output.": "lm_head.",
+    "blocks.": "model.layers.", "attention_norm": "input_layernorm", ".attention.": ".self_attn.",
+    "feed_forward_norm": "post_attention_layernorm", "query_norm": "q_norm", "key_norm": "k_norm",
+    "query.": "q_proj.", "key.": "k_proj.", "value.": "v_proj.", ".output.": ".o_proj.",
+    ".feed_forward.router.": ".mlp.gate.", ".feed_forward.experts.down": ".mlp.experts.down_proj",
+}  # fmt: skip
+MIXTURE: dict[str, Any] = {"experts": 5, "experts_per_token": 2, "balance": 0.0, "renormalise": True}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+@torch.no_grad()
+def test_mixtures_are_those_of_the_library(kind: str) -> None:
+    """With the same weights. The library computes norms and routing in float32."""
+    of_qwen = {"head_dim": 6, "qk_norm": True, "norm_eps": 1e-6} if kind == "qwen3_moe" else {}
+    with torch.device("meta"):
+        model = MoeTransformer(**{**SHAPE, **MIXTURE, **of_qwen}, tied_head=False, rope_theta=50.0)
+    materialise(model, seed=1, device="cpu", dtype=torch.float64)
+    for parameter in model.parameters():
+        parameter.mul_(8.0 if parameter.dim() > 1 else 1.25)
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.AutoConfig.for_model(
+        kind, hidden_size=24, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+        vocab_size=13, intermediate_size=20, moe_intermediate_size=20, num_experts_per_tok=2,
+        norm_topk_prob=True, rope_theta=50.0, rope_parameters={"rope_type": "default", "rope_theta": 50.0},
+        num_experts=5, num_local_experts=5, rms_norm_eps=of_qwen.get("norm_eps", 1e-5),
+        head_dim=of_qwen.get("head_dim", 4), sliding_window=None, tie_word_embeddings=False,
+    )  # fmt: skip
+    library = (
+        transformers.AutoModelForCausalLM.from_config(settings, experts_implementation="eager")
+        .double()
+        .eval()
+    )
+    weights, fused = {}, {}
+    for name, weight in model.named_parameters():
+        path = name
+        for ours, theirs in LIBRARY_NAMES.items():
+            path = path.replace(ours, theirs) if not path.startswith(("lm_head", "model.norm")) else path
+        block, _, leaf = name.rpartition(".feed_forward.experts.")
+        if leaf in ("gate", "up"):
+            fused.setdefault(block.replace("blocks.", "model.layers."), []).append(weight)
+        else:
+            weights[path] = weight
+    weights |= {f"{block}.mlp.experts.gate_up_proj": torch.cat(both, 1) for block, both in fused.items()}
+    library.load_state_dict(weights)
+    rows = tokens(2, 9)
+    expected = library(rows).logits
+    assert expected.std() > 0.5
+    torch.testing.assert_close(model(rows), expected, rtol=2e-5, atol=2e-5)
+
+
 def test_heads_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.head_dim = 5"):
+        Transformer(**(SHAPE | {"head_dim": 5}))
     with pytest.raises(ValueError, match=r"model\.heads = 5"):
         Transformer(**(SHAPE | {"heads": 5}))
     with pytest.raises(ValueError, match=r"model\.kv_heads = 4"):

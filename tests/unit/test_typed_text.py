@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from hpc_parallel import api
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import Cell, compose_cells, compose_run
-from hpc_parallel.config.diagnose import diagnose
-from hpc_parallel.config.resolve import resolve
+from hpc_parallel.config.diagnose import _near, diagnose
+from hpc_parallel.config.places import find_folder
+from hpc_parallel.config.resolve import flat, resolve
 from hpc_parallel.config.schema import RunConfig, register
-from hpc_parallel.config.typed_config import MistypedError, typed
+from hpc_parallel.config.typed_config import MistypedError, _as_floats, _is, typed
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.rules import Rule, rules_of
+from tests.composed import composed
 
 register()
 LOCAL = ("launcher=local", "device=cpu")
@@ -111,6 +116,35 @@ def test_a_value_of_another_type_is_refused_with_its_rule_and_legal_values() -> 
         "launcher.extra = [] is not a table {key: value}. Try launcher.extra={}.",
         "profile.ranks = 0 is not a list of whole numbers [a,b]. Try profile.ranks=[0].",
     ]
+
+
+@cache
+def typed_keys() -> list[tuple[DictConfig, str, Any, Rule | None]]:
+    """A configuration, a key in it that has a type, the type and the rule; of every file with other keys."""
+    files = [path for group in ("model", "data", "task", "optimizer")
+             for path in sorted((find_folder("conf") / group).glob("*.yaml"))]  # fmt: skip
+    tables = [(f"{file.parent.name}.", composed(f"{file.parent.name}={file.stem}")) for file in files]
+    found: list[tuple[DictConfig, str, Any, Rule | None]] = []
+    for group, table in [("", composed()), *tables]:
+        for key in (key for key in flat(table) if key.startswith(group)):
+            parent, _, name = key.rpartition(".")
+            schema = OmegaConf.get_type(OmegaConf.select(table, parent) if parent else table)
+            hint = get_type_hints(schema).get(name, Any) if is_dataclass(schema) else Any
+            if hint is not Any and not is_dataclass(hint):
+                found.append((table, key, hint, rules_of(schema).get(name)))
+    return found
+
+
+@pytest.mark.parametrize("value", ["maybe", "[1]", "{a:1}", "1.5", "10k"])
+def test_every_key_has_a_legal_value_to_suggest(value: str) -> None:
+    """Of its type, and accepted by its rule."""
+    for table, key, hint, rule in typed_keys():
+        legal = [OmegaConf.create({"": item}) for item in _near(table, key=key, value=value)]
+        for item in (OmegaConf.to_container(item)[""] for item in legal):
+            assert _is(_as_floats(item, hint), hint), (key, item)
+            assert rule is None or item is None or rule.allows(item), (key, item)
+        assert legal, key
+    assert len(typed_keys()) > 400
 
 
 def test_a_switch_that_takes_auto_too_is_refused_beside_the_other_problems() -> None:

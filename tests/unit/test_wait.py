@@ -10,6 +10,7 @@ import pytest
 from hpc_parallel.launch import follow
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.launch.run_files import write
+from hpc_parallel.record import attempts
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.owner import hand_to_job
 from hpc_parallel.record.safe_read import read_json
@@ -64,7 +65,7 @@ def test_a_run_that_was_resumed_since_is_left_alone(
     assert f"job 34 {state}; the run has been resumed since" in capsys.readouterr().out
     assert read_json(run.folder.failure) is None
     assert read_json(run.folder.summary) is None
-    assert not run.folder.attempts.exists()
+    assert attempts.ends(run.folder) == []
 
 
 def test_ending_the_follower_leaves_the_job_running(

@@ -12,12 +12,21 @@ from typing import Any
 from hpc_parallel.config.checks import pipeline_checks
 from hpc_parallel.config.checks.key_checks import sizes_are_legal
 from hpc_parallel.config.checks.suggestions import multiples_near, with_degree_near, without_axis
-from hpc_parallel.config.checks.training_checks import too_old
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.axes import DECLARED, Axis
-from hpc_parallel.layout.counts import KEYS, class_path, count, halvings, is_convnet, reads, sequence_length
-from hpc_parallel.layout.layout import Layout, divisors, tile_grid
+from hpc_parallel.layout.counts import (
+    DENSE,
+    KEYS,
+    class_path,
+    count,
+    halvings,
+    is_convnet,
+    reads,
+    sequence_length,
+)
+from hpc_parallel.layout.layout import SPMD, Layout, divisors, tile_grid
 from hpc_parallel.layout.model_data_schema import ConvNetConfig, MoeTransformerConfig
+from hpc_parallel.layout.schedules import too_old
 from hpc_parallel.problems import Problem, Problems
 
 
@@ -41,8 +50,7 @@ def _declared(axis: Axis, degree: int, *, config: RunConfig, layout: Layout) -> 
             rule = f"can't be combined with strategy.{axis.name} = {degree}: {reason}"
             yield without_axis(other, rule, config=config, layout=layout)
     for conflict in axis.conflicts:
-        holds = all(_value_at(config, key) == value for key, value in conflict.when.items())
-        if holds and _value_at(config, conflict.key) == conflict.value:
+        if _value_at(config, conflict.key) == conflict.value:
             rule = f"can't be combined with strategy.{axis.name} = {degree}: {conflict.reason}"
             # A group is chosen by its own name: task=infer has other keys than task=generate.
             yield Problem(conflict.key.removesuffix(".name"), conflict.value, rule, conflict.legal)
@@ -69,20 +77,11 @@ def _experts(config: RunConfig, layout: Layout) -> Problems:
         rule = f"does not divide model.experts = {experts}: each device has the same number of experts"
         yield with_degree_near("expert", rule, experts, config=config, layout=layout)
     dim = count(config, "dim")[1]
-    if dim is not None and (uneven := uneven_slices(dim, layout)):
+    if dim is not None and (uneven := layout.uneven_slices(dim)):
         yield with_degree_near("shard", uneven, dim, config=config, layout=layout)
     if layout.by_fully_shard and (outdated := too_old((2, 13))):
         rule = f"in slices (strategy.shard or strategy.tensor) {outdated}"
         yield without_axis("expert", rule, config=config, layout=layout)
-
-
-def uneven_slices(dim: int, layout: Layout) -> str | None:
-    """Returns the broken rule if the slices of the experts' weights don't divide the model's width, `dim`."""
-    if dim % layout.expert_slices == 0:
-        return None
-    return (
-        f"makes {layout.expert_slices} slices of each expert's weights, which don't divide their width, {dim}"
-    )
 
 
 def _mixture(config: RunConfig, layout: Layout) -> Problems:
@@ -90,6 +89,18 @@ def _mixture(config: RunConfig, layout: Layout) -> Problems:
     if isinstance(experts, int) and isinstance(per_token, int) and not 1 <= per_token <= experts:
         rule = f"must be from 1 to model.experts = {experts}"
         yield Problem("model.experts_per_token", per_token, rule, (min(2, max(1, experts)),))
+    elif per_token == 1 and config.model["renormalise"]:
+        rule = "makes the gate of a token's only expert 1, so that its router learns nothing from the loss"
+        yield Problem("model.renormalise", True, rule, (False,))
+    if config.model["balance_step"] and config.strategy.execution != SPMD:
+        rule = (
+            f"can't be used with strategy={config.strategy.name}, which does not count every sample's experts"
+        )
+        yield Problem("model.balance_step", config.model["balance_step"], rule, (0.0,))
+    layers, dense = config.model["layers"], config.model["dense_layers"]
+    if isinstance(layers, int) and isinstance(dense, int) and dense >= layers >= 1:
+        rule = f"must be less than model.layers = {layers}, or no block would have experts"
+        yield Problem("model.dense_layers", dense, rule, (layers - 1,))
     if config.training.compile:
         rule = "can't be used: torch can't compile the products of experts"
         yield Problem("training.compile", True, rule, (False,))
@@ -149,7 +160,9 @@ def tensor_problems(config: RunConfig, layout: Layout) -> Problems:
         rule = f"does not divide {counts}: each device needs whole heads"
         yield with_degree_near("tensor", rule, heads, kv_heads, config=config, layout=layout)
         return
-    for split, what in (("columns", "columns"), ("vocabulary", "rows of the embedding")):
+    for split, what in (
+        ("columns", "columns"), (DENSE, "columns"), ("vocabulary", "rows of the embedding"),
+    ):  # fmt: skip
         key, size = count(config, split)
         if size and size % degree:
             rule = f"does not divide by strategy.tensor = {degree}: devices have equal numbers of {what}"

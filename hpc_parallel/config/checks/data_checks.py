@@ -97,12 +97,6 @@ def packing_problems(config: RunConfig) -> Problems:
     if target == ParquetDataConfig._target_ and data["target"] is not None:
         rule = "can't be used with data.target: a packed document is a row of token ids (data.input)"
         yield Problem("data.packing", True, rule, (False,))
-    if config.strategy.context != 1 and config.strategy.context_attention == "ring":
-        rule = (
-            "can't be used with data.packing=true: the kernels that merge the parts of a ring take no mask, "
-            "and a device would gather all keys"
-        )
-        yield Problem("strategy.context_attention", "ring", rule, ("gather",))
     if reason := UNPACKED.get(str(model)):
         yield Problem("data.packing", True, f"can't be used: {reason}", (False,))
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from hpc_parallel.config.checks.suggestions import schedules_near
 from hpc_parallel.config.key_suggestions import choice_near
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.axes import AXES
@@ -24,6 +25,8 @@ def find_problems(config: RunConfig) -> Iterator[Problem]:
     has_open_axis = -1 in (getattr(config.strategy, axis) for axis in AXES)
     for key, value, rule in refused(_parts(config)):
         legal = tuple(choice_near(key, str(value), rule.choices, most=1)) or rule.legal
+        if key == "strategy.schedule":
+            legal = schedules_near(value) or legal
         if key.removeprefix("strategy.") in AXES:
             legal = (1,) if has_open_axis else (-1,)  # -1, what is left, can be the degree of one axis only
             has_open_axis = True

@@ -5,7 +5,6 @@ The axes have their own checks.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,18 +14,15 @@ from hpc_parallel.config.checks import axis_checks, pipeline_checks
 from hpc_parallel.config.checks.suggestions import multiples_near, near
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.layout.axes import AVERAGED_AXES, AXES, DEGREE
-from hpc_parallel.layout.batch_plan import BatchPlan, batch_of
+from hpc_parallel.layout.batch_plan import batch_of, shares_batch_problems
 from hpc_parallel.layout.counts import GIB, count, least_bytes, trains
 from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, SPMD, Layout, divisors, servers
 from hpc_parallel.layout.schedules import stages_per_rank
-from hpc_parallel.layout.shares import MEASURED, apportion, divided, slowdown
-from hpc_parallel.problems import Problem, Problems, spell
+from hpc_parallel.layout.shares import KEY, MEASURED, MOST_RATIO, divided, fits
+from hpc_parallel.problems import Problem, Problems
 
 WHOLE = (DATAPARALLEL, PARAMETER_SERVER)  # the executions whose devices hold whole models
-MOST_SLOWDOWN = 1.25  # of a batch split into whole samples, against an exact split
 MOST_SUGGESTED = 8  # numbers in one suggestion
-MOST_RATIO = 100  # of the fastest to the slowest device: a slower one only delays the others
-SHARES_KEY = "strategy.shares"
 TRAINING_TASKS = ("train", "proof")  # `proof` is the task of the command parity
 
 
@@ -174,14 +170,14 @@ def _shares(config: RunConfig, layout: Layout) -> Problems:
     if shares is None:
         return
     if reason := _unusable(config, layout):
-        yield Problem(SHARES_KEY, shares, f"can't be used: {reason}", (None,))
+        yield Problem(KEY, shares, f"can't be used: {reason}", (None,))
     elif shares != MEASURED:
         parts = divided(layout)
         what = f"{parts} {'ranks of the pipeline' if layout.pipeline > 1 else 'replicas'}"
         if rule := _broken_rule(shares, parts=parts, what=what):
             near = _near_shares(shares, parts=parts)
             usable = parts <= MOST_SUGGESTED and _split_batch(config, layout, near)
-            yield Problem(SHARES_KEY, shares, rule, (near, MEASURED) if usable else (MEASURED,))
+            yield Problem(KEY, shares, rule, (near, MEASURED) if usable else (MEASURED,))
 
 
 def _broken_rule(shares: Any, *, parts: int, what: str) -> str | None:
@@ -208,7 +204,7 @@ def _split_batch(config: RunConfig, layout: Layout, shares: Sequence[float]) -> 
         plan = batch_of(replace(config, strategy=replace(config.strategy, shares=shares)), layout)
     except ValueError:
         return False
-    return plan.shares is None or _fits(plan.data, plan.microbatch_size, plan.shares)
+    return plan.shares is None or fits(plan.data, plan.microbatch_size, plan.shares)
 
 
 def _is_speed(value: Any) -> bool:
@@ -231,28 +227,3 @@ def _unusable(config: RunConfig, layout: Layout) -> str | None:
     if divided(layout) == 1:
         return f"{layout} has neither replicas nor pipeline stages, which shares divide"
     return None
-
-
-def shares_batch_problems(config: RunConfig, plan: BatchPlan) -> Problems:
-    """A microbatch is split into whole samples, which must come near the shares."""
-    shares, training = plan.shares, config.training
-    if shares is None or _fits(plan.data, plan.microbatch_size, shares):
-        return
-    rule = (
-        f"is split by {SHARES_KEY} = {spell(config.strategy.shares)} into {plan}, which takes "
-        f"{slowdown(plan.sizes, shares):.2f} times as long as an exact split"
-    )
-    if training.microbatch_size is not None:
-        sizes = [size for size in divisors(plan.samples_per_replica) if _fits(plan.data, size, shares)]
-        if sizes:
-            yield Problem("training.microbatch_size", training.microbatch_size, rule, (sizes[0],))
-            return
-    microbatches = plan.microbatches if training.microbatch_size is None else 1
-    size = next(size for size in itertools.count(plan.samples_per_replica) if _fits(plan.data, size, shares))
-    along = () if training.microbatch_size is None else ("training.microbatch_size=null",)
-    batch = plan.data * microbatches * size
-    yield Problem("training.global_batch_size", training.global_batch_size, rule, (batch,), along)
-
-
-def _fits(replicas: int, size: int, shares: Sequence[float]) -> bool:
-    return slowdown(apportion(replicas * size, shares), shares) <= MOST_SLOWDOWN

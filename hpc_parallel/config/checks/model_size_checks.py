@@ -43,7 +43,11 @@ def decoder_problems(config: RunConfig) -> Problems:
     dim, heads, kv_heads = (config.model[name] for name in ("dim", "heads", "kv_heads"))
     if min(dim, heads, kv_heads) < 1:
         return
-    if dim % heads or (dim // heads) % 2:
+    width = config.model.get("head_dim")
+    if width is not None and (not isinstance(width, int) or width % 2):
+        rule = "must be an even number (rotary positions rotate pairs)"
+        yield Problem("model.head_dim", width, rule, (width + width % 2,) if isinstance(width, int) else ())
+    elif width is None and (dim % heads or (dim // heads) % 2):
         even = [d for d in divisors(dim) if (dim // d) % 2 == 0]
         legal, along = near(heads, (d for d in even if d % kv_heads == 0)), list[str]()
         if even and not legal:

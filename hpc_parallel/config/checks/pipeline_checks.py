@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hpc_parallel.config.checks.suggestions import along_with_less_of, near
-from hpc_parallel.config.checks.training_checks import too_old
+from hpc_parallel.config.checks.suggestions import along_with_less_of, near, schedules_near
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.batch_plan import BatchPlan, batch_of
 from hpc_parallel.layout.counts import count
 from hpc_parallel.layout.layout import Layout, divisors
-from hpc_parallel.layout.schedules import schedule_named, schedule_of, stages_per_rank, unfit
+from hpc_parallel.layout.schedules import (
+    file_of,
+    schedule_of,
+    stages_per_rank,
+    unfit,
+    version_problem,
+)
 from hpc_parallel.layout.stage_cuts import cuts_problem
 from hpc_parallel.problems import Problem, Problems
 
@@ -20,8 +25,10 @@ def find_problems(config: RunConfig, layout: Layout) -> Problems:
     strategy = config.strategy
     file = schedule_of(strategy).file
     if file is not None and file.problems:
+        path = file_of(strategy.schedule)
+        close = () if path is None or path.exists() else schedules_near(strategy.schedule)
         for rule in file.problems:
-            yield Problem("strategy.schedule", strategy.schedule, rule, ("1f1b",))
+            yield Problem("strategy.schedule", strategy.schedule, rule, close or ("1f1b",))
         return
     if layout.pipeline == 1:
         if strategy.cuts is not None:
@@ -75,12 +82,6 @@ def _runnable(config: RunConfig, layout: Layout) -> Problems:
         # are off by 0.84 of their norm (torch 2.13, float64), and by 2e-14 if they stay gathered.
         rule = f"can't be used: {what}, which needs weights that stay gathered after the forward pass"
         yield Problem("strategy.reshard", True, rule, (False,))
-
-
-def version_problem(name: str, *, legal: tuple[str, ...] = ()) -> Problem | None:
-    """Returns a problem if the installed torch is too old for the schedule."""
-    rule = too_old(schedule_named(name).torch)
-    return None if rule is None else Problem("strategy.schedule", name, rule, legal)
 
 
 def _whole_backward(config: RunConfig, layout: Layout) -> tuple[str, ...]:

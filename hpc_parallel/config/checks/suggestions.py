@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.layout.axes import AXES
 from hpc_parallel.layout.layout import Layout, divisors
+from hpc_parallel.layout.schedules import SCHEDULES, SUFFIX, schedule_named
 from hpc_parallel.problems import Problem, nearest
 from hpc_parallel.record.safe_read import list_folder
 
@@ -18,10 +20,17 @@ def near(value: int, legal: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(sorted(legal, key=lambda number: abs(number - value))[:2]))
 
 
-def paths_near(path: Path) -> tuple[Path, ...]:
-    """The path beside `path` that has the nearest name."""
-    names = [entry.name for entry in list_folder(path.parent)]
+def paths_near(path: Path, *, ending: str = "") -> tuple[Path, ...]:
+    """The path beside `path` that has the nearest name, of those that end so."""
+    names = [entry.name for entry in list_folder(path.parent) if entry.name.endswith(ending)]
     return tuple(path.parent / name for name in nearest(path.name, names))
+
+
+def schedules_near(value: str) -> tuple[str, ...]:
+    """The schedule that a name, or the path of a file that does not exist, was probably meant to be."""
+    files = paths_near(Path(os.path.expanduser(value)), ending=SUFFIX)
+    legal = [str(file) for file in files if schedule_named(str(file)).known]
+    return tuple(legal or nearest(Path(value).name, SCHEDULES))
 
 
 def multiples_near(value: int, unit: int) -> tuple[int, ...]:

@@ -19,10 +19,8 @@ from hpc_parallel.data.codec import encode, reads_bytes
 from hpc_parallel.layout.axes import SAMPLE_AXES
 from hpc_parallel.layout.counts import class_path, count, is_convnet, sequence_length
 from hpc_parallel.layout.layout import SPMD, Layout, legal_layout, processes_per_node
+from hpc_parallel.layout.step_facts import OF_NVIDIA, UNMEASURED, measured_steps
 from hpc_parallel.problems import Problem, Problems
-
-UNMEASURED = 3  # steps before those of `training.measure_steps`: two for warm-up, one that counts bytes
-OF_NVIDIA = ("nsys", "ncu")
 
 
 def find_problems(config: RunConfig) -> Problems:
@@ -118,11 +116,6 @@ def _is_prompt(text: str, *, as_bytes: bool, room: int | None) -> bool:
     except ValueError:
         return False
     return bool(tokens) and min(tokens) >= 0 and (room is None or max(tokens) < room)
-
-
-def measured_steps(config: RunConfig) -> int:
-    """`training.measure_steps`; 0 with Nsight, because CUPTI serves only one profiler in a process."""
-    return 0 if config.profile.kind in OF_NVIDIA else config.training.measure_steps
 
 
 def profile_problems(config: RunConfig) -> Problems:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 import netrc
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlparse
@@ -23,16 +21,23 @@ from hpc_parallel.config.learning_rate import SCHEDULES, warmup_of
 from hpc_parallel.config.optimizer_rules import ELEMENTWISE
 from hpc_parallel.config.schema import OptimizerConfig, RunConfig
 from hpc_parallel.layout.batch_plan import batch_of
-from hpc_parallel.layout.counts import class_path, is_convnet
+from hpc_parallel.layout.counts import class_path, decoder_sizes, is_convnet, sequence_length
 from hpc_parallel.layout.layout import SPMD, Layout, legal_layout
 from hpc_parallel.layout.model_data_schema import MoeTransformerConfig
 from hpc_parallel.layout.schedules import schedule_of
-from hpc_parallel.layout.step_facts import BFLOAT16
+from hpc_parallel.layout.step_facts import (
+    ALIGNED,
+    BFLOAT16,
+    MULTIPLES,
+    OFF,
+    is_cut,
+    rounded_parts,
+    selective_problem,
+)
 from hpc_parallel.problems import Problem, Problems, nearest
 
-OFF = "off"  # training.fp8
 MOST_ADDED = 64  # gradients in bfloat16: each sum is rounded to 8 bits, and the errors grow with the root
-APART_FROM_FP8 = ("expert", "context", "tensor", "tile")
+APART_FROM_FP8 = ("expert", "tile")
 CALLBACKS, VALIDATION = "hpc_parallel.training.callbacks", "validation_loss"
 CLASSES = {  # files of conf/optimizer -> the class that their options belong to
     "adamw": "torch.optim.AdamW",
@@ -99,29 +104,6 @@ def _selective(config: RunConfig) -> Problems:
         yield Problem("training.activation_checkpointing", keeps, rule, ("full", "none"))
 
 
-def selective_problem() -> Problem | None:
-    """Before torch 2.12, a block that overwrites a kept result could not be noticed."""
-    rule = too_old((2, 12))
-    if rule is None:
-        return None
-    return Problem("training.activation_checkpointing", "selective", rule, ("full", "none"))
-
-
-def too_old(needed: tuple[int, int]) -> str | None:
-    """Returns the broken rule if the installed torch, which the job uses too, is older than `needed`.
-
-    Returns None also if no torch is installed.
-    """
-    try:
-        match = re.match(r"(\d+)\.(\d+)", version("torch"))
-    except PackageNotFoundError:
-        return None
-    if match is None or (installed := (int(match[1]), int(match[2]))) >= needed:
-        return None
-    oldest, current = (".".join(map(str, release)) for release in (needed, installed))
-    return f"needs torch {oldest} or newer, and torch {current} is installed here"
-
-
 def _memory_budget(config: RunConfig) -> Problems:
     """The budget needs the compiler, and no other switch that decides what is computed again."""
     training = config.training
@@ -173,11 +155,12 @@ def _can_use_wandb(site_variables: Mapping[str, object]) -> bool:
 def fp8_problems(config: RunConfig) -> Problems:
     """The settings that products in float8 can't be combined with."""
     recipe, strategy = config.training.fp8, config.strategy
-    if config.training.precision != "bfloat16":
+    if config.training.precision not in (BFLOAT16, "float64"):  # float64 is for proofs
         rule = f"can't be combined with training.fp8 = {recipe}, whose other products are in bfloat16"
         yield Problem("training.precision", config.training.precision, rule, ("bfloat16",))
     layout = legal_layout(strategy, devices=config.devices) or Layout()
-    yield from (Problem("training.fp8", recipe, rule, (OFF,)) for rule in _rules_of_fp8(config))
+    rules = [*_rules_of_fp8(config), *_cut_by(config, layout)]
+    yield from (Problem("training.fp8", recipe, rule, (OFF,)) for rule in rules)
     for axis in APART_FROM_FP8:
         if layout.degrees[axis] > 1:
             rule = f"can't be combined with training.fp8 = {recipe}: that is not proven"
@@ -188,6 +171,12 @@ def fp8_problems(config: RunConfig) -> Problems:
     if config.training.activation_checkpointing == "selective":
         rule = f"keeps no product of training.fp8 = {recipe}"
         yield Problem("training.activation_checkpointing", "selective", rule, ("full", "none"))
+
+
+def rounding_warnings(config: RunConfig) -> list[str]:
+    """Say that a run trains otherwise than with the default types of its weights and its optimizer state."""
+    parts = rounded_parts(config) if config.task.name == "train" else None
+    return [f"{parts} in bfloat16, rounded at random: other losses than with float32"] if parts else []
 
 
 def rounding_problems(config: RunConfig) -> Problems:
@@ -245,6 +234,24 @@ def _rules_of_fp8(config: RunConfig) -> list[str]:
     if config.task.name == "generate":
         rules.append("can't be used with task=generate, which decodes one token at a time")
     return rules
+
+
+def _cut_by(config: RunConfig, layout: Layout) -> list[str]:
+    """The sizes of a reference decoder, and of its samples, that the axes split into parts that are cut."""
+    decoder, length = decoder_sizes(config), sequence_length(config)
+    sizes = {} if length is None else {"data.sequence_length": (length, "context")}
+    if decoder is not None and decoder.dim % ALIGNED == 0:
+        sizes |= {
+            "model.dim": (decoder.dim, "tensor"),
+            "keys and values": (decoder.kv_dim, "tensor"),
+            "model.ffn_dim": (decoder.ffn_dim, "tensor"),
+        }
+    return [
+        f"needs parts that are {MULTIPLES}: of {size} ({name}) strategy.{axis} = {layout.degrees[axis]} "
+        f"leaves {size / layout.degrees[axis]:g}"
+        for name, (size, axis) in sizes.items()
+        if is_cut(size, layout.degrees[axis])
+    ]
 
 
 def optimizer_problems(config: RunConfig) -> Problems:

@@ -30,14 +30,26 @@ LSE_UNIT = 32  # the memory-efficient kernel's backward pass reads `lse` in rows
 class Kernel(Protocol):
     """One way to compute attention over some of the keys.
 
-    `causal`: queries and keys are at the same positions, and no query sees a key after its own.
+    `causal`: queries and keys are at the same positions, and no query sees a key after its own. `bias`: what
+    is added to the scores, [batch, 1, queries, keys], in finite numbers; only the kernels of `masked_kernel`
+    take it.
     """
 
-    def forward(self, query: Tensor, kv: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, query: Tensor, kv: Tensor, *, causal: bool, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Returns the outputs, like `query`, and `lse`. `kv`: keys and values, stacked."""
 
     def backward(
-        self, grad_output: Tensor, query: Tensor, kv: Tensor, *, output: Tensor, lse: Tensor, causal: bool
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        kv: Tensor,
+        *,
+        output: Tensor,
+        lse: Tensor,
+        causal: bool,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns what `kv` adds to the gradients of `query` and of `kv`. `output`, `lse`: merged."""
 
@@ -60,19 +72,29 @@ class Fused:
         self._forward, self._backward = forward, backward
         self._grouped, self._lse_unit = grouped, lse_unit
 
-    def forward(self, query: Tensor, kv: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, query: Tensor, kv: Tensor, *, causal: bool, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         key, value = self._for_heads_of(query, kv)
-        output, lse = self._forward(query, key, value, causal=causal)
+        output, lse = self._forward(query, key, value, causal=causal, **added(bias, query))
         return output, lse[..., : query.shape[-2]]
 
     def backward(
-        self, grad_output: Tensor, query: Tensor, kv: Tensor, *, output: Tensor, lse: Tensor, causal: bool
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        kv: Tensor,
+        *,
+        output: Tensor,
+        lse: Tensor,
+        causal: bool,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         key, value = self._for_heads_of(query, kv)
         missing = -lse.shape[-1] % self._lse_unit
         padded = torch.nn.functional.pad(lse, (0, missing), value=torch.inf).contiguous()
         grad_query, *grad_kv = self._backward(
-            grad_output, query, key, value, output=output, lse=padded, causal=causal
+            grad_output, query, key, value, output=output, lse=padded, causal=causal, **added(bias, query)
         )
         grads = torch.stack(grad_kv)
         if not self._grouped:
@@ -87,13 +109,23 @@ class Fused:
 class Strips:
     """Attention in strips of scores, by torch's public operations in float32 or better (`attend`)."""
 
-    def forward(self, query: Tensor, kv: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, query: Tensor, kv: Tensor, *, causal: bool, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         wide = grouped_upcast(query, kv)
-        output, lse = attend(wide, *kv.to(wide.dtype), causal=causal)
+        output, lse = attend(wide, *kv.to(wide.dtype), causal=causal, bias=bias)
         return output.flatten(1, 2), lse.flatten(1, 2).squeeze(-1)
 
     def backward(
-        self, grad_output: Tensor, query: Tensor, kv: Tensor, *, output: Tensor, lse: Tensor, causal: bool
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        kv: Tensor,
+        *,
+        output: Tensor,
+        lse: Tensor,
+        causal: bool,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         grad, wide = grouped_upcast(grad_output, kv), grouped_upcast(query, kv)
         grad_query, grad_kv = attend_backward(
@@ -103,6 +135,7 @@ class Strips:
             lse=lse.unsqueeze(-1).unflatten(1, wide.shape[1:3]),
             delta=(grad * grouped_upcast(output, kv)).sum(-1, keepdim=True),
             causal=causal,
+            bias=bias,
         )
         return grad_query.flatten(1, 2), grad_kv
 
@@ -145,6 +178,18 @@ def cuda_kernel(dtype: torch.dtype, *, head_dim: int, capability: tuple[int, int
     return EFFICIENT if dtype is not torch.float64 and aligned and bfloat16_fits else STRIPS
 
 
+def masked_kernel(query: Tensor, *, keys: int) -> Kernel:
+    """The kernel that takes a `bias` for this many keys; on a GPU, a fused one needs aligned rows."""
+    kernel = kernel_for(query)
+    kernel = EFFICIENT if kernel in (CUDNN, FLASH) else kernel
+    return STRIPS if kernel is EFFICIENT and keys % ALIGNMENT_BYTES else kernel
+
+
+def added(bias: Tensor | None, query: Tensor) -> dict[str, Tensor]:
+    """The argument `bias` of a fused kernel, for all heads; nothing without one: some kernels take none."""
+    return {} if bias is None else {"bias": bias.to(query.dtype).expand(-1, query.shape[1], -1, -1)}
+
+
 def accumulated(part: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Convert the first partial result to the dtype in which `merge` adds the others."""
     output, lse = part
@@ -166,7 +211,9 @@ def grouped_upcast(tensor: Tensor, kv: Tensor) -> Tensor:
     return wide.unflatten(1, (kv.shape[2], -1))  # type: ignore[no-any-return]
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns the outputs (like `query`) and the log of each row's sum of exponentials ([..., seq, 1]).
 
     Only one strip of the scores exists at a time. No strip is kept: the backward pass computes the scores
@@ -176,7 +223,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[
     """
     outputs, lse = torch.empty_like(query), torch.empty_like(query[..., :1])
     for rows, end, hidden in strips(query, key, causal=causal):
-        scores = strip_of_scores(query[..., rows, :], key[..., :end, :], hidden)
+        scores = strip_of_scores(query[..., rows, :], key[..., :end, :], hidden, strip_of(bias, rows))
         lse[..., rows, :] = scores.logsumexp(-1, keepdim=True)
         weights = scores.sub_(lse[..., rows, :]).exp_()
         outputs[..., rows, :] = over_groups(weights, value[..., :end, :])
@@ -192,6 +239,7 @@ def attend_backward(
     lse: Tensor,
     delta: Tensor,
     causal: bool,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns what these keys add to the gradients of the queries, and of keys and values (stacked).
 
@@ -202,7 +250,7 @@ def attend_backward(
     grad_query = torch.empty_like(query)
     grad_kv = torch.zeros((2, *key.shape), dtype=query.dtype, device=query.device)
     for rows, end, hidden in strips(query, key, causal=causal):
-        scores = strip_of_scores(query[..., rows, :], key[..., :end, :], hidden)
+        scores = strip_of_scores(query[..., rows, :], key[..., :end, :], hidden, strip_of(bias, rows))
         weights = scores.sub_(lse[..., rows, :]).exp_()
         grad_rows = grad_output[..., rows, :]
         grad_kv[1, ..., :end, :] += sum_of_groups(weights, grad_rows)
@@ -227,8 +275,15 @@ def strips(query: Tensor, key: Tensor, *, causal: bool) -> Iterator[tuple[slice,
             yield slice(start, stop), keys, None
 
 
-def strip_of_scores(query: Tensor, key: Tensor, hidden: Tensor | None) -> Tensor:
+def strip_of(bias: Tensor | None, rows: slice) -> Tensor | None:
+    """[batch, 1, 1, row, key]: the dims of grouped scores."""
+    return None if bias is None else bias[:, :, None, rows]
+
+
+def strip_of_scores(query: Tensor, key: Tensor, hidden: Tensor | None, bias: Tensor | None) -> Tensor:
     scores = over_groups(query, key.mT).mul_(query.shape[-1] ** -0.5)
+    if bias is not None:
+        scores += bias
     return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
 
 

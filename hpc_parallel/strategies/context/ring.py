@@ -14,6 +14,7 @@ the same amount. Without the mask (`causal` is false), each device computes all 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hpc_parallel.strategies.context.attention_kernels import accumulated, kernel_for, merge
+from hpc_parallel.models.attention import document_bias
+from hpc_parallel.strategies.context.attention_kernels import (
+    Kernel,
+    accumulated,
+    kernel_for,
+    masked_kernel,
+    merge,
+)
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.torch_internals import group_of
 
@@ -35,6 +43,12 @@ def slices_of(rank: int, *, degree: int, length: int) -> tuple[slice, slice]:
     size = length // (2 * degree)
     late = 2 * degree - 1 - rank
     return slice(rank * size, (rank + 1) * size), slice(late * size, (late + 1) * size)
+
+
+def indices_of(rank: int, *, degree: int, length: int, device: torch.device) -> Tensor:
+    """The positions of a device's two slices in a sequence of `length`."""
+    slices = slices_of(rank, degree=degree, length=length)
+    return torch.cat([torch.arange(part.start, part.stop, device=device) for part in slices])
 
 
 def visible(source: int, *, rank: int, half: int, causal: bool) -> tuple[slice, slice]:
@@ -55,14 +69,13 @@ class KeyValueExchange(Protocol):
     [2, batch, kv_head, seq, head_dim]: the keys and values of this device's two slices.
     """
 
-    @staticmethod
     def forward(
-        query: Tensor, kv: Tensor, group: dist.ProcessGroup, *, causal: bool
+        self, query: Tensor, kv: Tensor, group: dist.ProcessGroup, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
         """Returns the outputs in the dtype of `lse`, and `lse`."""
 
-    @staticmethod
     def backward(
+        self,
         grad_output: Tensor,
         query: Tensor,
         kv: Tensor,
@@ -75,27 +88,35 @@ class KeyValueExchange(Protocol):
         """Returns the gradients of `query` and of `kv`, in the dtype of `lse`."""
 
 
+@dataclass(frozen=True)
 class Ring:
-    """Keys and values pass every device; in the backward pass their gradients travel with them."""
+    """Keys and values pass every device; in the backward pass their gradients travel with them.
 
-    @staticmethod
+    starts: for packed documents, where in the sample the document of each query begins, [batch, seq].
+    """
+
+    starts: Tensor | None = None
+
     def forward(
-        query: Tensor, kv: Tensor, group: dist.ProcessGroup, *, causal: bool
+        self, query: Tensor, kv: Tensor, group: dist.ProcessGroup, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
         rank, degree, half = group.rank(), group.size(), kv.shape[-2] // 2
-        kernel, next_kv = kernel_for(query), Passing(kv, group)
-        output, lse = accumulated(kernel.forward(query, kv, causal=causal))
+        kernel, next_kv = self._kernel(query, half), Passing(kv, group)
+        bias = self._bias(query, rank, group)
+        output, lse = accumulated(kernel.forward(query, kv, causal=causal and bias is None, bias=bias))
         for turn in range(1, degree):
             kv = next_kv.arrived()
             if turn < degree - 1:
                 next_kv = Passing(kv, group)
-            rows, columns = visible((rank - turn) % degree, rank=rank, half=half, causal=causal)
-            part = kernel.forward(query[..., rows, :], kv[..., columns, :], causal=False)
+            source = (rank - turn) % degree
+            rows, columns = visible(source, rank=rank, half=half, causal=causal)
+            bias = self._bias(query, source, group, rows, columns)
+            part = kernel.forward(query[..., rows, :], kv[..., columns, :], causal=False, bias=bias)
             merge(output[..., rows, :], lse[..., rows], part=part)
         return output, lse
 
-    @staticmethod
     def backward(
+        self,
         grad_output: Tensor,
         query: Tensor,
         kv: Tensor,
@@ -106,15 +127,19 @@ class Ring:
         causal: bool,
     ) -> tuple[Tensor, Tensor]:
         rank, degree, half = group.rank(), group.size(), kv.shape[-2] // 2
-        kernel, next_kv = kernel_for(query), Passing(kv, group)
-        parts = kernel.backward(grad_output, query, kv, output=output, lse=lse, causal=causal)
+        kernel, next_kv = self._kernel(query, half), Passing(kv, group)
+        bias = self._bias(query, rank, group)
+        parts = kernel.backward(
+            grad_output, query, kv, output=output, lse=lse, causal=causal and bias is None, bias=bias
+        )
         grad_query, grad_kv = (grad.to(lse.dtype) for grad in parts)
         for turn in range(1, degree):
             next_grad_kv = Passing(grad_kv, group)
             kv = next_kv.arrived()
             if turn < degree - 1:
                 next_kv = Passing(kv, group)
-            rows, columns = visible((rank - turn) % degree, rank=rank, half=half, causal=causal)
+            source = (rank - turn) % degree
+            rows, columns = visible(source, rank=rank, half=half, causal=causal)
             part_query, part_kv = kernel.backward(
                 grad_output[..., rows, :],
                 query[..., rows, :],
@@ -122,11 +147,38 @@ class Ring:
                 output=output[..., rows, :],
                 lse=lse[..., rows],
                 causal=False,
+                bias=self._bias(query, source, group, rows, columns),
             )
             grad_query[..., rows, :] += part_query
             grad_kv = next_grad_kv.arrived()
             grad_kv[..., columns, :] += part_kv
         return grad_query, Passing(grad_kv, group).arrived()  # the last hop returns each gradient
+
+    def _kernel(self, query: Tensor, half: int) -> Kernel:
+        return kernel_for(query) if self.starts is None else masked_kernel(query, keys=half)
+
+    def _bias(
+        self,
+        query: Tensor,
+        source: int,
+        group: dist.ProcessGroup,
+        rows: slice = slice(None),
+        columns: slice = slice(None),
+    ) -> Tensor | None:
+        """What hides keys of the device `source` from these queries: other documents and later positions.
+
+        A query may see no key of a device. The bias is finite, so such a part is finite too, and has a `lse`
+        so low that its share of the merged result is zero.
+        """
+        if self.starts is None:
+            return None
+        here, there = (
+            indices_of(rank, degree=group.size(), length=query.shape[-2] * group.size(), device=query.device)
+            for rank in (group.rank(), source)
+        )
+        hidden = torch.finfo(query.dtype).min / 2
+        starts = self.starts[:, rows]
+        return document_bias(here[rows], there[columns], starts, dtype=query.dtype, hidden=hidden)
 
 
 class Gather:
@@ -182,16 +234,27 @@ class Gather:
 EXCHANGES: dict[str, KeyValueExchange] = {"ring": Ring(), "gather": Gather()}
 
 
+def exchange_of(name: str, starts: Tensor | None) -> KeyValueExchange:
+    """The exchange of this name, for packed documents if there are `starts`."""
+    return EXCHANGES[name] if starts is None else Ring(starts)
+
+
 def attend_over_devices(
-    query: Tensor, key: Tensor, value: Tensor, group_name: str, exchange: str, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor | None,
+    group_name: str,
+    exchange: str,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this device's two slices of queries over the whole sequence.
 
-    Inputs: [batch, head, seq, head_dim] of this device's two slices. Returns the outputs, which are like
-    `query`, and `lse`.
+    Inputs: [batch, head, seq, head_dim] of this device's two slices; `starts`: of packed documents, only for
+    `ring`. Returns the outputs, which are like `query`, and `lse`.
     """
     group, kv = group_of(group_name), torch.stack((key, value))
-    output, lse = EXCHANGES[exchange].forward(query, kv, group, causal=causal)
+    output, lse = exchange_of(exchange, starts).forward(query, kv, group, causal=causal)
     return by_position(output.to(query.dtype)), lse.contiguous()
 
 
@@ -202,12 +265,13 @@ def attend_over_devices_backward(
     value: Tensor,
     output: Tensor,
     lse: Tensor,
+    starts: Tensor | None,
     group_name: str,
     exchange: str,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of `query`, and of keys and values (stacked), in the dtypes of the inputs."""
-    grad_query, grad_kv = EXCHANGES[exchange].backward(
+    grad_query, grad_kv = exchange_of(exchange, starts).backward(
         gradient.contiguous(), query, torch.stack((key, value)), output=output, lse=lse,
         group=group_of(group_name), causal=causal,
     )  # fmt: skip
@@ -228,9 +292,7 @@ OPERATORS: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {
 
 
 @sequence_attention.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, group_name: str, exchange: str, causal: bool
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(query.dtype, torch.float32)
     return by_position(torch.empty_like(query)), query.new_empty(query.shape[:-1], dtype=wide)
 
@@ -246,13 +308,13 @@ def by_position(tensor: Tensor) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, *ctx.options = inputs
-    ctx.save_for_backward(query, key, value, *output)
+    query, key, value, starts, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, *output, starts)
 
 
 def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     grad_query, grad_kv = sequence_attention_backward(gradient, *ctx.saved_tensors, *ctx.options)
-    return grad_query, *grad_kv, None, None, None
+    return grad_query, *grad_kv, None, None, None, None
 
 
 sequence_attention.register_autograd(_gradients, setup_context=_keep)
@@ -316,7 +378,7 @@ def gather_kv(kv: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[2, batch, kv_head, seq, head_dim] of all devices, in the order of the sequence."""
     all_kv = kv.new_empty((group.size(), *kv.shape))
     with marked("all_gather context"):
-        all_gather(all_kv.flatten(0, 1), kv, group=group)
+        all_gather(all_kv.flatten(0, 1), kv.contiguous(), group=group)
     return in_sequence(all_kv)
 
 

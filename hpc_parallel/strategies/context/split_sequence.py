@@ -39,15 +39,15 @@ from hpc_parallel.strategies.context.ring import (
     GatherKv,
     gather_kv,
     gather_mask,
+    indices_of,
     sequence_attention,
-    slices_of,
 )
 from hpc_parallel.strategies.local_positions import find_local_positions
 from hpc_parallel.strategies.mesh import name_of
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import replace_modules
 
-ALL_TO_ALL = "all_to_all"
+ALL_TO_ALL, RING = "all_to_all", "ring"
 
 
 def apply(model: LayeredModel, *, axis: DeviceMesh, options: StrategyConfig) -> LayeredModel:
@@ -95,11 +95,14 @@ class SlicedPositions(Positions):
         self._axis, self._kind = axis, kind
 
     def __call__(self, length: int, *, device: torch.device) -> Tensor:
-        slices = slices_of(self._rank, degree=self._degree, length=length * self._degree)
-        return torch.cat([torch.arange(part.start, part.stop, device=device) for part in slices])
+        return indices_of(self._rank, degree=self._degree, length=length * self._degree, device=device)
 
     def key(self, length: int) -> Hashable:
         return self._rank, self._degree, length
+
+    def documents(self, starts: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """Only `starts` for a ring, which makes a bias for the keys of each hop."""
+        return starts if self._kind == RING else super().documents(starts, dtype=dtype)
 
     def places(self, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All keys of the sample, and this device's queries; `HeadsAttention` has all queries too."""
@@ -155,19 +158,21 @@ class SplitAttention(Attention):
     ) -> Tensor:
         """Like `Attention.forward`.
 
-        With a bias, a mask or documents, every device gathers all keys and values.
+        With a bias or a mask, every device gathers all keys and values, also if strategy.context_attention is
+        ring.
         """
         dtype = product_dtype(query)  # torch applies autocast to its own attention
         query, key, value = (x.to(dtype) for x in (query, key, value))
         group = self._axis.get_group()
+        if documents is not None:
+            require_documents_only(bias, key_mask, causal=self.causal)
         with torch.autocast(query.device.type, enabled=False):  # parts are merged in float32
-            if bias is None and key_mask is None and documents is None:
+            if bias is None and key_mask is None and (documents is None or self._exchange == RING):
                 options = (group.group_name, self._exchange, self.causal)
-                out: Tensor = sequence_attention(query, key, value, *options)[0]
+                out: Tensor = sequence_attention(query, key, value, documents, *options)[0]
                 return out
             kv: Tensor = GatherKv.apply(torch.stack((key, value)), group)
             if documents is not None:
-                require_documents_only(bias, key_mask, causal=self.causal)
                 return attend_within(documents, query, *kv)
             rows = self.positions(query.shape[2], device=query.device)
             columns = torch.arange(kv.shape[-2], device=query.device)

@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.attention import Attention
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
-from hpc_parallel.models.experts import WIDTH_DIMS, Experts
+from hpc_parallel.models.experts import width_dim
 from hpc_parallel.models.layered import Column, LayeredModel, Loss
 from hpc_parallel.strategies.loss import MetricsOf
 from hpc_parallel.strategies.mesh import name_of
@@ -220,8 +220,7 @@ class SplitExperts(LayerStyle):
     def split(self, module: Module, mesh: DeviceMesh) -> Module:
         for part in module.modules():
             for name, weight in list(part.named_parameters(recurse=False)):
-                dim = WIDTH_DIMS[name] if isinstance(part, Experts) else None
-                setattr(part, name, _on_tensor_axis(weight, mesh, dim))
+                setattr(part, name, _on_tensor_axis(weight, mesh, width_dim(part, name)))
         for auxiliary in auxiliary_losses([module]):
             auxiliary.copies = mesh.size()
         original = OriginalForward(module)

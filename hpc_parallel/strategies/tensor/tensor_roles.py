@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hpc_parallel.config.schema import StrategyConfig
-from hpc_parallel.models.experts import WIDTH_DIMS, Experts
+from hpc_parallel.models.experts import Experts, width_dim
 from hpc_parallel.models.layered import Column, LayeredModel, part_of
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.dropout.dropout_shapes import whole_shapes
@@ -155,8 +155,15 @@ def _experts(model: LayeredModel, roles: Mapping[str, str | Column], degree: int
         experts = [part for part in model.get_submodule(name).modules() if isinstance(part, Experts)]
         if not experts:
             yield f"has the role experts for {name}, which has no Experts (models/experts.py)"
-        elif any(part.gate.shape[WIDTH_DIMS["gate"]] % degree for part in experts):
+        elif any(_widths(model.get_submodule(name), degree)):
             yield f"has the role experts for {name}, whose experts' width does not divide by {degree}"
+
+
+def _widths(module: nn.Module, degree: int) -> Iterator[int]:
+    """What `degree` devices leave of the inner width of each expert, and of shared experts."""
+    for part in module.modules():
+        if (dim := width_dim(part, "gate")) is not None:
+            yield part.get_parameter("gate").shape[dim] % degree
 
 
 def _of_shared(model: LayeredModel, roles: Mapping[str, str | Column]) -> Iterator[str]:

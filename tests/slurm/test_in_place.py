@@ -1,0 +1,125 @@
+"""A start that fails is followed by another one in the same job, on the same hosts."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import pytest
+from test_jobs import SMALL, Site, read, worker_of
+
+from hpc_parallel.record import attempts
+from hpc_parallel.record.run_folder import RunFolder
+from tests.scripts.loops import printed_losses
+from tests.waiting import wait_for
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+AGAIN = "the ranks start again in the same job, on the same hosts, {} of 3"
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+rank, saved = os.environ["RANK"], Path(sys.argv[1])
+print("port", os.environ["MASTER_PORT"], "words", *sys.argv[2:], flush=True)
+if sys.argv[2] == "raise":
+    raise ValueError("no data")
+first = int(saved.read_text()) if "--resume" in sys.argv else 0
+for step in range(first + 1, 7):
+    if rank == "0":
+        print("step", step, flush=True)
+        saved.write_text(str(step))
+    if step == 4 and first == 0 and rank == "1":
+        while not saved.exists() or saved.read_text() != "6":
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+if first == 0:
+    time.sleep(600)
+"""
+
+
+def submit(site: Site, harm: str) -> tuple[str, RunFolder]:
+    """The job of SCRIPT after its end, which torch takes no part in."""
+    (site.home / "loop.py").write_text(SCRIPT)
+    keys = ("nodes=2", "launcher=slurm", "launcher.wait=true", "run_dir=run")
+    resume = "script.resume_arguments=--resume {run}/saved"
+    site.run(*keys, resume, "script.metrics='step (?P<step>\\d+)'", "--", "loop.py", "{run}/saved", harm)
+    job = str(read(site.home / "run", "owner.json")["job_id"])
+    site.ended(job)
+    return job, RunFolder(site.home / "run")
+
+
+def log_of(folder: RunFolder, job: str) -> list[str]:
+    lines = [log.read_text().splitlines() for log in sorted(folder.slurm.glob(f"{job}*.out"))]
+    return [line for of_rank in lines for line in of_rank]
+
+
+@pytest.mark.usefixtures("beside_others")
+def test_a_script_goes_on_in_its_job(site: Site) -> None:
+    job, folder = submit(site, "die")
+    record, summary = site.record(job), read(folder.path, "summary.json")
+    assert (record["JobState"], record["Restarts"]) == ("COMPLETED", "0")
+    assert (summary["outcome"], summary["restarts"], summary["job_ids"]) == ("completed", 1, [job])
+    (end,) = attempts.ends(folder)
+    assert (end.how, end.rank, end.step) == ("killed", 1, 6)
+    assert end.line == f"rank 1 on {end.host} failed first: killed by SIGKILL; 1 follower"
+    said = log_of(folder, job)
+    assert [line for line in said if line in (end.line, AGAIN.format(1))] == [end.line, AGAIN.format(1)]
+    printed = folder.log(0, "out").read_text()
+    ports = re.findall(r"port (\d+) words die(.*)", printed)
+    assert [words.split()[:1] for _, words in ports] == [[], ["--resume"]]
+    assert ports[0][0] != ports[1][0]  # a rank of the first start could not reach the second one
+    assert not folder.failure.exists()
+
+
+@pytest.mark.usefixtures("beside_others")
+def test_a_script_that_raises_ends_after_its_first_failure(site: Site) -> None:
+    job, folder = submit(site, "raise")
+    record, summary = site.record(job), read(folder.path, "summary.json")
+    assert (record["JobState"], record["Restarts"]) == ("FAILED", "0")
+    assert (summary["outcome"], summary["restarts"]) == ("failed", 0)
+    assert [end.how for end in attempts.ends(folder)] == ["error"]
+    assert not [line for line in log_of(folder, job) if "again" in line]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", ["ranks", "torchrun"])
+def test_a_script_with_torch_prints_the_losses_of_an_undisturbed_run(start: str, site: Site) -> None:
+    words = ("nodes=2", "launcher=slurm", "launcher.wait=true", f"script.start={start}")
+    script = ("--", "nano.py", "--out_dir={run}/out", "--max_iters=10")
+    whole = site.run(*words, "run_dir=whole", *script)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    resume = "script.resume_arguments=--init_from=resume"
+    killed = site.run(*words, "run_dir=killed", resume, *script, "--die_at=6")
+    assert killed.returncode == 0, killed.stdout + killed.stderr
+    folder = RunFolder(site.home / "killed")
+    assert [end.how for end in attempts.ends(folder)] == ["killed"]
+    (job,) = read(folder.path, "summary.json")["job_ids"]
+    assert site.record(job)["Restarts"] == "0"
+    assert printed_losses(folder.path)[-5:] == printed_losses(site.home / "whole")[-5:]
+
+
+@pytest.mark.full
+def test_scancel_of_a_job_whose_ranks_start_again(site: Site) -> None:
+    """They import torch then, and have no handler yet."""
+    folder, job = killed(site)
+    wait_for(lambda: AGAIN.format(1) in log_of(folder, job))
+    site.cluster.run("scancel", job)
+    assert site.ended(job)["JobState"] == "CANCELLED"
+    wait_for(folder.summary.exists)
+    summary = read(folder.path, "summary.json")
+    assert (summary["outcome"], summary["restarts"]) == ("cancelled", 0)
+    assert [end.how for end in attempts.ends(folder)] == ["killed", "cancelled"]
+    assert AGAIN.format(2) not in log_of(folder, job)
+    assert site.record(job)["Restarts"] == "0"
+
+
+def killed(site: Site, *words: str) -> tuple[RunFolder, str]:
+    """A training of which rank 1 has been killed after some steps."""
+    line = ("strategy=data", "nodes=2", *SMALL, "training.steps=100000", "training.checkpoint_every=5")
+    done = site.run(*line, "launcher=slurm", "run_dir=run", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = RunFolder(site.home / "run")
+    wait_for(lambda: any(folder.checkpoints.glob("step-*")))
+    worker = worker_of(folder.path, rank=1)
+    assert worker is not None
+    worker.send_signal(signal.SIGKILL)
+    return folder, str(read(folder.path, "owner.json")["job_id"])
