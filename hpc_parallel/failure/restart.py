@@ -84,6 +84,7 @@ class RestartLimits:
     """What a run allows, and where its ranks run.
 
     start: the number of this start in its job, from 0; None: nothing can start the ranks again in the job.
+    is_own_job: false in an allocation, which Slurm would start again with all that the user does there.
     """
 
     max_restarts: int
