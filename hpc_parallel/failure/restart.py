@@ -91,15 +91,15 @@ class RestartLimits:
     max_requeues: int
     rolls_back: bool  # training.on_nonfinite=rollback
     start: int | None = None
-    own_job: bool = True  # false in an allocation of the user's: Slurm would start all of it again
+    is_own_job: bool = True
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, start: int | None = None) -> RestartLimits:
         """config: the content of `config.yaml`."""
         launcher, on_nonfinite = config["launcher"], config["training"]["on_nonfinite"]
         most = int(launcher["max_restarts"]), int(launcher["max_requeues"])
-        rolls_back, own_job = on_nonfinite == "rollback", not in_allocation(launcher)
-        return cls(*most, rolls_back=rolls_back, start=start, own_job=own_job)
+        rolls_back, own = on_nonfinite == "rollback", not in_allocation(launcher)
+        return cls(*most, rolls_back=rolls_back, start=start, is_own_job=own)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def decide(
     by_slurm: how Slurm ends the job now (`ending`).
     """
     decision = _decided(ends, limits=limits, continues=continues, by_slurm=by_slurm)
-    if decision.action == REQUEUE and not limits.own_job:
+    if decision.action == REQUEUE and not limits.is_own_job:
         return Decision(END, "an allocation is not requeued")
     return decision
 
