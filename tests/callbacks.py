@@ -37,6 +37,20 @@ class Recorder(Callback):
         self.write("end", step)
 
 
+class CompiledGraphs(Callback):
+    """Writes how many graphs torch has compiled in the run, and where it broke one."""
+
+    def on_start(self, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+        from torch._dynamo.utils import counters  # imported by compiled runs only
+
+        self.path, self.counters = folder / "compiled_graphs.json", counters
+        counters.clear()  # of earlier runs in this process
+
+    def on_end(self, step: int) -> None:
+        counts = self.counters["stats"]["unique_graphs"], self.counters["graph_break"]
+        self.path.write_text(json.dumps(counts))
+
+
 class Broken(Callback):
     """Fails at a line."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -57,6 +58,9 @@ LAYOUTS = {
         "training.microbatch_size=8", "training.activation_checkpointing=full",
     ),
     "context over 2, float8 by rows": ("float64", "strategy=context", "training.fp8=rowwise"),
+    "tensor over 2, context over 2": (
+        "float64", "strategy=tensor", "gpus_per_node=2", "strategy.tensor=2", "strategy.context=2"
+    ),
     "data over 2, in one graph": ("float64", "strategy=data", "training.compile_whole=true"),
 }  # fmt: skip
 
@@ -79,10 +83,14 @@ def test_compiled_blocks_follow_one_device(compiling_workers: Workers, trained: 
     cache = compiling_workers.folder / "cache"
     variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
     before = set(cache.rglob("*.so"))
+    counting = "training.callbacks=[{_target_: tests.callbacks.CompiledGraphs}]"
     compiled = compiling_workers.train(
-        *COMMON, *options, *words, "nodes=2", "training.compile=true", variables=variables
+        *COMMON, *options, *words, "nodes=2", "training.compile=true", counting, variables=variables
     )
     assert set(cache.rglob("*.so")) > before  # it did compile
+    graphs, breaks = json.loads((compiled.folder / "compiled_graphs.json").read_text())
+    assert graphs > 0
+    assert breaks == {}
     assert_follows(compiled, trained(*COMMON, *options, "strategy=single"), losses=losses, weights=weights)
 
 
