@@ -67,13 +67,13 @@ NETS = {
     "packed": (
         "model=tiny", "model.layers=5", "model.dim=64", "model.heads=8", "model.kv_heads=4",
         "model.ffn_dim=128",
-        "data=dataset", "data.dataset._target_=hpc_parallel.proof.rows.Documents", "data.vocab_size=256",
-        "data.sequence_length=32", "data.packing=true",
+        "data=dataset", "data.dataset._target_=hpc_parallel.proof.rows.RandomDocuments",
+        "data.vocab_size=256", "data.sequence_length=32", "data.packing=true",
     ),
 }  # fmt: skip
 
 
-class Documents:
+class RandomDocuments:
     """400 documents of 1 to 40 random tokens, with their targets."""
 
     def __len__(self) -> int:

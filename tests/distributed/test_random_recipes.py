@@ -22,7 +22,7 @@ COMMON = (
 )  # fmt: skip
 PACKED = (
     *(word for word in NETWORKS["text"] if not word.startswith("data")), "data=dataset",
-    "data.dataset._target_=hpc_parallel.proof.rows.Documents", "data.vocab_size=256",
+    "data.dataset._target_=hpc_parallel.proof.rows.RandomDocuments", "data.vocab_size=256",
     "data.sequence_length=16", "data.packing=true",
 )  # fmt: skip
 NETS: tuple[Words, ...] = (NETWORKS["text"], NETWORKS["moe"], PACKED)
