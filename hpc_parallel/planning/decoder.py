@@ -81,7 +81,9 @@ class Share:
 
     def scale_messages(self, axis: str, *, is_backward: bool) -> Iterator[tuple[str, int, float]]:
         """What the ranks of `axis` exchange for scales in float8: a product, its layers, numbers of each."""
-        for product in () if self.rounding is None else in_float8(self._block()):
+        if self.rounding is None:
+            return
+        for product in in_float8(self._block()):
             layers = self._layers.get(product.name, 1)
             one = replace(product, columns=product.columns / layers)
             splits_inputs = product.name in (OUTPUT, DOWN)
