@@ -214,8 +214,7 @@ RECIPES = (
         "model=deepseek_v2_lite strategy=fsdp strategy.expert=8",
         TWO_BY_TWO, "deepseek"),
     Recipe("FSDP + TP in fp8", "torchtitan (70B)",
-        "strategy=fsdp strategy.tensor=8 training.precision=bfloat16 training.fp8=tensorwise "
-        "training.compile=true",
+        "strategy=fsdp strategy.tensor=8 training.precision=bfloat16 training.fp8=tensorwise",
         TWO_BY_TWO),
     Recipe("PP + TP in fp8", "torchtitan (405B)",
         "strategy=pipeline strategy.pipeline=2 strategy.tensor=2 training.precision=bfloat16 "

@@ -9,8 +9,8 @@ factor. The sums are float32, and the results are bfloat16.
 The recipes are torchao's, but here the scales of `tensorwise` are powers of two too. Then a number is rounded
 to the same significant bits in every part of a batch, although the parts have different largest values.
 
-A scale is for one microbatch. Ranks that hold parts of a tensor exchange its largest values (`Splits`), so a
-layout rounds as one device with the same microbatches does.
+A scale is for one microbatch. Ranks that hold parts of a tensor exchange its largest values (`LayerSplits`),
+so a layout rounds as one device with the same microbatches does.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ TINIEST = 1e-12  # a factor whose largest value is smaller is not scaled up to t
 EXPONENT = 0x7F800000  # the exponent bits of a float32; with only these bits, a number is a power of two
 
 
-class Axis(NamedTuple):
+class ScaleAxis(NamedTuple):
     """An axis whose ranks exchange largest values: the names of the axis and of its group."""
 
     name: str
     group: str
 
     @classmethod
-    def of(cls, axis: DeviceMesh | None) -> tuple[Axis, ...]:
+    def of(cls, axis: DeviceMesh | None) -> tuple[ScaleAxis, ...]:
         return () if axis is None else (cls(name_of(axis), axis.get_group().group_name),)
 
 
-class Splits(NamedTuple):
+class LayerSplits(NamedTuple):
     """The axes that split the rows (tokens), the inputs and the outputs of a layer."""
 
-    rows: tuple[Axis, ...] = ()
-    inputs: tuple[Axis, ...] = ()
-    outputs: tuple[Axis, ...] = ()
+    rows: tuple[ScaleAxis, ...] = ()
+    inputs: tuple[ScaleAxis, ...] = ()
+    outputs: tuple[ScaleAxis, ...] = ()
 
 
 def apply(
@@ -79,7 +79,7 @@ def apply(
         return model
     if device.type == "cuda" and (problem := device_problem(recipe, device)) is not None:
         raise ConfigError([problem])
-    axes = Axis.of(context), Axis.of(tensor)
+    axes = ScaleAxis.of(context), ScaleAxis.of(tensor)
     forward = partial(multiply, by_rows=recipe == "rowwise", context=axes[0], tensor=axes[1])
     for layer in layers_of(model):
         replace_forward(layer, forward, technique="Float8")
@@ -149,8 +149,8 @@ def multiply(
     x: Tensor,
     *,
     by_rows: bool,
-    context: tuple[Axis, ...] = (),
-    tensor: tuple[Axis, ...] = (),
+    context: tuple[ScaleAxis, ...] = (),
+    tensor: tuple[ScaleAxis, ...] = (),
 ) -> Tensor:
     """The output of `layer` for `x` [..., in]: in bfloat16, as under autocast, or in float64 if `x` is.
 
@@ -162,11 +162,11 @@ def multiply(
         return original(layer, x)
     weight: Tensor = layer.weight
     if not isinstance(weight, DTensor):
-        output = product(x, weight, by_rows=by_rows, splits=Splits(rows=context))
+        output = product(x, weight, by_rows=by_rows, splits=LayerSplits(rows=context))
     else:
         assert isinstance(x, DTensor)
         columns = weight.placements == (Shard(0),)  # of the output; otherwise the inputs are split
-        split = Splits(context, outputs=tensor) if columns else Splits(context, inputs=tensor)
+        split = LayerSplits(context, outputs=tensor) if columns else LayerSplits(context, inputs=tensor)
         local = x.to_local(grad_placements=[Partial()]) if columns else x.to_local()
         output = product(local, weight.to_local(), by_rows=by_rows, splits=split)
         placement = Shard(output.dim() - 1) if columns else Partial()
@@ -174,7 +174,7 @@ def multiply(
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 
-def product(x: Tensor, weight: Tensor, *, by_rows: bool, splits: Splits) -> Tensor:
+def product(x: Tensor, weight: Tensor, *, by_rows: bool, splits: LayerSplits) -> Tensor:
     """This rank's `x` [..., in] times the transpose of its `weight` [out, in]."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.bfloat16
     flat = x.reshape(-1, x.shape[-1]).to(dtype)
@@ -191,7 +191,7 @@ class Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, by_rows: bool, splits: Splits) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, by_rows: bool, splits: LayerSplits) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.by_rows, ctx.splits = by_rows, splits
         inner = -1 if by_rows else None
@@ -205,7 +205,7 @@ class Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
         by_rows: bool = ctx.by_rows
-        splits: Splits = ctx.splits
+        splits: LayerSplits = ctx.splits
         inner, columns = (-1, 0) if by_rows else (None, None)
         along_rows = Factor(gradient, GRADIENT[by_rows], inner, (splits.rows, splits.outputs))
         (weight8, of_weight), (x8, of_x), *gradients = quantise_all(
@@ -233,10 +233,10 @@ class Factor(NamedTuple):
     matrix: Tensor
     dtype: torch.dtype
     dim: int | None
-    split: tuple[tuple[Axis, ...], tuple[Axis, ...]]
+    split: tuple[tuple[ScaleAxis, ...], tuple[ScaleAxis, ...]]
 
     @property
-    def over(self) -> tuple[Axis, ...]:
+    def over(self) -> tuple[ScaleAxis, ...]:
         """The axes that split what one scale is for."""
         return (*self.split[0], *self.split[1]) if self.dim is None else self.split[self.dim]
 

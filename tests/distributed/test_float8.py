@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_parallel.strategies.float8 import Axis, Product, Splits
+from hpc_parallel.strategies.float8 import LayerSplits, Product, ScaleAxis
 from tests.marks import in_full
 from tests.parity import COMMON, assert_follows, largest_difference
 from tests.workers import Train, Workers
@@ -52,7 +52,7 @@ DIMS = (
 )  # fmt: skip
 
 
-def products(by_rows: bool, splits: Splits, *factors: Tensor) -> list[Tensor]:
+def products(by_rows: bool, splits: LayerSplits, *factors: Tensor) -> list[Tensor]:
     x, weight, gradient = (factor.clone() for factor in factors)
     output = Product.apply(x.requires_grad_(), weight.requires_grad_(), by_rows, splits)
     output.backward(gradient)
@@ -71,13 +71,13 @@ def products_of_parts(by_rows: bool) -> dict[str, float]:
         spread = 16 if place == 2 and not by_rows else 5  # e5m2 has more range
         steps = [torch.linspace(-spread, spread, count).double().exp2() for count in matrix.shape]
         factors.append(matrix * steps[0][:, None] * steps[1])  # the last half of each dim has the largest
-    whole = products(by_rows, Splits(), *factors)
-    for split in Splits._fields:
+    whole = products(by_rows, LayerSplits(), *factors)
+    for split in LayerSplits._fields:
 
         def part(matrix: Tensor, dims: tuple[str, str], split: str = split) -> Tensor:
             return matrix.chunk(2, dim=dims.index(split))[dist.get_rank()] if split in dims else matrix
 
-        splits = Splits(**{split: (Axis("tensor", dist.group.WORLD.group_name),)})
+        splits = LayerSplits(**{split: (ScaleAxis("tensor", dist.group.WORLD.group_name),)})
         parts = products(by_rows, splits, *map(part, factors, DIMS[:3]))
         for dims, found, wanted in zip(DIMS[3:], parts, whole, strict=True):
             if split not in dims:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpc_parallel.strategies.float8 import Product, Splits, quantise
+from hpc_parallel.strategies.float8 import LayerSplits, Product, quantise
 from hpc_parallel.torch_internals import scaled_product
 from tests.gpu.test_strategies import DEVICE, pytestmark  # noqa: F401
 
@@ -36,7 +36,7 @@ def test_a_gpu_gives_the_gradients_of_a_cpu(by_rows: bool) -> None:
     found = []
     for device in ("cpu", DEVICE):
         factors = [factor.detach().to(device).requires_grad_() for factor in (x, weight)]
-        Product.apply(*factors, by_rows, Splits()).backward(gradient.to(device))
+        Product.apply(*factors, by_rows, LayerSplits()).backward(gradient.to(device))
         found.append([factor.grad.cpu().double() for factor in factors if factor.grad is not None])
     for of_cpu, of_device in zip(*found, strict=True):
         assert float((of_cpu - of_device).abs().max() / of_cpu.abs().max()) <= 2 * ROUNDING

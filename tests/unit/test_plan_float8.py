@@ -155,16 +155,16 @@ def test_as_many_largest_values_are_exchanged_as_planned(axis: str, recipe: str)
         }
     )
     tokens = 64 if axis == "tensor" else 32
-    over, found = (float8.Axis(axis, "group"),), Counter[ActionKind]()
+    over, found = (float8.ScaleAxis(axis, "group"),), Counter[ActionKind]()
     messages = Counter[ActionKind]()
     pairs = ((64, 64), (64, 32), (64, 32), (64, 64), (64, 192), (64, 192), (192, 64))  # inputs, outputs
     for place, (inputs, outputs) in enumerate(pairs):
         is_row = place in (3, 6)
         if axis == "tensor":
             inputs, outputs = (inputs // 2, outputs) if is_row else (inputs, outputs // 2)
-            splits = float8.Splits(inputs=over) if is_row else float8.Splits(outputs=over)
+            splits = float8.LayerSplits(inputs=over) if is_row else float8.LayerSplits(outputs=over)
         else:
-            splits = float8.Splits(rows=over)
+            splits = float8.LayerSplits(rows=over)
         x, weight = torch.randn(tokens, inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
         sent: list[int] = []
 
