@@ -34,8 +34,13 @@ def apply(model: LayeredModel, *, precision: str, device_type: str) -> LayeredMo
     if precision in HALF:
         autocast = torch.autocast(device_type, dtype=HALF[precision])
         technique = precision.capitalize()
-        replace_forward(model, autocast(lambda original, *inputs: original(*inputs)), technique=technique)
+        replace_forward(model, autocast(_original), technique=technique)
     return model
+
+
+def _original(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    """The forward pass itself; a later stage of packed documents gets `document_starts` by name."""
+    return forward(*inputs, **named)
 
 
 def of_floats(function: Callable[[Any, Tensor], Sums], *, precision: str) -> Callable[[Any, Tensor], Sums]:

@@ -19,7 +19,7 @@ from hpc_parallel.models.huggingface import HuggingFaceModel, OwnPositions
 from hpc_parallel.models.language import LanguageModel
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.models.transformer import Transformer
-from hpc_parallel.strategies import packed_documents
+from hpc_parallel.strategies import packed_documents, precision
 from hpc_parallel.strategies.context import ring
 from tests.datasets import Texts
 from tests.one_by_one import loss_of_documents
@@ -166,3 +166,13 @@ def test_the_begins_that_devices_gather_are_contiguous(monkeypatch: pytest.Monke
     monkeypatch.setattr(ring, "all_gather", all_gather)
     gathered = ring.gather_kv(starts[..., None], SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]
     assert gathered.flatten().tolist() == [1, 3, 5, 7, 1, 3, 5, 7, 9, 11, 13, 15, 9, 11, 13, 15]
+
+
+def test_a_later_stage_in_half_precision_takes_the_starts_of_documents() -> None:
+    model = decoder()
+    materialise(model, seed=1, device="cpu", dtype=torch.float32)
+    model.packed_samples, model.stem = True, None
+    x, starts = torch.randn(1, 8, 32), torch.tensor([[0, 0, 0, 3, 3, 3, 3, 3]])
+    exact = model(x, document_starts=starts)
+    precision.apply(model, precision="bfloat16", device_type="cpu")
+    torch.testing.assert_close(model(x, document_starts=starts).float(), exact, rtol=0.05, atol=0.05)
