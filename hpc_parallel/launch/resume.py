@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from hpc_parallel.layout.model_data_schema import (
     SegmenterConfig,
     TransformerConfig,
     UNetConfig,
+    schema_of,
 )
 from hpc_parallel.problems import ConfigError, Problem, Problems, nearest, quoted
 from hpc_parallel.record.checkpoint_index import complete
@@ -184,7 +185,7 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
     try:
         if not values["launcher"]["shared_folder"]:
             require_private(folder.path)  # its checkpoints will be unpickled
-        before = flatten(folder.read_config())
+        before = _with_newer_keys(flatten(folder.read_config()))
     except (UntrustedError, DamagedError) as error:
         yield f"resume = {folder.path} can't continue: {error}"
         return
@@ -207,6 +208,13 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
     elif steps[0] >= settings["training.steps"]:
         rule = f"are already done: the newest checkpoint is of step {steps[0]}"
         yield Problem("training.steps", settings["training.steps"], rule, (2 * steps[0],))
+
+
+def _with_newer_keys(before: Mapping[str, Any]) -> dict[str, Any]:
+    """The recorded values; a key of our models that is newer than the run has its default."""
+    schema = schema_of("model", before.get("model._target_"))
+    defaults = {} if schema is None else flatten({"model": asdict(schema())})
+    return {**defaults, **before}
 
 
 def rate_jump(folder: RunFolder, config: RunConfig) -> str | None:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_parallel.config.checks import layout_checks
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.typed_config import typed
-from hpc_parallel.layout.counts import count
+from hpc_parallel.layout.counts import DecoderSizes, count
 from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.planning.coefficient_fit import Fitted, fit
 from hpc_parallel.planning.hardware import FITTED_BY, Hardware, coefficient, hardware_text
@@ -162,7 +162,8 @@ def _work(config: RunConfig, hardware: Hardware) -> Work:
     if problems := list(unplanned(config, layout, hardware)):
         raise ConfigError(problems)
     work = work_of_run(config)
-    sizes = [value for value in vars(work.decoder).values() if not isinstance(value, bool)]
+    needed = (field.name for field in fields(DecoderSizes) if field.default is MISSING or field.default)
+    sizes = [value for name in needed if not isinstance(value := getattr(work.decoder, name), bool)]
     passes = work.microbatches * len(work.blocks)
     if min(*sizes, work.microbatch_size, work.microbatches, *work.blocks) < 1 or passes > MOST_PASSES:
         raise ConfigError([NO_PLAN])

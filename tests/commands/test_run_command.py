@@ -208,7 +208,7 @@ def test_nothing_of_hydras_lies_beside_a_run(here: Path, capsys: pytest.CaptureF
     printed(capsys, "launcher=script", "run_dir=mine", "launcher.snapshot=false")
     assert [path.name for path in here.iterdir()] == ["mine"]
     assert sorted(path.name for path in (here / "mine").iterdir()) == [
-        "batch_script.sh", "config.yaml", "environment.json", "logs", "rendezvous", "slurm",
+        "attempts.jsonl", "batch_script.sh", "config.yaml", "environment.json", "logs", "rendezvous", "slurm",
     ]  # fmt: skip
 
 

@@ -200,6 +200,7 @@ def test_the_report_begins_with_the_verdict_and_folds_what_has_no_figure(ask: As
     assert unmeasured == [
         "Scaling",
         "Latency against throughput",
+        "Where the time of a run went",
         "A pipeline's step",
         "Predicted and measured",
     ]

@@ -167,6 +167,7 @@ def test_no_text_is_run(
         srun, loaded = machine.submit(script, run_folder=path.path)
         assert str(machine.venv / "bin" / "python") in srun
         assert loaded == [["load", module] for module in good.launcher.modules]
+        path.attempts.unlink()  # of the script that has run
     assert srun[-1] == str(path.slurm) or str(path.path) in srun[-1]
 
 
