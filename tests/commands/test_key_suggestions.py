@@ -48,7 +48,7 @@ LINES = {
     "launcher.memory_gb=64G": "Try launcher.memory_gb=64.",
     "launcher.memory_gb=512MiB": "Try launcher.memory_gb=0.5.",
     "data.packing=true": "no key data.packing here. Try data=dataset, data=parquet or data=tokens.",
-    "model.experts=4": "no key model.experts here. Try model=deepseek_v2_lite, model=mixtral_8x7b or model=moe_tiny.",
+    "model.experts=4": "Try model=deepseek_v2_lite, model=mixtral_8x7b or model=moe_tiny.",
     "task.seconds=3": "no key task.seconds here. Try task=calibrate, task=collectives or task=infer.",
     "launcher.cpus_per_device=maybe": "is not a whole number. Try launcher.cpus_per_device=1.",
     "script.requeue_codes=maybe": "is not a list of whole numbers [a,b]. Try script.requeue_codes=[].",
