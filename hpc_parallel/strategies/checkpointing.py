@@ -28,7 +28,7 @@ from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.written_buffers import versions_of, written_since
 from hpc_parallel.torch_internals import buffers_of, tree_leaves, written_arguments
 
-EXPENSIVE = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution"}
+EXPENSIVE = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "product_of_groups", "convolution"}
 # These operations return what devices exchange or compute from it, and counts on the host. No operation
 # overwrites these results, not even inside a custom autograd function, such as DTensor's.
 EXCHANGED = {
