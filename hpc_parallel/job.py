@@ -41,6 +41,13 @@ def send_signal(arguments: Sequence[str]) -> None:
     signal_ranks.main(arguments)
 
 
+def notify(arguments: Sequence[str]) -> None:
+    """Pass a line about a run on, to `launcher.notify`."""
+    from hpc_parallel.failure import notify
+
+    notify.main(arguments)
+
+
 def worker_main() -> Callable[[str], int]:
     """Import what every training needs, including torch, and return the function that a rank runs.
 
@@ -68,8 +75,10 @@ def main(arguments: Sequence[str]) -> None:
         conclude(rest)
     elif part == "signal":
         send_signal(rest)
+    elif part == "notify":
+        notify(rest)
     else:
-        sys.exit(f"hpc_parallel.job has no part {part}: rank, agent, conclude or signal")
+        sys.exit(f"hpc_parallel.job has no part {part}: rank, agent, conclude, signal or notify")
 
 
 if __name__ == "__main__":

@@ -58,6 +58,9 @@ class LauncherConfig:
     # `script.resume_arguments`); otherwise 0.
     max_restarts: int | None = key(None, at_least(0), legal=0)
     resubmit: bool = False  # Submit a new job if Slurm does not requeue the old one.
+    # Who is told of failures, restarts, a full disk and the end: a shell command, which gets a line on its
+    # standard input, or the address of a webhook (`https://`).
+    notify: str | None = key(None, line(), legal="mail -s hpc_parallel $USER")
     # Any other flag of sbatch, without its dashes.
     extra: dict[str, Any] = field(default_factory=dict)
 

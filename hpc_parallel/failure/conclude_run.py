@@ -23,7 +23,7 @@ from typing import Any
 
 from hpc_parallel.config.script import is_script
 from hpc_parallel.exit_codes import AGAIN
-from hpc_parallel.failure import failure, normal_end, restart
+from hpc_parallel.failure import failure, normal_end, notify, restart
 from hpc_parallel.failure.failure import Record
 from hpc_parallel.failure.hang_cause import cause_of
 from hpc_parallel.failure.restart import Decision, RestartLimits
@@ -42,7 +42,7 @@ from hpc_parallel.problems import quoted
 from hpc_parallel.record import attempts
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Failure, Follower, Stop, Summary
-from hpc_parallel.record.metrics_file import MetricsReader
+from hpc_parallel.record.metrics_file import MetricsReader, figure
 from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.recorded_slow_ranks import accusations
 from hpc_parallel.record.run_folder import RunFolder, note_phase
@@ -373,23 +373,39 @@ def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str])
     )
 
 
-def _follow_failure(folder: RunFolder, *, start: int | None, environment: Mapping[str, str]) -> None:
-    """Requeue the job, or end this process with `AGAIN` if the ranks start again in it."""
+def _follow_failure(
+    folder: RunFolder, *, start: int | None, environment: Mapping[str, str]
+) -> tuple[Decision, str]:
+    """Carry out what follows a failure, but for a new start in place; returns it with a line."""
     decision = after_failure(folder, start=start, environment=environment)
     line = decision.why
     if decision.action == restart.REQUEUE:
         launcher = folder.read_config()["launcher"]
         line = _start_again(folder, launcher=launcher, environment=environment)
+        if line.startswith(restart.NO_START):
+            decision = Decision(restart.END, line)
     elif line and decision.action == restart.END:
         _add_to_line(folder, line)
-    if line:
-        print(line, file=sys.stderr, flush=True)
-    if decision.action == restart.IN_PLACE:
-        # How this start ended is not how the next one will.
-        folder.begin_anew()
-        failure.forget_all(folder)
-        note_phase(folder, line)
-        sys.exit(AGAIN)
+    return decision, line
+
+
+def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:
+    """Tell how a start ended and what follows, if the user wants to be told; line: what `conclude` found."""
+    summary = Summary.read(folder) or Summary()
+    event = {"completed": "end", "cancelled": "end", "preempted": "restart"}.get(
+        str(summary.outcome), "failure"
+    )
+    if decision.starts_again:
+        event = f"restart, {decision.action}"
+    if summary.completed:
+        loss = "" if summary.final_loss is None else f", final loss {figure(summary.final_loss)}"
+        line = f"completed{f' {summary.steps} steps' if summary.steps else ''}{loss}"
+    notify.tell(
+        folder,
+        f"{event}: {line}",
+        about=notify.ENDED,
+        waits=decision.action in (restart.REQUEUE, restart.END),
+    )
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -418,7 +434,17 @@ def main(arguments: Sequence[str]) -> None:
     )  # fmt: skip
     if line:
         print(line, file=sys.stderr, flush=True)
+    decision, following = Decision(restart.END), ""
     if "SLURM_JOB_ID" in environment:
-        _follow_failure(folder, start=options.start, environment=environment)
+        decision, following = _follow_failure(folder, start=options.start, environment=environment)
+        if following:
+            print(following, file=sys.stderr, flush=True)
+    tell_end(folder, line="; ".join(filter(None, (line, following))), decision=decision)
+    if decision.action == restart.IN_PLACE:
+        # How this start ended is not how the next one will.
+        folder.begin_anew()
+        failure.forget_all(folder)
+        note_phase(folder, following)
+        sys.exit(AGAIN)
     if options.returncode == 0 and folder.failure.exists() and not folder.stopped.exists():
         sys.exit(1)  # the job has failed too

@@ -228,6 +228,7 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         # How the ranks are started, and in which container:
         "start": cluster.start,
         "again": AGAIN,
+        "notify": launcher.notify is not None,
         "srun_arguments": srun_arguments(run),
         "mpirun_arguments": cluster.mpirun,
         "torchrun_arguments": run.config.script.torchrun,

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from hpc_parallel.failure import notify
 from hpc_parallel.layout.step_facts import rounded_parts
 from hpc_parallel.record import attempts
 from hpc_parallel.record.checkpoint_index import clear, set_aside_after
 from hpc_parallel.record.metrics_file import MetricsReader
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.device_traffic import figures, ring_all_reduce
@@ -33,7 +35,7 @@ from hpc_parallel.training.read_ahead import ReadAhead
 from hpc_parallel.training.replicas import ReplicaCheck, ReplicaError
 from hpc_parallel.training.restore import newest_sound, restore
 from hpc_parallel.training.rounding import hold_bfloat16, rounding_of
-from hpc_parallel.training.saver import Saver, SavingGroup
+from hpc_parallel.training.saver import Saver, SavingGroup, print_warning
 from hpc_parallel.training.state_bytes import state_by_rank
 from hpc_parallel.training.step import Step
 from hpc_parallel.training.trainer import RankBatches, Trainer
@@ -80,7 +82,7 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
         folder.checkpoints, state=state, about={"config": context.values, "data": session.data.digest},
         training=config.training, device=device, saving=saving_of(session), saved_step=steps_done,
         save_s=last_save_s, check=check, on_wait=lambda: observers.progress.mark("save", trainer.steps_done),
-        on_saved=observers.callbacks.checkpoint,
+        on_saved=observers.callbacks.checkpoint, warn=partial(warn_of_storage, folder),
     )  # fmt: skip
     if dist.get_rank() == 0 and (count := session.statistics_samples) is not None:
         other = "runs with another number (training.microbatch_size) have other losses"
@@ -193,6 +195,11 @@ def restore_or_start(
         if checkpoint is not None:
             print(f"continuing from the checkpoint of step {steps_done}", flush=True)
     return steps_done, save_s(checkpoint) if checkpoint else None
+
+
+def warn_of_storage(folder: RunFolder, text: str) -> None:
+    print_warning(text)
+    notify.tell(folder, f"storage: {text}", about=notify.STORAGE, waits=False)
 
 
 def saving_of(session: Session) -> SavingGroup:
