@@ -375,19 +375,16 @@ def flash_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) ->
     return output, lse
 
 
-def flash_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *, output: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward pass of `flash_forward`, with `lse` and output from the caller.
+def flash_backward(*tensors: Tensor, causal: bool) -> tuple[Tensor, ...]:
+    """The backward pass of `flash_forward`: the gradients of query, key and value.
 
-    Without dropout no random state is read.
+    tensors: the gradient of the output, then query, key, value, output and `lse`, as all backward passes here
+    take them. Without dropout no random state is read.
     """
-    unused = torch.empty(2, dtype=torch.uint64, device=query.device)
-    lengths = (query.shape[-2], key.shape[-2])
-    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad, query, key, value, output, lse, None, None, *lengths, 0.0, causal, unused, unused
-    )
-    return gradients
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    unused = torch.empty(2, dtype=torch.uint64, device=tensors[0].device)
+    gradients = backward(*tensors, None, None, *_lengths(tensors), 0.0, causal, unused, unused)
+    return tuple(gradients)
 
 
 def cudnn_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -397,17 +394,11 @@ def cudnn_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) ->
     return output, lse.squeeze(-1)
 
 
-def cudnn_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *, output: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    unused = torch.zeros((), dtype=torch.int64, device=query.device)
-    lengths = (query.shape[-2], key.shape[-2])
+def cudnn_backward(*tensors: Tensor, causal: bool) -> tuple[Tensor, ...]:
     backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-    gradients: tuple[Tensor, Tensor, Tensor] = backward(
-        grad, query, key, value, output, lse.unsqueeze(-1), unused, unused, None, None, None, *lengths,
-        0.0, causal,
-    )  # fmt: skip
-    return gradients
+    unused, lse = _no_state(tensors), tensors[-1].unsqueeze(-1)
+    rest = (lse, unused, unused, None, None, None, *_lengths(tensors), 0.0, causal)
+    return tuple(backward(*tensors[:-1], *rest))
 
 
 def efficient_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -417,14 +408,11 @@ def efficient_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool
     return output, lse
 
 
-def efficient_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *, output: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    unused = torch.zeros((), dtype=torch.int64, device=query.device)
-    needed = [True, True, True, False]  # there is no bias, so it needs no gradient
+def efficient_backward(*tensors: Tensor, causal: bool) -> tuple[Tensor, ...]:
     backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-    gradients = backward(grad, query, key, value, None, output, lse, unused, unused, 0.0, needed, causal)
-    return tuple(gradients[:3])
+    unused = _no_state(tensors)
+    needed = [True, True, True, False]  # there is no bias, so it needs no gradient
+    return tuple(backward(*tensors[:4], None, *tensors[4:], unused, unused, 0.0, needed, causal)[:3])
 
 
 def cpu_flash_forward(
@@ -435,19 +423,19 @@ def cpu_flash_forward(
     return attend(query, key, value, 0.0, causal, attn_mask=bias)  # type: ignore[no-any-return]
 
 
-def cpu_flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    output: Tensor,
-    lse: Tensor,
-    causal: bool,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def cpu_flash_backward(*tensors: Tensor, causal: bool, bias: Tensor | None = None) -> tuple[Tensor, ...]:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad, query, key, value, output, lse, 0.0, causal, attn_mask=bias)  # type: ignore[no-any-return]
+    return tuple(backward(*tensors, 0.0, causal, attn_mask=bias))
+
+
+def _lengths(tensors: Sequence[Tensor]) -> tuple[int, int]:
+    """The numbers of queries and of keys in the tensors of a backward pass."""
+    return tensors[1].shape[-2], tensors[2].shape[-2]
+
+
+def _no_state(tensors: Sequence[Tensor]) -> Tensor:
+    """In place of the random state of a dropout."""
+    return torch.zeros((), dtype=torch.int64, device=tensors[0].device)
 
 
 def scaled_product(
