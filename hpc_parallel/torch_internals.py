@@ -477,6 +477,40 @@ def cuda_scaled_product(
     return (product * scales[0] * scales[1]).to(product.dtype) if late else product
 
 
+@torch.library.custom_op("hpc_parallel::scaled_product_of_groups", mutates_args=())
+def scaled_product_of_groups(
+    first: Tensor, second: Tensor, ends: Tensor, scale_a: Tensor, scale_b: Tensor, exact: bool
+) -> Tensor:
+    """Each group of rows of `first` [m, k] times its matrix of `second` [group, k, n], times both scales.
+
+    Both are e4m3. ends: the index after the last row of each group, [group], int32. scale_a, scale_b: powers
+    of two in float32, [m, 1] and [group, 1, n]. k and n are multiples of 16. exact: the result is float64,
+    and otherwise bfloat16. One operator, so that compiled code needs no sizes of groups.
+    """
+    if first.device.type == "cuda" and not exact:
+        return cuda_product_of_groups(first, second, ends, scale_a, scale_b)
+    sums = torch.float64 if exact else torch.float32
+    sizes: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    groups = zip((first.to(sums) * scale_a).split(sizes), second.to(sums) * scale_b, strict=True)
+    return torch.cat([rows @ matrix for rows, matrix in groups]).to(sums if exact else torch.bfloat16)
+
+
+def cuda_product_of_groups(
+    first: Tensor, second: Tensor, ends: Tensor, scale_a: Tensor, scale_b: Tensor, exact: bool = False
+) -> Tensor:
+    """The operator needs contiguous rows of `first` and columns of `second`. torch has no public one."""
+    return torch._scaled_grouped_mm(
+        first.contiguous(), second.mT.contiguous().mT, scale_a.flatten(), scale_b.squeeze(1).contiguous(),
+        offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True,
+    )  # fmt: skip
+
+
+@scaled_product_of_groups.register_fake
+def _(first: Tensor, second: Tensor, ends: Tensor, scale_a: Tensor, scale_b: Tensor, exact: bool) -> Tensor:
+    dtype = torch.float64 if exact else torch.bfloat16
+    return first.new_empty(first.shape[0], second.shape[2], dtype=dtype)
+
+
 def all_to_all_rows(
     rows: Tensor, *, sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> Tensor:

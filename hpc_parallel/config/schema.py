@@ -138,8 +138,8 @@ class TrainingConfig:
     # The type in which weights are kept. `float32` is float64 with precision=float64; `bfloat16` is rounded
     # at random after each step ([Fewer bytes of state](training.md#fewer-bytes-of-state)).
     weights: str = key("float32", one_of("float32", "bfloat16"))
-    # With precision=bfloat16, linear layers inside blocks multiply in float8: with one scale for a tensor
-    # (`tensorwise`), one for each row (`rowwise`), or not at all (`off`).
+    # With precision=bfloat16, linear layers and experts inside blocks multiply in float8: with one scale for
+    # a tensor (`tensorwise`), one for each row (`rowwise`), or not at all (`off`).
     fp8: str = key("off", one_of("off", "tensorwise", "rowwise"))
     # The factor of the loss at the start, with float16.
     loss_scale: float = key(65536.0, between(1, 2.0**64))

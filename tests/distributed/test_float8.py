@@ -98,10 +98,17 @@ def test_parts_have_the_scale_of_the_whole(workers: Workers, by_rows: bool) -> N
 
 EXACT = ("training.precision=float64", "model.layers=2")
 FOUR = ("nodes=2", "gpus_per_node=2")
+MIXTURE = (
+    "model=moe_tiny", "model.ffn_dim=64", "model.experts=4", "model.balance=0.1", "model.shared_experts=1",
+    "model.dense_layers=1", "model.layers=3",
+)  # fmt: skip
 SPLITS = {
     # layout: (recipe, words, samples of a microbatch). One device has the same microbatches.
     "tensor": ("tensorwise", ("strategy=tensor", "nodes=2"), 16),
     "context, by rows": ("rowwise", ("strategy=context", "nodes=2"), 16),
+    "expert x tensor": (
+        "rowwise", (*MIXTURE, "strategy=tensor", *FOUR, "strategy.tensor=2", "strategy.expert=2"), 8
+    ),
 }  # fmt: skip
 MORE_SPLITS = {
     "data": ("tensorwise", ("strategy=data", "nodes=2"), 8),
@@ -122,6 +129,20 @@ MORE_SPLITS = {
         ("strategy=fsdp", *FOUR, "strategy.tensor=2", "training.activation_checkpointing=full"), 8,
     ),
     "shard x context": ("tensorwise", ("strategy=fsdp", *FOUR, "strategy.context=2"), 8),
+    "experts of each replica": ("rowwise", (*MIXTURE, "strategy=data", "nodes=2"), 4),
+    "shard x expert, recomputing all": (
+        "rowwise",
+        (*MIXTURE, "strategy=fsdp", *FOUR, "strategy.expert=2", "training.activation_checkpointing=full"), 4,
+    ),
+    "pipeline x expert": (
+        "rowwise", (*MIXTURE, "strategy=pipeline", *FOUR, "strategy.pipeline=2", "strategy.expert=2"), 4
+    ),
+    "expert x context": (
+        "rowwise", (*MIXTURE, "strategy=context", *FOUR, "strategy.context=2", "strategy.expert=2"), 8
+    ),
+    "a mixture, tensor, whole sequences": (
+        "rowwise", (*MIXTURE, "strategy=tensor", "nodes=2", "strategy.sequence_parallel=false"), 16
+    ),
 }  # fmt: skip
 
 
@@ -130,7 +151,8 @@ def test_a_layout_rounds_as_one_device(trained: Train, layout: str) -> None:
     """In float64 nothing but another scale differs: it moves the numbers that have few bits left."""
     recipe, words, samples = (SPLITS | MORE_SPLITS)[layout]
     words_of_both = *COMMON, *EXACT, f"training.fp8={recipe}", f"training.microbatch_size={samples}"
+    model = [word for word in words if word.startswith("model")]
     assert_follows(
-        trained(*words_of_both, *words), trained(*words_of_both, "strategy=single"),
+        trained(*words_of_both, *words), trained(*words_of_both, *model, "strategy=single"),
         losses=1e-10, weights=1e-10,
     )  # fmt: skip
