@@ -39,7 +39,7 @@ from hpc_parallel.failure.root_cause import (
 )
 from hpc_parallel.failure.summary import summarise
 from hpc_parallel.problems import quoted
-from hpc_parallel.record import attempts
+from hpc_parallel.record import attempts, host_memory
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Failure, Follower, Stop, Summary
 from hpc_parallel.record.metrics_file import MetricsReader
@@ -376,9 +376,11 @@ def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str])
 def _follow_failure(folder: RunFolder, *, start: int | None, environment: Mapping[str, str]) -> None:
     """Requeue the job, or end this process with `AGAIN` if the ranks start again in it."""
     decision = after_failure(folder, start=start, environment=environment)
-    line = decision.why
+    line, config = decision.why, folder.read_config()
+    if decision.action != restart.IN_PLACE and config["training"].get("memory_checkpoint_every"):
+        host_memory.remove_from_hosts(host_memory.name_of(folder, environment), environment)
     if decision.action == restart.REQUEUE:
-        launcher = folder.read_config()["launcher"]
+        launcher = config["launcher"]
         line = _start_again(folder, launcher=launcher, environment=environment)
     elif line and decision.action == restart.END:
         _add_to_line(folder, line)
