@@ -161,6 +161,9 @@ class TrainingConfig:
     # Steps between two checkpoints, with one more after the last step; null: only a signal saves one.
     checkpoint_every: int | None = key(500, count())
     checkpoint_async: bool = True  # Checkpoints are written while the training goes on.
+    # Steps between two copies of the state to the memory of the rank's host and of another host, from which a
+    # restart in the same job continues ([Survive](survive.md#copies-in-memory)); null: none.
+    memory_checkpoint_every: int | None = key(None, count())
     compare_replicas: bool = True  # Replicas compare their weights at the start and before each checkpoint.
     keep_last: int = key(2, count())  # The number of checkpoints that are kept.
     # Checkpoints of every n-th step are never deleted; null: none of them.

@@ -39,7 +39,7 @@ from hpc_parallel.failure.root_cause import (
 )
 from hpc_parallel.failure.summary import summarise
 from hpc_parallel.problems import quoted
-from hpc_parallel.record import attempts
+from hpc_parallel.record import attempts, host_memory
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Failure, Follower, Stop, Summary
 from hpc_parallel.record.metrics_file import MetricsReader, figure
@@ -378,9 +378,11 @@ def _follow_failure(
 ) -> tuple[Decision, str]:
     """Carry out what follows a failure, but for a new start in place; returns it with a line."""
     decision = after_failure(folder, start=start, environment=environment)
-    line = decision.why
+    line, config = decision.why, folder.read_config()
+    if decision.action != restart.IN_PLACE and config["training"].get("memory_checkpoint_every"):
+        host_memory.remove_from_hosts(host_memory.name_of(folder, environment), environment)
     if decision.action == restart.REQUEUE:
-        launcher = folder.read_config()["launcher"]
+        launcher = config["launcher"]
         line = _start_again(folder, launcher=launcher, environment=environment)
         if line.startswith(restart.NO_START):
             decision = Decision(restart.END, line)

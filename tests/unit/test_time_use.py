@@ -95,6 +95,13 @@ def test_a_run_that_is_not_over_and_records_that_are_incomplete(
     assert {cause: seconds for cause, seconds in use.items() if seconds} == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("kept_step", "repeated_s"), [(0, 30), (60, 30), (75, 15), (90, 0), (100, 0)])
+def test_what_was_copied_after_the_last_line_is_not_repeated(kept_step: int, repeated_s: float) -> None:
+    """30 steps of a second after the line of step 60."""
+    event = work_of_killed(LINES, began=after(120), ended=after(230), kept_step=kept_step)
+    assert event["spent_s"] == {"steps": 92, "validation": 8, "saving": 5, "repeated": repeated_s}
+
+
 def test_clocks_of_hosts_that_differ_give_no_negative_times() -> None:
     use = time_use(
         [{"submitted": at(100)}, {"launched": at(95)}, {"began": at(99)}], last_line=None, until=after(120)
