@@ -32,7 +32,7 @@ from hpc_parallel.training.callbacks import Callbacks
 from hpc_parallel.training.checkpoint import CheckpointReader, StateDict, optimizer_sizes, save_s, state_of
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.memory_copies import MemoryCopies, layout_of_state
-from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
+from hpc_parallel.training.metrics import Energy, Metrics, Scale, peak_flops
 from hpc_parallel.training.nonfinite import NonFiniteError
 from hpc_parallel.training.observers import Observers, Profiler
 from hpc_parallel.training.optimizer import ModelOptimizer, build_optimizer
@@ -65,6 +65,7 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     """
     folder, device = context.folder, context.device
     on_phase = phases_of(folder, rank=dist.get_rank())
+    energy = Energy.of(device, devices=context.config.devices)
     session = Session.open(context.config, device=device, on_phase=on_phase)
     config, assembled = session.config, session.assembled
     split = bool(weight_axes(assembled.mesh))
@@ -79,7 +80,7 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     check = replicas_check(session)
     check(steps_done)
     samples = samples_of(session)
-    metrics = Metrics(scale_of(session, replicas=samples.validation.replicas), device=device)
+    metrics = Metrics(scale_of(session, replicas=samples.validation.replicas), device=device, energy=energy)
     profilers: Profilers = resolve_name(PROFILERS)(session, folder, metrics=metrics, steps_done=steps_done)
     observers = open_observers(
         session, context, metrics=metrics, profilers=profilers.on, steps_done=steps_done
@@ -110,7 +111,7 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
             memory.close(on_wait=lambda: observers.progress.mark("save", trainer.steps_done))
             memory.remove()
         if dist.get_rank() == 0:
-            attempts.note(folder, "worked", spent_s=metrics.spent_s)
+            attempts.note(folder, "worked", spent_s=metrics.spent_s, **metrics.energy)
         profilers.recording.close()
         observers.callbacks.end(trainer.steps_done)
         if signalled is None:
