@@ -31,7 +31,7 @@ from hpc_parallel.failure.root_cause import (
     TERMINATION_SIGNALS,
     find_root_cause,
     killed_tasks,
-    lost_node,
+    lost_host,
     missing_rank,
     start_lines,
     this_attempt,
@@ -151,7 +151,7 @@ def _looks_cancelled(cause: Record | None, *, returncode: int, text: str) -> boo
 
     Without a cause, the exit code of the job is checked.
     """
-    if _hit_time_limit(text) or lost_node(text, cause=cause):
+    if _hit_time_limit(text) or lost_host(text, cause=cause):
         return False
     return (cause.signal if cause else _signal_of_code(returncode)) in TERMINATION_SIGNALS
 
@@ -166,11 +166,16 @@ def _slurm_failure(
     """The content of `failure.json` if Slurm reports a time limit or a lost node."""
     if _hit_time_limit(text):
         return _out_of_time(folder)
-    if lost := lost_node(text, cause=cause):
-        return _without_rank(
-            kind=failure.NODE_LOST, message=lost, line=_with_count(lost, records), followers=records
-        )
-    return None
+    if (lost := lost_host(text, cause=cause)) is None:
+        return None
+    return replace(
+        _without_rank(
+            kind=failure.NODE_LOST, message=lost.message, line=_with_count(lost.message, records),
+            followers=records,
+        ),
+        host=lost.host,
+        details={"exclude": [lost.host]} if lost.is_there else {},
+    )  # fmt: skip
 
 
 def _rank_failure(
@@ -201,10 +206,12 @@ def after_failure(
     ends = attempts.recent_ends(folder)
     if Failure.read(folder) is None or folder.stopped.exists() or not ends:
         return Decision(restart.END)
-    limits = RestartLimits.of(folder.read_config(), start=start)
+    config = folder.read_config()
+    limits = RestartLimits.of(config, start=start)
     decision = restart.decide(ends, limits=limits)
     if not decision.starts_again:
         return decision
+    limits = replace(limits, hosts=restart.Hosts.of(config, environment=environment))
     return restart.decide(ends, limits=limits, by_slurm=restart.ending(environment))
 
 
@@ -384,11 +391,13 @@ def _follow_failure(folder: RunFolder, *, start: int | None, environment: Mappin
         _add_to_line(folder, line)
     if line:
         print(line, file=sys.stderr, flush=True)
-    if decision.action == restart.IN_PLACE:
+    if decision.action in restart.IN_JOB:
         # How this start ended is not how the next one will.
         folder.begin_anew()
         failure.forget_all(folder)
         note_phase(folder, line)
+        if decision.hosts:
+            print(",".join(decision.hosts))  # for the batch script
         sys.exit(AGAIN)
 
 
