@@ -31,7 +31,7 @@ from hpc_parallel.failure.root_cause import (
     TERMINATION_SIGNALS,
     find_root_cause,
     killed_tasks,
-    lost_node,
+    lost_host,
     missing_rank,
     start_lines,
     this_attempt,
@@ -151,7 +151,7 @@ def _looks_cancelled(cause: Record | None, *, returncode: int, text: str) -> boo
 
     Without a cause, the exit code of the job is checked.
     """
-    if _hit_time_limit(text) or lost_node(text, cause=cause):
+    if _hit_time_limit(text) or lost_host(text, cause=cause):
         return False
     return (cause.signal if cause else _signal_of_code(returncode)) in TERMINATION_SIGNALS
 
@@ -166,11 +166,16 @@ def _slurm_failure(
     """The content of `failure.json` if Slurm reports a time limit or a lost node."""
     if _hit_time_limit(text):
         return _out_of_time(folder)
-    if lost := lost_node(text, cause=cause):
-        return _without_rank(
-            kind=failure.NODE_LOST, message=lost, line=_with_count(lost, records), followers=records
-        )
-    return None
+    if (lost := lost_host(text, cause=cause)) is None:
+        return None
+    return replace(
+        _without_rank(
+            kind=failure.NODE_LOST, message=lost.message, line=_with_count(lost.message, records),
+            followers=records,
+        ),
+        host=lost.host,
+        details={"exclude": [lost.host]} if lost.is_there else {},
+    )  # fmt: skip
 
 
 def _rank_failure(
@@ -201,10 +206,12 @@ def after_failure(
     ends = attempts.recent_ends(folder)
     if Failure.read(folder) is None or folder.stopped.exists() or not ends:
         return Decision(restart.END)
-    limits = RestartLimits.of(folder.read_config(), start=start)
+    config = folder.read_config()
+    limits = RestartLimits.of(config, start=start)
     decision = restart.decide(ends, limits=limits)
     if not decision.starts_again:
         return decision
+    limits = replace(limits, hosts=restart.Hosts.of(config, environment=environment))
     return restart.decide(ends, limits=limits, by_slurm=restart.ending(environment))
 
 
@@ -379,7 +386,7 @@ def _follow_failure(
     """Carry out what follows a failure, but for a new start in place; returns it with a line."""
     decision = after_failure(folder, start=start, environment=environment)
     line, config = decision.why, folder.read_config()
-    if decision.action != restart.IN_PLACE and config["training"].get("memory_checkpoint_every"):
+    if decision.action not in restart.IN_JOB and config["training"].get("memory_checkpoint_every"):
         host_memory.remove_from_hosts(host_memory.name_of(folder, environment), environment)
     if decision.action == restart.REQUEUE:
         launcher = config["launcher"]
@@ -442,11 +449,13 @@ def main(arguments: Sequence[str]) -> None:
         if following:
             print(following, file=sys.stderr, flush=True)
     tell_end(folder, line="; ".join(filter(None, (line, following))), decision=decision)
-    if decision.action == restart.IN_PLACE:
+    if decision.action in restart.IN_JOB:
         # How this start ended is not how the next one will.
         folder.begin_anew()
         failure.forget_all(folder)
         note_phase(folder, following)
+        if decision.hosts:
+            print(",".join(decision.hosts))  # for the batch script
         sys.exit(AGAIN)
     if options.returncode == 0 and folder.failure.exists() and not folder.stopped.exists():
         sys.exit(1)  # the job has failed too

@@ -69,7 +69,7 @@ def sbatch_flags(run: PreparedRun) -> Flags:
     receiver = "B:" if config.cluster.start == "mpirun" else ""  # B: signals the batch script only
     flags: Flags = {
         "job-name": config.name,
-        "nodes": config.nodes,
+        "nodes": config.nodes + launcher.spares,
         "ntasks-per-node": run.processes_per_node,
         "cpus-per-task": run.cpus_per_process,
         "time": launcher.time_minutes,
@@ -78,6 +78,8 @@ def sbatch_flags(run: PreparedRun) -> Flags:
         "requeue": True,  # some sites disable it by default
         **gpu_flags(run),
     }
+    if launcher.spares:
+        flags["no-kill"] = True
     if launcher.memory_gb is not None:
         flags["mem"] = (
             f"{math.ceil(launcher.memory_gb * 1024)}M"  # never 0M, which means all memory of the node
@@ -121,6 +123,8 @@ def srun_arguments(run: PreparedRun) -> list[str]:
     """
     ranks = run.processes_per_node if run.config.cluster.start == "torchrun" else 1
     tasks: Flags = {"ntasks": run.config.nodes, "ntasks-per-node": 1} if ranks > 1 else {}
+    if run.config.launcher.spares:
+        tasks = _place_beside_spares(1 if ranks > 1 else run.processes_per_node)
     flags: Flags = {
         **tasks,
         "cpus-per-task": run.cpus_per_process * ranks,
@@ -130,7 +134,21 @@ def srun_arguments(run: PreparedRun) -> list[str]:
         **_place_in_allocation(run),
     }
     flags |= _set_flags(run.config.cluster.srun)
-    return [f"--{flag}" if value is True else f"--{flag}={value}" for flag, value in flags.items()]
+    return [
+        ShellWord(f"--{flag}={value}") if isinstance(value, ShellWord)
+        else f"--{flag}" if value is True else f"--{flag}={value}"
+        for flag, value in flags.items()
+    ]  # fmt: skip
+
+
+def _place_beside_spares(tasks_per_node: int) -> Flags:
+    """The flags of a step on the hosts that the script has chosen for this start."""
+    return {
+        "nodes": ShellWord('"$SLURM_JOB_NUM_NODES"'),
+        "nodelist": ShellWord('"$SLURM_JOB_NODELIST"'),
+        "ntasks": ShellWord(f'"$((SLURM_JOB_NUM_NODES * {tasks_per_node}))"'),
+        "ntasks-per-node": tasks_per_node,
+    }
 
 
 def _place_in_allocation(run: PreparedRun) -> Flags:
@@ -234,6 +252,7 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "torchrun_arguments": run.config.script.torchrun,
         "nodes": run.config.nodes,
         "hosts": ",".join(hosts_here(run)),
+        "spares": launcher.spares,
         "processes_per_node": run.processes_per_node,
         "processes": run.processes,
         "cpus_per_process": run.cpus_per_process,
