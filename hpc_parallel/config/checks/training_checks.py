@@ -184,9 +184,6 @@ def fp8_problems(config: RunConfig) -> Problems:
     if layout.pipeline > 1 and schedule_of(strategy).splits_backward:
         rule = f"can't be combined with training.fp8 = {recipe}, whose backward pass is one operation"
         yield Problem("strategy.schedule", strategy.schedule, rule, ("1f1b",))
-    if config.training.activation_checkpointing == "selective":
-        rule = f"keeps no product of training.fp8 = {recipe}"
-        yield Problem("training.activation_checkpointing", "selective", rule, ("full", "none"))
 
 
 def rounding_warnings(config: RunConfig) -> list[str]:
@@ -219,8 +216,6 @@ def rounding_problems(config: RunConfig) -> Problems:
     reasons = {
         f"adds up {added} microbatches in bfloat16, and more than {MOST_ADDED} may lose over 1 % of a "
         "gradient: larger microbatches are fewer": added > MOST_ADDED,
-        f"can't be combined with training.fp8 = {training.fp8}, which rounds float32 weights":
-            training.fp8 != OFF,
         f"can't be combined with strategy.execution = {config.strategy.execution}, which adds the gradients "
         "of all devices in the type of the weights": config.strategy.execution != SPMD,
     }  # fmt: skip
