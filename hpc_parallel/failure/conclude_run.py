@@ -192,10 +192,11 @@ def _rank_failure(
 
 
 def _reached(folder: RunFolder) -> int | None:
-    """The last step that was logged or saved; None for a script that logs none."""
+    """The last step that was logged, saved or continued from; None for a script that logs none."""
     steps: list[int] = [line["step"] for line in MetricsReader(folder.metrics).read()[-1:]]
     if is_script(folder.read_config()):
         return max(steps, default=None)
+    steps += [start.after_step or 0 for start in attempts.starts(folder)[-1:]]  # perhaps a copy in memory
     return max([0, *steps, *(checkpoint.step for checkpoint in complete(folder.checkpoints)[:1])])
 
 

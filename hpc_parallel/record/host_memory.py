@@ -58,7 +58,7 @@ def remove(name: str) -> None:
 
 def remove_from_hosts(name: str, environment: Mapping[str, str]) -> None:
     """The same on each host of this job. A host that does not answer keeps them until `remove_leftovers`."""
-    nodes = environment["SLURM_JOB_NUM_NODES"]
+    nodes = environment.get("SLURM_JOB_NUM_NODES", environment.get("SLURM_NNODES", "1"))
     on_each = (f"--jobid={environment['SLURM_JOB_ID']}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}")
     share = ("--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0", "--quiet")
     client.run("srun", *on_each, *share, "rm", "-rf", "--", str(ROOT / name), waits_s=(_PATIENCE_S,))

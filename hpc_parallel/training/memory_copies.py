@@ -15,7 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -239,11 +239,9 @@ class MemoryCopies:
             return True
         problem = None
         try:
-            for path, bytes_ in {
-                own: size,
-                **{path: int(sizes[0][rank]) for rank, path in copies.items()},
-            }.items():
-                self._map(path, bytes_, pins=path == own)
+            self._map(own, size, pins=True)
+            for rank, path in copies.items():
+                self._map(path, int(sizes[0][rank]), pins=False)
         except OSError as error:
             problem = f"{self._folder}: {error.strerror}"
         self._sizes[slot] = sizes
@@ -266,7 +264,7 @@ class MemoryCopies:
 
     def _complete(self, slot: int, record: CopyRecord, content: Tensor) -> None:
         """In a thread: complete this rank's copy, and exchange copies with other hosts."""
-        text = encoded(record).replace(_NO_CHECKSUM, checksum(content))
+        text = encoded(replace(record, xxh3_128=checksum(content)))
         write_text(record_of(self._path("own", self._rank, slot)), text)
         messages, works = {}, []
         for rank in self._sources:
@@ -281,9 +279,8 @@ class MemoryCopies:
             work.wait()
         for rank, message in messages.items():
             write_text(record_of(self._path("copy", rank, slot)), message.numpy().tobytes().decode())
-        dist.barrier(
-            group=self._group
-        )  # all parts of this step are in memory: the other slot may be overwritten
+        # Behind it all parts of this step are in memory, so that the other slot may be overwritten.
+        dist.barrier(group=self._group)
 
     def _finish(self, on_wait: Callable[[], object]) -> None:
         """Wait for the copy before this one, which ends on all ranks together unless one of them is lost."""
