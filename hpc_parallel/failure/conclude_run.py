@@ -43,11 +43,13 @@ from hpc_parallel.record import attempts, host_memory
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Failure, Follower, Stop, Summary
 from hpc_parallel.record.metrics_file import MetricsReader, figure
+from hpc_parallel.record.owner import Owner
 from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.recorded_slow_ranks import accusations
 from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_tail
 from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.typed import read_if_possible
 from hpc_parallel.record.values import texts
 from hpc_parallel.slurm.allocation import in_allocation
 from hpc_parallel.slurm.jobs import job_of
@@ -61,6 +63,7 @@ _KINDS = {
     restart.REQUEUED: failure.ERROR,
     restart.PREEMPTED: failure.KILLED,
 }
+_NEXT_TURN = "it goes on when it has its next turn, in this job or in the next one"
 _UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a preempted run that could not save
 _TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT|^Slurm says of job [\d_]+: timeout", re.MULTILINE)
 
@@ -230,7 +233,9 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
     limits, ends = RestartLimits.of(folder.read_config()), attempts.recent_ends(folder)
     decision = restart.decide(ends, limits=limits, continues=continues)
     restarts = decision.starts_again
-    limit = "the allocation" if in_allocation(launcher) else f"{launcher['time_minutes']} min"
+    is_packed = _is_packed(folder)
+    limit = "the packed job" if is_packed else f"{launcher['time_minutes']} min"
+    limit = "the allocation" if in_allocation(launcher) else limit
     reasons = {
         restart.TIME_LIMIT: f"the time limit of {limit} was near",
         restart.PREEMPTED: "preempted by Slurm",
@@ -250,11 +255,19 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
     outcome = "preempted" if restarts else "cancelled" if how == restart.CANCELLED else "failed"
     write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     replace(stopped, how=how, line=line).write(folder)
-    if restarts and job_of(environment) is None:
+    if restarts and is_packed:
+        line += f"; {_NEXT_TURN}"
+    elif restarts and job_of(environment) is None:
         line += "; it starts again"
     elif restarts:  # last, because Slurm may end this process at once
         line += f"; {_start_again(folder, launcher=launcher, environment=environment)}"
     return line
+
+
+def _is_packed(folder: RunFolder) -> bool:
+    """Whether the job of the run has other runs too, so that it is not for this one to start it again."""
+    holder = read_if_possible(Owner, folder.owner)
+    return holder is not None and holder.is_packed
 
 
 def _start_again(folder: RunFolder, *, launcher: Mapping[str, Any], environment: Mapping[str, str]) -> str:
@@ -346,6 +359,8 @@ def _out_of_time(folder: RunFolder) -> Failure:
         advice = "raise launcher.time_minutes, or set script.stop_signal"
     if in_allocation(config["launcher"]):
         message, advice = "the allocation has reached its time limit", "start the run again in another one"
+    elif _is_packed(folder):
+        message, advice = "the packed job has reached its time limit", "raise sweep.pack_minutes"
     return _without_rank(kind=failure.TIME_LIMIT, message=message, line=f"{message}: {advice}")
 
 
@@ -389,7 +404,10 @@ def _follow_failure(
     line, config = decision.why, folder.read_config()
     if decision.action not in restart.IN_JOB and config["training"].get("memory_checkpoint_every"):
         host_memory.remove_from_hosts(host_memory.name_of(folder, environment), environment)
-    if decision.action == restart.REQUEUE:
+    if decision.action == restart.REQUEUE and _is_packed(folder):
+        line = _NEXT_TURN
+        write_json(folder.summary, _summary(folder, outcome="preempted", environment=environment))
+    elif decision.action == restart.REQUEUE:
         launcher = config["launcher"]
         line = _start_again(folder, launcher=launcher, environment=environment)
         if line.startswith(restart.NO_START):
