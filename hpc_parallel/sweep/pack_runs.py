@@ -172,6 +172,8 @@ def _job_problems(runs: Sequence[PreparedRun]) -> Problems:
             yield Problem(f"{key}.extra.{flag}", flags[flag], rule, (None,))
     if start := next((run.config.cluster.start for run in runs if run.config.cluster.start != "srun"), None):
         yield Problem("cluster.start", start, "can't give a run its place in a packed job", ("srun",))
+    if spares := max(run.config.launcher.spares for run in runs):
+        yield Problem("launcher.spares", spares, "are hosts of a job that one run has for itself", (0,))
     if runs[0].config.cluster.gpus and runs[0].config.cluster.gpu_flag == "none":
         rule = "leaves no way to give each run of a packed job its own GPUs"
         yield Problem("cluster.gpu_flag", "none", rule, ("gpus-per-node", "gres"))
