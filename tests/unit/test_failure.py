@@ -45,7 +45,7 @@ SUMMARY_KEYS = {
     "exposed_communication_share", "bubble_share", "step_parts_s", "traffic_bytes",
     "busiest_rank_traffic_bytes", "traffic", "unknown_collectives", "ring_all_reduce", "predicted",
     "restarts", "lost_steps", "skipped_steps", "started", "ended", "job_ids",
-    "time_use_s", "useful_share",
+    "time_use_s", "useful_share", "energy",
 }  # fmt: skip
 MS = 1_000_000
 
