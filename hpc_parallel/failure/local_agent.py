@@ -35,7 +35,7 @@ from hpc_parallel.failure.supervisor import Supervisor
 from hpc_parallel.layout.layout import processes_per_node, recorded_strategy
 from hpc_parallel.machine.fabric import site_variables
 from hpc_parallel.machine.world import World
-from hpc_parallel.record import attempts, owner
+from hpc_parallel.record import attempts, host_memory, owner
 from hpc_parallel.record.endings import Failure, Summary
 from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_tail
@@ -89,6 +89,7 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
         told = decision.why if decision.why not in (line or "") else ""
         tell_end(folder, line="; ".join(filter(None, (line, told))), decision=decision)
         if not decision.starts_again:
+            host_memory.remove(host_memory.name_of(folder, os.environ))
             return code
         reason = None if asks_to_restart else Failure.read(folder)  # the next start removes the file
         print(f"{reason.line}; restarting" if reason else "restarting", flush=True)

@@ -47,7 +47,10 @@ def tell(folder: RunFolder, line: str, *, about: str, waits: bool = True) -> Non
             return
         attempts.note(folder, "told", about=about)  # first: better not told than told twice
         part = [sys.executable, "-m", "hpc_parallel.job", "notify", str(folder.path)]
-        process = subprocess.Popen(part, stdin=subprocess.PIPE, start_new_session=True, text=True)
+        # The batch script reads our output, so it would wait for a process that has it.
+        process = subprocess.Popen(
+            part, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, text=True
+        )
         assert process.stdin is not None
         with process.stdin as stream:
             stream.write(printable(f"{label(folder.path)}: {line}")[:_MOST_CHARACTERS])

@@ -114,6 +114,7 @@ def _layout_figures(config: Mapping[str, Any]) -> dict[str, Any]:
         "strategy": strategy.name,
         "layout": layout.degrees,
         "nodes": nodes,
+        "spares": config.get("launcher", {}).get("spares", 0),
         "gpus_per_node": gpus_per_node,
         "world_size": nodes * processes_per_node(strategy, gpus_per_node=gpus_per_node),
     }

@@ -78,7 +78,7 @@ def begin(
 
     environment: Slurm's variables; warnings: about damaged checkpoints.
     """
-    _note_work_of_killed(folder)
+    _note_work_of_killed(folder, kept_step=step)
     lost, spent_s = keep_metrics(folder, until=step)
     start = Start(_now(), job_of(environment), step, max(0, lost), tuple(warnings), spent_s)
     append_line(folder.attempts, _without_empty(start, "spent_s"))
@@ -89,7 +89,7 @@ def note(folder: RunFolder, event: str, **values: Any) -> None:
     append_line(folder.attempts, {event: _now(), **values})
 
 
-def _note_work_of_killed(folder: RunFolder) -> None:
+def _note_work_of_killed(folder: RunFolder, *, kept_step: int) -> None:
     """Record what the start before this one spent, if it could not do so itself."""
     events = read_lines(folder.attempts)
     while events and not events[-1].keys().isdisjoint({"submitted", "resumed", "launched"}):
@@ -97,7 +97,7 @@ def _note_work_of_killed(folder: RunFolder) -> None:
     began = newest(events, "began")
     if began is not None and newest(events, "worked") is None:
         lines, ended = MetricsReader(folder.metrics).read(), newest(events, "ended")
-        append_line(folder.attempts, work_of_killed(lines, began=began, ended=ended))
+        append_line(folder.attempts, work_of_killed(lines, began=began, ended=ended, kept_step=kept_step))
 
 
 def keep_metrics(folder: RunFolder, *, until: int) -> tuple[int, dict[str, float]]:

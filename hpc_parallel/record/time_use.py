@@ -100,11 +100,14 @@ def seconds_after(lines: _Lines, *, step: int) -> float:
     return total
 
 
-def work_of_killed(lines: _Lines, *, began: datetime, ended: datetime | None) -> dict[str, Any]:
+def work_of_killed(
+    lines: _Lines, *, began: datetime, ended: datetime | None, kept_step: int = 0
+) -> dict[str, Any]:
     """The event `worked` of a start that could not write it, from its lines of metrics.
 
-    began, ended: when it began, and when its end was noticed (None: it was not). After its last line it
-    worked for at most as long as between the last two; nobody has what it computed there.
+    began, ended: when it began, and when its end was noticed (None: it was not). kept_step: the step from
+    which the next start continues. After its last line the start worked for at most as long as between the
+    last two; nobody has what it computed there after `kept_step`.
     """
     own = [line for line in lines if (at := _time(line.get("time"))) is not None and at >= began]
     if not own:
@@ -112,10 +115,12 @@ def work_of_killed(lines: _Lines, *, began: datetime, ended: datetime | None) ->
     last, at = own[-1], _time(own[-1]["time"]) or began
     before = own[-2] if len(own) > 1 else {"step": 0}
     tail_s = 0.0 if ended is None else max(0.0, (ended - at).total_seconds())
-    tail_s = min(tail_s, (last["step"] - before["step"]) * _step_s(before, last))
+    step_s = _step_s(before, last)
+    tail_s = min(tail_s, (last["step"] - before["step"]) * step_s)
+    kept_s = min(tail_s, max(0, kept_step - last["step"]) * step_s)
     spent = _spent(last) or {USEFUL: (at - began).total_seconds()}
     spent[USEFUL] = spent.get(USEFUL, 0.0) + tail_s
-    spent["repeated"] = tail_s
+    spent["repeated"] = tail_s - kept_s
     return {"worked": (at + timedelta(seconds=tail_s)).isoformat(), "spent_s": spent, **_energy(last)}
 
 

@@ -122,6 +122,13 @@ def test_a_first_step_that_compiles_belongs_to_the_start(
     assert kept.spent_s == {"steps": steps_s, "validation": validation_s, "saving": 0.0}
 
 
+@pytest.mark.parametrize(("kept_step", "repeated_s"), [(0, 30), (60, 30), (75, 15), (90, 0), (100, 0)])
+def test_what_was_copied_after_the_last_line_is_not_repeated(kept_step: int, repeated_s: float) -> None:
+    """30 steps of a second after the line of step 60."""
+    event = work_of_killed(LINES, began=after(120), ended=after(230), kept_step=kept_step)
+    assert event["spent_s"] == {"steps": 92, "validation": 8, "saving": 5, "repeated": repeated_s}
+
+
 def energy(joules: float, gpus: int) -> Mapping[str, Any]:
     return {"energy": {"joules": joules, "gpus": gpus, "of_gpus": 4}}
 
@@ -129,7 +136,7 @@ def energy(joules: float, gpus: int) -> Mapping[str, Any]:
 def test_the_energy_of_all_starts_is_added_up() -> None:
     """That of a killed start stands in its last line; a start on another host may know fewer GPUs."""
     lines = [{**LINES[0], **energy(1e6, 4)}, {**LINES[1], **energy(3.6e6, 4)}]
-    killed = work_of_killed(lines, began=after(120), ended=after(230))
+    killed = work_of_killed(lines, began=after(120), ended=after(230), kept_step=0)
     ended = {**SECOND[1], **energy(1.8e6, 3)}
     newest = {**line(90, 700, steps=10), **energy(0.9e6, 4)}
     events = [*FIRST, killed, SECOND[0], ended, SECOND[2], *RESUMED, {"began": at(600)}]

@@ -12,6 +12,7 @@ from typing import Any
 from hpc_parallel.config.job_python import HOOK, find_environment, named
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import absolute
+from hpc_parallel.config.site_schema import HERE
 from hpc_parallel.problems import Problem, Problems, nearest, spell
 from hpc_parallel.record.run_folder import is_run_folder, unreadable
 from hpc_parallel.record.safe_read import list_folder
@@ -26,7 +27,7 @@ LAUNCHER_FLAGS = {
     "time": "launcher.time_minutes", "mem": "launcher.memory_gb",
     "cpus-per-task": "launcher.cpus_per_device",
     "output": None, "error": None, "open-mode": None, "array": None, "wrap": None, "parsable": None,
-    "test-only": None, "wait": "launcher.wait",
+    "test-only": None, "wait": "launcher.wait", "no-kill": "launcher.spares",
 }  # fmt: skip
 
 _WEBHOOK = re.compile(r"https://[A-Za-z0-9.-]+(:\d{1,5})?([/?]\S*)?", re.ASCII)
@@ -35,6 +36,8 @@ _WEBHOOK = re.compile(r"https://[A-Za-z0-9.-]+(:\d{1,5})?([/?]\S*)?", re.ASCII)
 def find_problems(config: RunConfig) -> Problems:
     yield from _names(config)
     yield from _launcher(config)
+    if config.launcher.spares > 0:
+        yield from _spares(config)
 
 
 def _names(config: RunConfig) -> Problems:
@@ -99,6 +102,17 @@ def _launcher(config: RunConfig) -> Problems:
             if not module.strip() or not module.isprintable():
                 rule = "must be the name of a module, such as cuda/12.4"
                 yield Problem(f"{key}.modules[{index}]", module, rule)
+
+
+def _spares(config: RunConfig) -> Problems:
+    """A spare needs a job of the run's own, and a start after a failure."""
+    launcher = config.launcher
+    if launcher.kind in HERE:
+        rule = f"needs a job of the run's own, and launcher.kind={launcher.kind} submits none"
+        yield Problem("launcher.spares", launcher.spares, rule, (0,))
+    elif not launcher.max_restarts:
+        rule = "would only wait: launcher.max_restarts=0 lets no start follow a failure"
+        yield Problem("launcher.spares", launcher.spares, rule, (0,))
 
 
 def _extra_flag(extra: str, flag: str, value: Any) -> Problems:
