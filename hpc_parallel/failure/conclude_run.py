@@ -440,7 +440,7 @@ def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:
         folder,
         f"{event}: {line}",
         about=notify.ENDED,
-        waits=decision.action in (restart.REQUEUE, restart.END),
+        waits=decision.action not in restart.IN_JOB,
     )
 
 
