@@ -65,6 +65,11 @@ _KINDS = {
 }
 _NEXT_TURN = "it goes on when it has its next turn, in this job or in the next one"
 _UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a preempted run that could not save
+# Of the job, not of a step: srun ends its step after a failure.
+_SCANCEL = re.compile(
+    r"^slurmstepd\S*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ (?:DUE TO PREEMPTION )?\*\*\*",
+    re.MULTILINE,
+)
 _TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT|^Slurm says of job [\d_]+: timeout", re.MULTILINE)
 
 
@@ -103,7 +108,7 @@ def conclude(
         cause = cause_of(folder, records) or cause
     if cancelled or (cancelled is None and _looks_cancelled(cause, returncode=returncode, text=text)):
         name = asked_by or (cause.signal if cause else None)
-        by = name or _signal_of_code(returncode) or ""
+        by = name or _signal_of_code(returncode) or "SIGTERM"
         if not cancelled and restart.why_stopped(by, environment=environment) == restart.PREEMPTED:
             return _conclude_stop(folder, stopped=_UNSAVED, environment=environment)
         first = f", first rank {cause.rank} on {cause.host}" if cause and cause.signal else ""
@@ -152,10 +157,13 @@ def cancelled_by(signal_name: str | None) -> str:
 def _looks_cancelled(cause: Record | None, *, returncode: int, text: str) -> bool:
     """Whether a termination signal that Slurm does not explain ended the first rank.
 
-    Without a cause, the exit code of the job is checked.
+    Without a cause, the exit code of the job is checked. mpirun may end with another one, and its ranks lose
+    each other, but Slurm says in the log that it ends the job.
     """
     if _hit_time_limit(text) or lost_host(text, cause=cause):
         return False
+    if (cause is None or cause.kind == failure.LOST_PEER) and _SCANCEL.search(this_attempt(text)):
+        return True
     return (cause.signal if cause else _signal_of_code(returncode)) in TERMINATION_SIGNALS
 
 
@@ -432,7 +440,7 @@ def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:
         folder,
         f"{event}: {line}",
         about=notify.ENDED,
-        waits=decision.action in (restart.REQUEUE, restart.END),
+        waits=decision.action not in restart.IN_JOB,
     )
 
 
