@@ -47,7 +47,7 @@ from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.recorded_slow_ranks import accusations
 from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_tail
-from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.record.values import texts
 from hpc_parallel.slurm.allocation import in_allocation
 from hpc_parallel.slurm.jobs import job_of
@@ -206,12 +206,11 @@ def after_failure(
     ends = attempts.recent_ends(folder)
     if Failure.read(folder) is None or folder.stopped.exists() or not ends:
         return Decision(restart.END)
-    config = folder.read_config()
-    limits = RestartLimits.of(config, start=start)
+    limits = RestartLimits.of(folder.read_config(), start=start)
     decision = restart.decide(ends, limits=limits)
     if not decision.starts_again:
         return decision
-    limits = replace(limits, hosts=restart.Hosts.of(config, environment=environment))
+    limits = replace(limits, hosts=restart.Hosts.of(folder, environment=environment))
     return restart.decide(ends, limits=limits, by_slurm=restart.ending(environment))
 
 
@@ -396,6 +395,8 @@ def _follow_failure(folder: RunFolder, *, start: int | None, environment: Mappin
         folder.begin_anew()
         failure.forget_all(folder)
         note_phase(folder, line)
+        if decision.action == restart.FEWER:
+            write_text(folder.config, folder.on_nodes(len(decision.hosts)).read_text(encoding="utf-8"))
         if decision.hosts:
             print(",".join(decision.hosts))  # for the batch script
         sys.exit(AGAIN)
