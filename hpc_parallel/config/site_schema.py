@@ -63,6 +63,9 @@ class LauncherConfig:
     # The fewest nodes on which the training may go on in its job, if no spare is left; null: `nodes`.
     min_nodes: int | None = key(None, count())
     resubmit: bool = False  # Submit a new job if Slurm does not requeue the old one.
+    # Who is told of failures, restarts, a full disk and the end: a shell command, which gets a line on its
+    # standard input, or the address of a webhook (`https://`).
+    notify: str | None = key(None, line(), legal="mail -s hpc_parallel $USER")
     # Any other flag of sbatch, without its dashes.
     extra: dict[str, Any] = field(default_factory=dict)
 

@@ -99,6 +99,7 @@ def summarise(
         "weights": measured.get("weights", config.get("weights") or INITIAL),
         **FIGURES.get(config["task"]["name"], _trained)(lines),
         "time_use_s": None,
+        "energy": None,
         **history,
         "useful_share": useful_share(table(history.get("time_use_s"))),
         "ended": datetime.now(UTC).isoformat(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from string import Template
@@ -26,6 +26,7 @@ from hpc_parallel.launch.run_files import written
 from hpc_parallel.record import owner
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.slurm.allocation import ALLOCATION, required
+from hpc_parallel.slurm.node_room import Need, Room
 
 Flags = dict[str, str | int | bool]
 JOB = "$SLURM_JOB_ID"
@@ -98,12 +99,15 @@ def _set_flags(flags: Mapping[str, Any]) -> Flags:
     return {flag: value for flag, value in flags.items() if value is not None and value is not False}
 
 
-def gpu_flags(run: PreparedRun) -> Flags:
+def gpu_flags(run: PreparedRun, *, count: int | None = None) -> Flags:
     """`--gpus-per-node` or `--gres`, as the cluster profile says; empty where no flag asks for GPUs.
+
+    count: of a node; None: those of the run.
 
     `--gpus-per-task` is never used: it hides the GPUs of a node from each other (CUDA IPC, NCCL P2P).
     """
-    cluster, count = run.config.cluster, run.config.gpus_per_node
+    cluster = run.config.cluster
+    count = run.config.gpus_per_node if count is None else count
     if not cluster.gpus or cluster.gpu_flag == "none":
         return {}
     amount = f"{cluster.gpu_type}:{count}" if cluster.gpu_type else str(count)
@@ -115,11 +119,11 @@ def needs_own_script(run: PreparedRun) -> bool:
     return run.config.cluster.start != "srun" or run.config.launcher.container is not None
 
 
-def srun_arguments(run: PreparedRun) -> list[str]:
+def srun_arguments(run: PreparedRun, *, packed: Need | None = None) -> list[str]:
     """Flags of srun. The tasks are in the order of the ranks, and the first failing task ends the others.
 
     The CPUs are repeated because srun no longer takes them from sbatch (Slurm 22.05). torchrun is one task
-    for each node, with the CPUs of all its ranks.
+    for each node, with the CPUs of all its ranks. packed: the place of the run in a packed job.
     """
     ranks = run.processes_per_node if run.config.cluster.start == "torchrun" else 1
     tasks: Flags = {"ntasks": run.config.nodes, "ntasks-per-node": 1} if ranks > 1 else {}
@@ -131,14 +135,15 @@ def srun_arguments(run: PreparedRun) -> list[str]:
         "distribution": "block:block",  # also for CPUs, so that rank 0 is near the first GPUs
         "kill-on-bad-exit": 1,
         "wait": 0,  # a task that ends with code 0 ends no other; slurm.conf may set another WaitTime
-        **_place_in_allocation(run),
+        **(_place_in_allocation(run) if packed is None else _place_in_pack(run, packed)),
     }
     flags |= _set_flags(run.config.cluster.srun)
-    return [
-        ShellWord(f"--{flag}={value}") if isinstance(value, ShellWord)
-        else f"--{flag}" if value is True else f"--{flag}={value}"
-        for flag, value in flags.items()
-    ]  # fmt: skip
+    return [_word(flag, value) for flag, value in flags.items()]
+
+
+def _word(flag: str, value: str | int | bool) -> str:
+    text = f"--{flag}" if value is True else f"--{flag}={value}"
+    return ShellWord(text) if isinstance(value, ShellWord) else text
 
 
 def chooses_hosts(launcher: LauncherConfig) -> bool:
@@ -153,6 +158,20 @@ def _chosen_place(tasks_per_node: int) -> Flags:
         "nodelist": ShellWord('"$SLURM_JOB_NODELIST"'),
         "ntasks": ShellWord(f'"$((SLURM_JOB_NUM_NODES * {tasks_per_node}))"'),
         "ntasks-per-node": tasks_per_node,
+    }
+
+
+def _place_in_pack(run: PreparedRun, need: Need) -> Flags:
+    """The flags of a step that has its place in a packed job for itself; the job says on which hosts."""
+    tasks = run.processes_per_node
+    return {
+        "nodes": run.config.nodes,
+        "nodelist": ShellWord('"$SLURM_JOB_NODELIST"'),
+        "ntasks": run.config.nodes * tasks,
+        "ntasks-per-node": tasks,
+        "exact": True,
+        "mem": f"{need.room.memory_mb}M" if need.room.memory_mb else 0,
+        **gpu_flags(run),
     }
 
 
@@ -191,6 +210,32 @@ def render(run: PreparedRun, *, payload: bool = False) -> str:
     output: Flags = {"output": f"{run.folder.slurm}/%j{suffix}", "open-mode": "append"}
     values = {"flags": sbatch_flags(run) | output, "tasks": None, "payload": payload}
     return _templates().get_template("job.sh.j2").render({**_values(run, suffix), **values})
+
+
+def render_packed(run: PreparedRun, need: Need) -> str:
+    """The script of a run that has its place in a packed job, which starts it by bash."""
+    arguments = srun_arguments(run, packed=need)
+    values: dict[str, object] = {"flags": {}, "tasks": None, "payload": False, "srun_arguments": arguments}
+    return _templates().get_template("job.sh.j2").render({**_values(run, ".out"), **values})
+
+
+def render_pack(runs: Sequence[PreparedRun], *, queue: Path, name: str, nodes: int, room: Room) -> str:
+    """The batch script of a job of whole nodes that runs the queue in the folder `queue`."""
+    first = runs[0]
+    flags: Flags = sbatch_flags(first) | {
+        "job-name": name,
+        "nodes": nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": room.cpus,
+        "time": first.config.sweep.pack_minutes or max(run.config.launcher.time_minutes for run in runs),
+        "exclusive": True,
+        "mem": 0,
+        "output": f"{queue}/%j.out",
+        "open-mode": "append",
+        **gpu_flags(first, count=room.gpus),
+    }
+    values = {"flags": flags, "queue": str(queue), "python": host_python(first.config.launcher)}
+    return _templates().get_template("pack.sh.j2").render(values)
 
 
 def render_array(
@@ -251,6 +296,7 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         # How the ranks are started, and in which container:
         "start": cluster.start,
         "again": AGAIN,
+        "notify": launcher.notify is not None,
         "srun_arguments": srun_arguments(run),
         "mpirun_arguments": cluster.mpirun,
         "torchrun_arguments": run.config.script.torchrun,

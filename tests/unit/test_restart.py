@@ -233,7 +233,7 @@ def test_a_layout_that_can_not_shrink_is_refused(words: tuple[str, ...], refusal
 
 
 def test_a_run_that_goes_on_with_fewer_nodes_takes_their_configuration(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {"nodes": 2, "training": {"on_nonfinite": "stop"}, "launcher": LAUNCHER | {"min_nodes": 1}}
     folder.config.write_text(json.dumps(config))
@@ -244,10 +244,9 @@ def test_a_run_that_goes_on_with_fewer_nodes_takes_their_configuration(
     folder.failure.write_text('{"kind": "node_lost", "host": "n2", "line": "node n2 was lost"}')
     monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "RUNNING", "NodeList": "n1"})
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1"}
-    with pytest.raises(SystemExit) as ended:
-        conclude_run._follow_failure(folder, start=0, environment=environment)
-    said = "the ranks start again in the same job, on 1 of 2 nodes, without n2, 1 of 1\n"
-    assert (ended.value.code, *capsys.readouterr()) == (4, "n1\n", said)
+    followed = conclude_run._follow_failure(folder, start=0, environment=environment)
+    said = "the ranks start again in the same job, on 1 of 2 nodes, without n2, 1 of 1"
+    assert followed == (restart.Decision("fewer nodes", said, ("n1",)), said)
     assert folder.read_config() == config | {"nodes": 1}
 
 

@@ -31,6 +31,8 @@ LAUNCHER_FLAGS = {
     "test-only": None, "wait": "launcher.wait", "no-kill": "launcher.spares",
 }  # fmt: skip
 
+_WEBHOOK = re.compile(r"https://[A-Za-z0-9.-]+(:\d{1,5})?([/?]\S*)?", re.ASCII)
+
 
 def find_problems(config: RunConfig) -> Problems:
     yield from _names(config)
@@ -88,6 +90,10 @@ def _launcher(config: RunConfig) -> Problems:
             others = [other for other in launcher.snapshot_exclude if other.strip("/*")]
             yield Problem("launcher.snapshot_exclude", launcher.snapshot_exclude, rule, (others,))
             break
+    if (address := launcher.notify) and re.match(r"\w+:/", address) and not _WEBHOOK.fullmatch(address):
+        secure = re.sub(r"^\w+:/+([^/@]*@)?", "https://", address)
+        rule = "must be a command, or the address of a webhook without a password, by https"
+        yield Problem("launcher.notify", address, rule, (secure if _WEBHOOK.fullmatch(secure) else None,))
     for key, flags in (("launcher.extra", launcher.extra), ("cluster.extra", config.cluster.extra)):
         for flag, value in flags.items():
             yield from _extra_flag(key, str(flag), value)
