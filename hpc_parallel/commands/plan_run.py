@@ -153,15 +153,16 @@ def figures(
     yield from (_of_wait(name, wait) for name, wait in waits.items())
     yield from _of_failures(config, times)
     training_s = times.training_s(steps)
-    hours = training_s * work.devices / HOUR_S
+    devices = work.devices + config.launcher.spares * config.gpus_per_node
+    hours = training_s * devices / HOUR_S
     added = "".join(f" + {wait.seconds:.4g} s of {name}" for name, wait in waits.items() if wait.seconds)
     spent = f"{tokens:.4g} / {per_step} x {step.total_s:.4g} s{added}"
-    text = f"({spent}) x {work.devices} devices"
+    text = f"({spent}) x {devices} devices"
     yield Figure(
         "device_hours", f"to {tokens:.3g} tokens", hours,
         f"{duration(training_s)}, {hours:,.0f} device-hours", text,
     )  # fmt: skip
-    yield from _costs(hours, config=config, hardware=hardware)
+    yield from _costs(hours, share=work.devices / devices, config=config, hardware=hardware)
 
 
 def _of_step(work: Work, step: StepTime, hardware: Hardware) -> Iterator[Figure]:
@@ -208,15 +209,18 @@ def _of_failures(config: RunConfig, times: StorageTimes) -> Iterator[Figure]:
     yield Figure("best_checkpoint_every", "best saves", best, text, formula)
 
 
-def _costs(hours: float, *, config: RunConfig, hardware: Hardware) -> Iterator[Figure]:
-    """Cost and energy of a training, where the site's price and the board power of the device are known."""
+def _costs(hours: float, *, share: float, config: RunConfig, hardware: Hardware) -> Iterator[Figure]:
+    """Cost and energy of a training, where the site's price and the board power of the device are known.
+
+    share: of the device-hours, those of devices that work; the others are those of spares.
+    """
     price, power_w = config.cluster.device_hour_price, hardware.device.power_w
     if price is not None:
         text = f"{hours:,.0f} device-hours x {price:g}"
         yield Figure("cost", "cost", hours * price, f"{hours * price:,.2f} at {price:g} a device-hour", text)
     if power_w is not None:
-        energy_wh = hours * power_w
-        text = f"{hours:,.0f} device-hours x {power_w:g} W"
+        energy_wh = hours * share * power_w
+        text = f"{hours * share:,.0f} device-hours x {power_w:g} W"
         energy_text = f"{energy(energy_wh)} at {power_w:g} W a device"
         yield Figure("energy_kwh", "energy of the devices", energy_wh / 1e3, energy_text, text)
 

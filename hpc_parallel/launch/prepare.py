@@ -121,18 +121,20 @@ class PreparedRun:
 
     def __str__(self) -> str:
         nodes, devices = self.config.nodes, self.config.gpus_per_node
+        spares = self.config.launcher.spares
+        hosts = f"{nodes} node{'s' * (nodes > 1)}"
+        hosts += f" (and {spares} spare{'s' * (spares > 1)})" if spares else ""
         start = f"; continues after step {self._checkpoint_step}" if self.resumes else ""
         if self.is_script:
             kind = kind_of(self.values["script"]) or TASK
             script = ("-m " if kind == "module" else "") + str(getattr(self.config.script, kind))
             processes = f"{self.processes} process{'es' * (self.processes > 1)}"
-            return (
-                f"{script}: {nodes} node{'s' * (nodes > 1)} x {devices} device{'s' * (devices > 1)} "
-                f"= {processes}" + ("; continues" if self.resumes else "")
+            return f"{script}: {hosts} x {devices} device{'s' * (devices > 1)} = {processes}" + (
+                "; continues" if self.resumes else ""
             )
         server = "a server and " if servers(self.config.strategy) else ""
         return (
-            f"{self.config.strategy.name}: {nodes} node{'s' * (nodes > 1)} x {devices} "
+            f"{self.config.strategy.name}: {hosts} x {devices} "
             f"device{'s' * (devices > 1)} = {server}{self.plan.layout}; "
             f"batch {self.config.training.global_batch_size} = {self.plan.batch}{start}"
         )

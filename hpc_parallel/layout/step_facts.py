@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 # step and a pipeline then infers its shapes again. One counts bytes.
 UNMEASURED = 3
 OF_NVIDIA = ("nsys", "ncu")  # profile.kind
-OFF = "off"  # training.fp8
+OFF, BY_ROWS = "off", "rowwise"  # training.fp8
+EXPERTS_BY_ROWS = (
+    "has one scale for the tokens of a device's microbatch, but an expert multiplies tokens of several "
+    "devices at once"
+)
 ALIGNED = 16  # cuBLAS needs every size of a product in float8 to be a multiple of it
 MULTIPLES = f"multiples of {ALIGNED}"
 HALF = ("bfloat16", "float16")

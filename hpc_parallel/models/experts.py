@@ -20,7 +20,10 @@ ALIGNMENT_BYTES = 16  # of each row, as torch's kernel needs it; the backward pa
 
 
 class Experts(nn.Module):
-    """SwiGLU layers, one for each expert: down(silu(gate(x)) * up(x)). Weights are [expert, out, in]."""
+    """SwiGLU layers, one for each expert: down(silu(gate(x)) * up(x)). Weights are [expert, out, in].
+
+    widen, narrow: the products with `gate` and `up`, and with `down`. A technique may replace them.
+    """
 
     def __init__(self, count: int, *, dim: int, hidden: int) -> None:
         super().__init__()
@@ -28,6 +31,8 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(count, hidden, dim))
         self.up = nn.Parameter(torch.empty(count, hidden, dim))
         self.down = nn.Parameter(torch.empty(count, dim, hidden))
+        self.widen: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_product
+        self.narrow: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_product
         self.on_counts: Callable[[Tensor], None] | None = None
 
     def announce(self, counts: Tensor) -> None:
@@ -42,8 +47,8 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Returns the outputs of `rows` [row, dim], which are sorted by expert; `counts` [expert], int64."""
         ends = counts.cumsum(0, dtype=torch.int32)
-        hidden = F.silu(grouped_product(rows, self.gate, ends)) * grouped_product(rows, self.up, ends)
-        return grouped_product(hidden, self.down, ends)
+        hidden = F.silu(self.widen(rows, self.gate, ends)) * self.widen(rows, self.up, ends)
+        return self.narrow(hidden, self.down, ends)
 
 
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -51,25 +56,82 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
     ends: the index after the last row of each group, [group], int32. torch has one kernel for all groups. The
     kernel takes aligned rows only, so other rows are padded. It does not take float64: for float64, the host
-    reads `ends` and each group is a separate product.
+    reads `ends` and each group is a separate product. Compiled code has one operator for all of this, because
+    torch 2.13 can compile its kernel in bfloat16 only.
     """
     dtype = product_dtype(rows)
     rows, weights = rows.to(dtype), weights.to(dtype)
+    if torch.compiler.is_compiling():
+        return product_of_groups(rows, weights, ends)  # type: ignore[no-any-return]
+    return _product(rows, weights, ends)
+
+
+def _product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     if rows.dtype != torch.float64:
-        more_out, more_in = (-size % (ALIGNMENT_BYTES // dtype.itemsize) for size in weights.shape[1:])
+        more_out, more_in = (_padding(size, rows.dtype) for size in weights.shape[1:])
         if more_out or more_in:
             padded = F.pad(weights, (0, more_in, 0, more_out)).transpose(-2, -1)
             return F.grouped_mm(F.pad(rows, (0, more_in)), padded, offs=ends)[:, : weights.shape[1]]
         return F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
-    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    products = [F.linear(group, weight) for group, weight in zip(rows.split(sizes), weights, strict=True)]
-    return torch.cat(products)
+    groups = zip(rows.split(_sizes(ends)), weights, strict=True)
+    return torch.cat([F.linear(group, weight) for group, weight in groups])
+
+
+def _padding(size: int, dtype: torch.dtype) -> int:
+    return -size % (ALIGNMENT_BYTES // dtype.itemsize)
+
+
+def _sizes(ends: Tensor) -> list[int]:
+    sizes: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return sizes
+
+
+@torch.library.custom_op("hpc_parallel::product_of_groups", mutates_args=())
+def product_of_groups(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """As `grouped_product`, in one operator, so that compiled code needs no sizes of groups."""
+    return _product(rows.contiguous(), weights.contiguous(), ends).contiguous()
+
+
+@product_of_groups.register_fake
+def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[1])
+
+
+@torch.library.custom_op("hpc_parallel::weight_gradients_of_groups", mutates_args=())
+def weight_gradients_of_groups(rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
+    """The gradient of the weights [group, out, in]; `gradient` [row, out] is that of the product."""
+    if rows.dtype == torch.float64:
+        groups = zip(rows.split(_sizes(ends)), gradient.split(_sizes(ends)), strict=True)
+        return torch.stack([of_outputs.T @ inputs for inputs, of_outputs in groups])
+    (_, columns_in), (_, columns_out) = rows.shape, gradient.shape
+    inputs, of_outputs = (F.pad(x, (0, _padding(x.shape[1], x.dtype))) for x in (rows, gradient))
+    products = F.grouped_mm(of_outputs.transpose(0, 1), inputs, offs=ends)
+    return products[:, :columns_out, :columns_in].contiguous()
+
+
+@weight_gradients_of_groups.register_fake
+def _(rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, weights, ends = ctx.saved_tensors
+    of_rows = product_of_groups(gradient, weights.transpose(1, 2), ends)
+    return of_rows, weight_gradients_of_groups(rows, gradient, ends), None
+
+
+product_of_groups.register_autograd(_gradients, setup_context=_keep_inputs)
 
 
 class SharedExperts(nn.Module):
     """Experts that every token uses, as one SwiGLU layer. A device of the expert axis has all of them.
 
     With `strategy.tensor`, a module of the role `experts` must keep such layers here, to be split by width.
+    widen, narrow: as in `Experts`.
     """
 
     def __init__(self, *, dim: int, hidden: int) -> None:
@@ -77,9 +139,12 @@ class SharedExperts(nn.Module):
         self.gate = nn.Parameter(torch.empty(hidden, dim))
         self.up = nn.Parameter(torch.empty(hidden, dim))
         self.down = nn.Parameter(torch.empty(dim, hidden))
+        self.widen: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.narrow: Callable[[Tensor, Tensor], Tensor] = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
+        hidden = F.silu(self.widen(x, self.gate)) * self.widen(x, self.up)
+        return self.narrow(hidden, self.down)
 
 
 def width_dim(module: nn.Module, name: str) -> int | None:

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from hpc_parallel.failure import notify
 from hpc_parallel.layout.step_facts import rounded_parts
 from hpc_parallel.machine.world import World
 from hpc_parallel.record import attempts, checkpoint_index, host_memory
 from hpc_parallel.record.checkpoint_index import Checkpoint, clear, set_aside_after
 from hpc_parallel.record.metrics_file import MetricsReader
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.trust import UntrustedError, require_private
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled
@@ -30,7 +32,7 @@ from hpc_parallel.training.callbacks import Callbacks
 from hpc_parallel.training.checkpoint import CheckpointReader, StateDict, optimizer_sizes, save_s, state_of
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.memory_copies import MemoryCopies, layout_of_state
-from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
+from hpc_parallel.training.metrics import Energy, Metrics, Scale, peak_flops
 from hpc_parallel.training.nonfinite import NonFiniteError
 from hpc_parallel.training.observers import Observers, Profiler
 from hpc_parallel.training.optimizer import ModelOptimizer, build_optimizer
@@ -38,7 +40,7 @@ from hpc_parallel.training.read_ahead import ReadAhead
 from hpc_parallel.training.replicas import ReplicaCheck, ReplicaError
 from hpc_parallel.training.restore import newest_sound, restore
 from hpc_parallel.training.rounding import hold_bfloat16, rounding_of
-from hpc_parallel.training.saver import Saver, SavingGroup
+from hpc_parallel.training.saver import Saver, SavingGroup, print_warning
 from hpc_parallel.training.state_bytes import state_by_rank
 from hpc_parallel.training.step import Step
 from hpc_parallel.training.trainer import RankBatches, Trainer
@@ -63,6 +65,7 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     """
     folder, device = context.folder, context.device
     on_phase = phases_of(folder, rank=dist.get_rank())
+    energy = Energy.of(device, devices=context.config.devices)
     session = Session.open(context.config, device=device, on_phase=on_phase)
     config, assembled = session.config, session.assembled
     split = bool(weight_axes(assembled.mesh))
@@ -77,7 +80,7 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     check = replicas_check(session)
     check(steps_done)
     samples = samples_of(session)
-    metrics = Metrics(scale_of(session, replicas=samples.validation.replicas), device=device)
+    metrics = Metrics(scale_of(session, replicas=samples.validation.replicas), device=device, energy=energy)
     profilers: Profilers = resolve_name(PROFILERS)(session, folder, metrics=metrics, steps_done=steps_done)
     observers = open_observers(
         session, context, metrics=metrics, profilers=profilers.on, steps_done=steps_done
@@ -88,7 +91,7 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
         saved_step=0 if on_disk is None else on_disk.step,
         save_s=None if on_disk is None else save_s(on_disk),
         check=check, on_wait=lambda: observers.progress.mark("save", trainer.steps_done),
-        on_saved=observers.callbacks.checkpoint,
+        on_saved=observers.callbacks.checkpoint, warn=partial(warn_of_storage, folder),
     )  # fmt: skip
     if dist.get_rank() == 0 and (count := session.statistics_samples) is not None:
         other = "runs with another number (training.microbatch_size) have other losses"
@@ -108,7 +111,7 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
             memory.close(on_wait=lambda: observers.progress.mark("save", trainer.steps_done))
             memory.remove()
         if dist.get_rank() == 0:
-            attempts.note(folder, "worked", spent_s=metrics.spent_s)
+            attempts.note(folder, "worked", spent_s=metrics.spent_s, **metrics.energy)
         profilers.recording.close()
         observers.callbacks.end(trainer.steps_done)
         if signalled is None:
@@ -244,6 +247,11 @@ def open_memory(
     if rank == 0 and not memory.has_partner:
         print("copies in memory: this run has one host, so a lost host loses them", flush=True)
     return memory
+
+
+def warn_of_storage(folder: RunFolder, text: str) -> None:
+    print_warning(text)
+    notify.tell(folder, f"storage: {text}", about=notify.STORAGE, waits=False)
 
 
 def saving_of(session: Session) -> SavingGroup:

@@ -36,6 +36,10 @@ from tests.marks import in_full
 from tests.parity import COMMON, EXACTNESS, assert_follows
 from tests.workers import Train, Workers
 
+MIXTURE = (
+    "model=moe_tiny", "model.ffn_dim=48", "model.balance=0.1", "model.gate=sigmoid",
+    "model.shared_experts=1", "model.dense_layers=1",
+)  # fmt: skip
 LAYOUTS = {
     "fsdp over 2, recomputing": ("float64", "strategy=fsdp", "training.activation_checkpointing=selective"),
     "tensor over 2": ("float32", "strategy=tensor"),
@@ -56,6 +60,10 @@ LAYOUTS = {
     "tensor over 2, context over 2": (
         "float64", "strategy=tensor", "gpus_per_node=2", "strategy.tensor=2", "strategy.context=2"
     ),
+    "a mixture, fsdp over 2, recomputing all": (
+        "float64", "strategy=fsdp", "training.activation_checkpointing=full", *MIXTURE,
+    ),
+    "a mixture, data over 2": ("float64", "strategy=data", "training.microbatch_size=4", *MIXTURE),
     "data over 2, in one graph": ("float64", "strategy=data", "training.compile_whole=true"),
 }  # fmt: skip
 
@@ -84,7 +92,9 @@ def test_compiled_blocks_follow_one_device(compiling_workers: Workers, trained: 
     graphs, breaks = json.loads((compiled.folder / "compiled_graphs.json").read_text())
     assert graphs > 0
     assert breaks == {}
-    assert_follows(compiled, trained(*COMMON, *options, "strategy=single"), losses=losses, weights=weights)
+    model = [word for word in words if word.startswith("model")]
+    reference = trained(*COMMON, *options, *model, "strategy=single")
+    assert_follows(compiled, reference, losses=losses, weights=weights)
 
 
 def small_block(keeps: str, *, strategy: StrategyConfig, mesh: DeviceMesh) -> torch.nn.Module:
@@ -198,7 +208,8 @@ def float8_differences(name: str, recipe: str, keeps: str) -> float:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "recipe", "keeps"), [("tensor", "tensorwise", "full"), ("context", "rowwise", "none")]
+    ("name", "recipe", "keeps"),
+    [("tensor", "tensorwise", "full"), ("context", "rowwise", "none"), ("tensor", "rowwise", "selective")],
 )
 def test_a_compiled_block_exchanges_scales(
     compiling_workers: Workers, name: str, recipe: str, keeps: str

@@ -30,12 +30,15 @@ def test_the_curve_is_that_of_bfloat16(trained: Train, recipe: str) -> None:
 
 WORDS = (*COMMON, HALF, TENSORWISE)
 LAYOUTS = ["strategy=data", "strategy=fsdp", "strategy=pipeline", "strategy=tensor", "strategy=context"]
+LAYOUTS.append("strategy=fsdp training.weights=bfloat16 training.activation_checkpointing=selective")
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[1], *in_full((name,) for name in LAYOUTS if name != LAYOUTS[1])])
 def test_a_layout_follows_one_device(trained: Train, layout: str) -> None:
     """Scales are powers of two, so other microbatches leave the bound of bfloat16 as it is."""
-    reference, split = trained(*WORDS, "strategy=single"), trained(*WORDS, layout, "nodes=2")
+    rounded = [word for word in layout.split() if word.startswith("training.weights")]
+    reference = trained(*WORDS, *rounded, "strategy=single")
+    split = trained(*WORDS, *layout.split(), "nodes=2")
     assert largest_difference(split.losses, reference.losses) < 2**-9
 
 
@@ -98,12 +101,23 @@ def test_parts_have_the_scale_of_the_whole(workers: Workers, by_rows: bool) -> N
 
 EXACT = ("training.precision=float64", "model.layers=2")
 FOUR = ("nodes=2", "gpus_per_node=2")
+SELECTIVE, ROUNDED = "training.activation_checkpointing=selective", "training.weights=bfloat16"
+MIXTURE = (
+    "model=moe_tiny", "model.ffn_dim=64", "model.experts=4", "model.balance=0.1", "model.shared_experts=1",
+    "model.dense_layers=1", "model.layers=3",
+)  # fmt: skip
 SPLITS = {
     # layout: (recipe, words, samples of a microbatch). One device has the same microbatches.
-    "tensor": ("tensorwise", ("strategy=tensor", "nodes=2"), 16),
+    "tensor, keeping products, rounded weights": (
+        "tensorwise", ("strategy=tensor", "nodes=2", SELECTIVE, ROUNDED), 16
+    ),
     "context, by rows": ("rowwise", ("strategy=context", "nodes=2"), 16),
+    "expert x tensor": (
+        "rowwise", (*MIXTURE, "strategy=tensor", *FOUR, "strategy.tensor=2", "strategy.expert=2"), 8
+    ),
 }  # fmt: skip
 MORE_SPLITS = {
+    "tensor": ("tensorwise", ("strategy=tensor", "nodes=2"), 16),
     "data": ("tensorwise", ("strategy=data", "nodes=2"), 8),
     "pipeline": ("tensorwise", ("strategy=pipeline", "nodes=2"), 4),
     "tensor, by rows": ("rowwise", ("strategy=tensor", "nodes=2"), 16),
@@ -122,6 +136,29 @@ MORE_SPLITS = {
         ("strategy=fsdp", *FOUR, "strategy.tensor=2", "training.activation_checkpointing=full"), 8,
     ),
     "shard x context": ("tensorwise", ("strategy=fsdp", *FOUR, "strategy.context=2"), 8),
+    "experts of each replica": ("rowwise", (*MIXTURE, "strategy=data", "nodes=2"), 4),
+    "shard x expert, recomputing all": (
+        "rowwise",
+        (*MIXTURE, "strategy=fsdp", *FOUR, "strategy.expert=2", "training.activation_checkpointing=full"), 4,
+    ),
+    "expert x tensor, keeping products, rounded weights": (
+        "rowwise",
+        (*MIXTURE, "strategy=tensor", *FOUR, "strategy.tensor=2", "strategy.expert=2", SELECTIVE, ROUNDED), 8,
+    ),
+    "shard, rounded weights": ("tensorwise", ("strategy=fsdp", "nodes=2", ROUNDED), 8),
+    "pipeline x context, keeping products, rounded weights": (
+        "tensorwise",
+        ("strategy=pipeline", *FOUR, "strategy.pipeline=2", "strategy.context=2", SELECTIVE, ROUNDED), 4,
+    ),
+    "pipeline x expert": (
+        "rowwise", (*MIXTURE, "strategy=pipeline", *FOUR, "strategy.pipeline=2", "strategy.expert=2"), 4
+    ),
+    "expert x context": (
+        "rowwise", (*MIXTURE, "strategy=context", *FOUR, "strategy.context=2", "strategy.expert=2"), 8
+    ),
+    "a mixture, tensor, whole sequences": (
+        "rowwise", (*MIXTURE, "strategy=tensor", "nodes=2", "strategy.sequence_parallel=false"), 16
+    ),
 }  # fmt: skip
 
 
@@ -130,7 +167,8 @@ def test_a_layout_rounds_as_one_device(trained: Train, layout: str) -> None:
     """In float64 nothing but another scale differs: it moves the numbers that have few bits left."""
     recipe, words, samples = (SPLITS | MORE_SPLITS)[layout]
     words_of_both = *COMMON, *EXACT, f"training.fp8={recipe}", f"training.microbatch_size={samples}"
+    model = [word for word in words if word.startswith(("model", "training.weights"))]
     assert_follows(
-        trained(*words_of_both, *words), trained(*words_of_both, "strategy=single"),
+        trained(*words_of_both, *words), trained(*words_of_both, *model, "strategy=single"),
         losses=1e-10, weights=1e-10,
     )  # fmt: skip

@@ -33,6 +33,25 @@ def test_a_host_is_lost(case: Case, host: str) -> None:
     case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
 
 
+@pytest.mark.parametrize(("host", "requeues"), [("n2", 0), ("n1", 1)])
+def test_a_spare_takes_the_place_of_a_lost_host(case: Case, host: str, requeues: int) -> None:
+    """Slurm requeues the job only if the host of the batch script is lost, when a guard asks it to."""
+    job = case.submit(*DATA, "launcher.spares=1")
+    case.reach(EVERY + 1, 60)
+    case.note(f"{host} lost")
+    case.site.cluster.cut(host)
+    case.site.cluster.kill(host)
+    assert case.ended(job) == "COMPLETED"
+    record = case.site.record(job)
+    assert int(record["Restarts"]) == requeues
+    case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
+    line = rf"node {host} was lost(; \d followers?)?"
+    case.assert_said(job, line)
+    if not requeues:
+        again = "the ranks start again in the same job, on the spare n3 in place of n2, 1 of 3"
+        case.assert_said(job, again)
+
+
 def test_a_link_is_cut_for_a_while(case: Case, patient: None) -> None:
     job = case.submit(*DATA, "cluster.hang_timeout_s=60")
     case.reach(EVERY + 1, 60)

@@ -40,7 +40,7 @@ SUMMARY_KEYS = {
     "comparison",
     "slow_ranks", "shares", "statistics_samples", "in_bfloat16", "rank_memory_bytes", "rank_state_bytes",
     "ended_early", "left_out",
-    "outcome", "strategy", "layout", "nodes", "gpus_per_node", "world_size", "steps", "samples",
+    "outcome", "strategy", "layout", "nodes", "spares", "gpus_per_node", "world_size", "steps", "samples",
     "final_loss", "validation_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
     "exposed_communication_share", "bubble_share", "step_parts_s", "traffic_bytes",
     "busiest_rank_traffic_bytes", "traffic", "unknown_collectives", "ring_all_reduce", "predicted",
@@ -646,6 +646,9 @@ def test_a_full_disk(folder: RunFolder) -> None:
     )
 
 
+UNREACHED = "Communication connection failure"
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -655,6 +658,8 @@ def test_a_full_disk(folder: RunFolder) -> None:
         ("*** JOB 5 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***",
          "a node was lost; 1 follower"),
         ("Slurm says of job 5: node_fail (NodeDown)", "a node was lost; 1 follower"),
+        (f"srun: error: Task launch for StepId=2.0 failed on node n2: {UNREACHED}\nsrun: Job step aborted",
+         f"node n2 could not start its ranks: {UNREACHED}; 1 follower"),
         ("srun: error: Node failure on n2\nhpc_parallel attempt 2 of job 5 on n[1,3]",
          "rank 1 on n0 failed first: RuntimeError: Connection closed by peer"),
     ],
@@ -663,7 +668,12 @@ def test_a_lost_node_is_named_from_slurms_output(folder: RunFolder, text: str, l
     lost = RuntimeError("Connection closed by peer")
     failure.record_exception(folder, world=world(1), error=lost)
     assert conclude(folder, returncode=143, text=text) == line
-    assert (read_json(folder.failure)["kind"] == "node_lost") == ("follower" in line)
+    failed = read_json(folder.failure)
+    assert (failed["kind"] == "node_lost") == ("follower" in line)
+    lost = next((word for word in ("n2", "a node") if word in line), "n0")
+    assert failed["host"] == (None if lost == "a node" else lost)
+    (end,) = attempts.ends(folder)
+    assert end.exclude == (("n2",) if "could not start" in line else ())  # Slurm knows of the others
 
 
 def test_a_rank_that_failed_before_its_node_was_lost_is_named(folder: RunFolder) -> None:

@@ -12,15 +12,16 @@ import pytest
 
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.failure import conclude_run, failure, restart
-from hpc_parallel.failure.restart import RestartLimits
+from hpc_parallel.failure.restart import Hosts, RestartLimits
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine.world import World
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.attempts import End
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.slurm import submit
 from hpc_parallel.slurm.jobs import Job
-from tests.composed import composed
+from tests.composed import composed, prepared
 
 DISABLED = "Requested operation is presently disabled"  # as scontrol of 22.05 says it
 LAUNCHER = {"max_requeues": 2, "max_restarts": 1, "exclude": None, "resubmit": False, "partition": None}
@@ -110,6 +111,53 @@ def test_the_policy(history: str, given: dict[str, Any], action: str, why: str) 
     assert decision == restart.Decision(action, here + why if action == "in place" else why)
 
 
+TWICE = "killed 1@n2 30, killed 1@n2 40"
+IN_JOB = [  # how the starts ended; the hosts of the last one; those that the job has; what follows, on which
+    (KILLED, "n1 n2", "n1 n2 n3", "in place", "on the same hosts, 1 of 3", "n1 n2"),
+    ("node_lost -@n2 30", "n1 n2", "n1 n3", "spare", "on the spare n3 in place of n2, 1 of 3", "n1 n3"),
+    ("node_lost -@n1 30", "n1 n2", "n2 n3", "spare", "on the spare n3 in place of n1, 1 of 3", "n2 n3"),
+    ("hang 1@n2 30", "n1 n2", "n1 n3", "spare", "on the spare n3 in place of n2, 1 of 3", "n1 n3"),
+    (TWICE, "n1 n2", "n1 n2 n3", "spare", "on the spare n3 in place of n2, 2 of 3", "n1 n3"),
+    ("preflight -@n1 0", "n1 n2", "n1 n2 n3", "spare",
+     "on the spare n3 in place of n1, after its checks", "n2 n3"),
+    (f"{TWICE}, killed 0@n1 50", "n1 n3", "n1 n2 n3 n4", "in place", "on the same hosts, 3 of 3", "n1 n3"),
+    ("node_lost -@n1 30", "n1 n2", "n3 n4", "spare",
+     "on the spares n3, n4 in place of n1, n2, 1 of 3", "n3 n4"),
+    ("node_lost -@n1 30", "n1 n2", "n3", "requeue", "", ""),  # no spare is left
+    (f"{TWICE}, node_lost -@n3 50", "n1 n3", "n1 n2", "requeue", "", ""),
+    (KILLED, "n1 n2", "", "requeue", "", ""),  # Slurm takes the host of the batch script for lost
+    (f"{KILLED}, start - 30", "n1 n2", "n1 n2 n3", "requeue", "", ""),  # nobody knows which host is gone
+    ("error 1@n2 30", "n1 n2", "n1 n2 n3", "end", "", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("history", "used", "held", "action", "why", "hosts"), IN_JOB)
+def test_the_hosts_of_the_next_start(
+    history: str, used: str, held: str, action: str, why: str, hosts: str
+) -> None:
+    place = Hosts(tuple(used.split()), tuple(held.split()), nodes=2)
+    limits = RestartLimits(max_restarts=3, max_requeues=2, rolls_back=False, start=1, hosts=place)
+    line = f"the ranks start again in the same job, {why}" if why else ""
+    wanted = restart.Decision(action, line, tuple(hosts.split()))
+    assert restart.decide(ends(history), limits=limits) == wanted
+    if action != "end":
+        assert restart.decide(ends(history), limits=limits, by_slurm="preempted").action == "requeue"
+
+
+@pytest.mark.parametrize(
+    ("listed", "batch", "held"),
+    [("n[1,3]", "n1", ("n1", "n3")), ("n[2-3]", "n1", ()), ("", "n1", None)],
+)
+def test_the_hosts_of_a_job_are_those_that_slurm_has_left_it(
+    listed: str, batch: str, held: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart, "job_fields", lambda job: {"NodeList": listed})
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1,n2", "SLURMD_NODENAME": batch}
+    found = Hosts.of({"nodes": 2, "launcher": {"spares": 1}}, environment=environment)
+    assert found == (None if held is None else Hosts(("n1", "n2"), held, nodes=2))
+    assert Hosts.of({"nodes": 2, "launcher": {}}, environment=environment) is None
+
+
 SCRIPT = ("task=script", "script.command=true")
 RESUMES = "script.resume_arguments='--resume {run}/last.pt'"
 
@@ -127,6 +175,26 @@ RESUMES = "script.resume_arguments='--resume {run}/last.pt'"
 )  # fmt: skip
 def test_a_job_that_can_go_on_restarts_by_default(words: tuple[str, ...], most: int) -> None:
     assert resolve(composed(*words)).config.launcher.max_restarts == most
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (("launcher=local",), "= 1 needs a job of the run's own, and launcher.kind=local submits none"),
+        (("launcher=script", "launcher.max_restarts=0"),
+         "= 1 would only wait: launcher.max_restarts=0 lets no start follow a failure"),
+        (("launcher=script", "launcher.spares=-1"), "= -1 must be at least 0"),
+        (("launcher=script", "task=infer"),  # which starts anew
+         "= 1 would only wait: launcher.max_restarts=0 lets no start follow a failure"),
+    ],
+)  # fmt: skip
+def test_spares_that_could_not_be_used_are_refused(words: tuple[str, ...], refusal: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        prepared("launcher.spares=1", *words)
+    assert [str(problem) for problem in refused.value.problems] == [
+        f"launcher.spares {refusal}. Try launcher.spares=0."
+    ]
+    prepared(*words, "launcher.spares=0")
 
 
 def test_the_end_of_a_start_says_that_the_ranks_start_again(

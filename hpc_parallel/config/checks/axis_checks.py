@@ -84,6 +84,10 @@ def _experts(config: RunConfig, layout: Layout) -> Problems:
         yield without_axis("expert", rule, config=config, layout=layout)
 
 
+NOT_COMPILED = ("pipeline", "expert", "context", "tensor")
+"""Axes with which a compiled mixture of experts is not proven."""
+
+
 def _mixture(config: RunConfig, layout: Layout) -> Problems:
     experts, per_token = config.model["experts"], config.model["experts_per_token"]
     if isinstance(experts, int) and isinstance(per_token, int) and not 1 <= per_token <= experts:
@@ -102,8 +106,14 @@ def _mixture(config: RunConfig, layout: Layout) -> Problems:
         rule = f"must be less than model.layers = {layers}, or no block would have experts"
         yield Problem("model.dense_layers", dense, rule, (layers - 1,))
     if config.training.compile:
-        rule = "can't be used: torch can't compile the products of experts"
-        yield Problem("training.compile", True, rule, (False,))
+        beside = [
+            f"strategy.{axis} = {layout.degrees[axis]}" for axis in NOT_COMPILED if layout.degrees[axis] > 1
+        ]
+        if config.model["balance_step"]:
+            beside.append(f"model.balance_step = {config.model['balance_step']}")
+        if beside:
+            rule = f"is not proven for a mixture of experts with {' and '.join(beside)}"
+            yield Problem("training.compile", True, rule, (False,))
 
 
 def sequence_problems(config: RunConfig, layout: Layout) -> Problems:
