@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from xxhash import xxh3_64 as Digest
@@ -56,10 +56,12 @@ def remove(name: str) -> None:
     shutil.rmtree(ROOT / name, ignore_errors=True)
 
 
-def remove_from_hosts(name: str, environment: Mapping[str, str]) -> None:
-    """The same on each host of this job. A host that does not answer keeps them until `remove_leftovers`."""
-    nodes = environment.get("SLURM_JOB_NUM_NODES", environment.get("SLURM_NNODES", "1"))
-    on_each = (f"--jobid={environment['SLURM_JOB_ID']}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}")
+def remove_from_hosts(name: str, environment: Mapping[str, str], *, hosts: Sequence[str]) -> None:
+    """The same on hosts of this job. A host that does not answer keeps them until `remove_leftovers`."""
+    on_each = (
+        f"--jobid={environment['SLURM_JOB_ID']}", "--overlap", f"--nodes={len(hosts)}",
+        f"--nodelist={','.join(hosts)}", f"--ntasks={len(hosts)}",
+    )  # fmt: skip
     share = ("--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0", "--quiet")
     client.run("srun", *on_each, *share, "rm", "-rf", "--", str(ROOT / name), waits_s=(_PATIENCE_S,))
 
