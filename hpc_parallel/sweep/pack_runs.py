@@ -13,6 +13,7 @@ from hpc_parallel.failure.packed_job import Queue, QueuedRun
 from hpc_parallel.launch.batch_script import gpu_flags
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import Problem, Problems
+from hpc_parallel.record.owner import this_process
 from hpc_parallel.slurm.limits import node_kinds
 from hpc_parallel.slurm.node_room import FreePlaces, Need, Room, least_nodes, makespan_s
 from hpc_parallel.slurm.short_forms import gpu_count
@@ -85,7 +86,11 @@ def _pack(
     needs = [work[at][0] for at in positions]
     queued = tuple(QueuedRun(work[at][0], runs[at].processes_per_node) for at in positions)
     grace_s = max(runs[at].config.launcher.grace_s for at in positions)
-    return Pack(positions, least_nodes(needs, most=nodes, room=room), Queue(room, grace_s, queued))
+    return Pack(
+        positions,
+        least_nodes(needs, most=nodes, room=room),
+        Queue(room, grace_s, queued, this_process().process),
+    )
 
 
 def minutes_of(runs: Sequence[PreparedRun]) -> int:
@@ -172,8 +177,11 @@ def _job_problems(runs: Sequence[PreparedRun]) -> Problems:
             yield Problem(f"{key}.extra.{flag}", flags[flag], rule, (None,))
     if start := next((run.config.cluster.start for run in runs if run.config.cluster.start != "srun"), None):
         yield Problem("cluster.start", start, "can't give a run its place in a packed job", ("srun",))
-    if spares := max(run.config.launcher.spares for run in runs):
-        yield Problem("launcher.spares", spares, "are hosts of a job that one run has for itself", (0,))
+    for key, off in (("spares", 0), ("min_nodes", None)):
+        values = [getattr(run.config.launcher, key) for run in runs]
+        if value := max(filter(None, values), default=0):
+            rule = "is for a job that one run has for itself, and chooses its hosts"
+            yield Problem(f"launcher.{key}", value, rule, (off,))
     if runs[0].config.cluster.gpus and runs[0].config.cluster.gpu_flag == "none":
         rule = "leaves no way to give each run of a packed job its own GPUs"
         yield Problem("cluster.gpu_flag", "none", rule, ("gpus-per-node", "gres"))
