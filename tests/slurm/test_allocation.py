@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import getpass
+import os
+import pty
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -202,3 +204,33 @@ def test_a_sweep_and_a_notebook_in_an_allocation(site: Site) -> None:
         notebook = [sys.executable, "-c", code]
         assert subprocess.check_output(notebook, cwd=site.home, env=environment, text=True) == "2\n"
         assert len(set(here.hosts("notebook"))) == 2
+
+
+@pytest.mark.full
+def test_the_line_of_the_guide_inside_srun_pty(site: Site, alone: Callable[..., list[float]]) -> None:
+    """The shell is a step of its own on the first host, with a terminal."""
+    with allocation(site) as here:
+        leader, terminal = pty.openpty()
+        line = ("-m", "hpc_parallel.run", "strategy=pipeline", "nodes=2", *SMALL, "run_dir=run")
+        step = subprocess.Popen(
+            ["srun", f"--jobid={here.job}", "--nodes=1", "--ntasks=1", "--pty", sys.executable, *line],
+            cwd=site.home, env=site.environment, stdin=terminal, stdout=terminal, stderr=terminal,
+            start_new_session=True,
+        )  # fmt: skip
+        os.close(terminal)
+        output = printed_on(leader)
+        assert step.wait(PATIENCE_S) == 0, output
+        assert f"runs in job {here.job} (the allocation you are in)" in output
+        assert losses(here.folder("run")) == pytest.approx(alone(*SMALL), rel=1e-5)
+        assert len(set(here.hosts("run"))) == 2
+        wait_for(lambda: steps(here) == [])
+        assert here.state() == "RUNNING"
+
+
+def printed_on(leader: int) -> str:
+    """Everything that is printed on a terminal, until nobody has it open."""
+    output = b""
+    with suppress(OSError), os.fdopen(leader, "rb", buffering=0) as terminal:
+        while part := terminal.read(4096):
+            output += part
+    return output.decode()
