@@ -149,6 +149,7 @@ def find_problems(runs: Sequence[PreparedRun]) -> Problems:
         yield Problem("sweep.pack", settings.pack, rule, ("off",))
     elif kind == "slurm":
         yield from _job_problems(runs)
+        yield from _host_problems(runs)
         yield from _room_problems(runs)
 
 
@@ -172,8 +173,6 @@ def _job_problems(runs: Sequence[PreparedRun]) -> Problems:
             yield Problem(f"{key}.extra.{flag}", flags[flag], rule, (None,))
     if start := next((run.config.cluster.start for run in runs if run.config.cluster.start != "srun"), None):
         yield Problem("cluster.start", start, "can't give a run its place in a packed job", ("srun",))
-    if spares := max(run.config.launcher.spares for run in runs):
-        yield Problem("launcher.spares", spares, "are hosts of a job that one run has for itself", (0,))
     if runs[0].config.cluster.gpus and runs[0].config.cluster.gpu_flag == "none":
         rule = "leaves no way to give each run of a packed job its own GPUs"
         yield Problem("cluster.gpu_flag", "none", rule, ("gpus-per-node", "gres"))
@@ -193,6 +192,13 @@ def _job_problems(runs: Sequence[PreparedRun]) -> Problems:
     if settings.pack_minutes is not None and longest > settings.pack_minutes:
         rule = f"is less than launcher.time_minutes={longest} of a run"
         yield Problem("sweep.pack_minutes", settings.pack_minutes, rule, (longest,))
+
+
+def _host_problems(runs: Sequence[PreparedRun]) -> Problems:
+    """Hosts that one run alone would keep ready, or leave."""
+    for key, off in (("spares", 0), ("min_nodes", None)):
+        if chosen := {getattr(run.config.launcher, key) for run in runs} - {off}:
+            yield Problem(f"launcher.{key}", max(chosen), "is for a job that has one run", (off,))
 
 
 def _room_problems(runs: Sequence[PreparedRun]) -> Iterator[Problem]:

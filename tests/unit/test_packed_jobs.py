@@ -127,7 +127,7 @@ def test_all_refusals_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "cluster.start = torchrun can't give a run its place in a packed job. Try cluster.start=srun.",
         "cluster.port = 29500 is one port, which runs side by side can't share. Try cluster.port=null.",
         "sweep.parallelism = 2 is for arrays",
-        "launcher.spares = 1 are hosts of a job that one run has for itself. Try launcher.spares=0.",
+        "launcher.spares = 1 is for a job that has one run. Try launcher.spares=0.",
         "launcher.extra.mem-per-cpu = 1G contradicts a packed job",
         "launcher.cpus_per_device = 50 needs 50 CPUs of a node, and nodes of partition gpu have 48. Try "
         "launcher.cpus_per_device=48.",
