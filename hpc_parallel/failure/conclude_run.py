@@ -48,7 +48,7 @@ from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.recorded_slow_ranks import accusations
 from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_tail
-from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.record.typed import read_if_possible
 from hpc_parallel.record.values import texts
 from hpc_parallel.slurm.allocation import in_allocation
@@ -218,12 +218,11 @@ def after_failure(
     ends = attempts.recent_ends(folder)
     if Failure.read(folder) is None or folder.stopped.exists() or not ends:
         return Decision(restart.END)
-    config = folder.read_config()
-    limits = RestartLimits.of(config, start=start)
+    limits = RestartLimits.of(folder.read_config(), start=start)
     decision = restart.decide(ends, limits=limits)
     if not decision.starts_again:
         return decision
-    limits = replace(limits, hosts=restart.Hosts.of(config, environment=environment))
+    limits = replace(limits, hosts=restart.Hosts.of(folder, environment=environment))
     return restart.decide(ends, limits=limits, by_slurm=restart.ending(environment))
 
 
@@ -422,6 +421,8 @@ def _follow_failure(
             decision = Decision(restart.END, line)
     elif line and decision.action == restart.END:
         _add_to_line(folder, line)
+    elif decision.action == restart.FEWER:
+        write_text(folder.config, folder.on_nodes(len(decision.hosts)).read_text(encoding="utf-8"))
     return decision, line
 
 

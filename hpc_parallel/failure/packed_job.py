@@ -33,7 +33,7 @@ from hpc_parallel.slurm.node_room import FreePlaces, Need, Room
 from hpc_parallel.slurm.short_forms import expand_hosts
 
 QUEUE = "queue.json"
-_PERIOD_S = 0.2
+_PERIOD_S = 0.1
 _SIGNAL_EARLY_S = 60.0  # Slurm may send its signal before the time limit so much earlier
 _KEPT = "SLURM_RESTART_COUNT"  # the run starts again with its job
 
@@ -68,7 +68,9 @@ class _Turn:
 def run(path: str, environment: Mapping[str, str] = os.environ) -> int:
     """Run the queue in the folder `path` on the nodes of this job. Returns 0 if no run failed."""
     folder = Path(path)
-    require_private(folder)
+    require_private(
+        folder, parents=False
+    )  # the user may trust those who write above (launcher.shared_folder)
     job = _PackedJob(folder, environment)
     signal.signal(signal.SIGTERM, job.close)  # Slurm sends it to the ranks too
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -94,12 +96,12 @@ class _PackedJob:
     def run(self) -> int:
         print(f"{len(self._waiting)} runs on {','.join(self._hosts)}", file=sys.stderr, flush=True)
         while self._active or (self._waiting and not self._is_closed):
+            self._end_finished()
             self._is_closed = self._is_closed or time.time() > self._no_start_s
             if not self._is_closed:
                 self._start_waiting()
-            self._end_finished()
             time.sleep(_PERIOD_S)
-        left = [turn.folder for turn in self._waiting if _waits(turn.folder)]
+        left = [turn.folder for turn in self._waiting if owner.waits(turn.folder)]
         if left:
             self._go_on(left)
         return FAILED if self._failed or left else DONE
@@ -111,7 +113,7 @@ class _PackedJob:
     def _is_left(self, folder: RunFolder) -> bool:
         """Whether the run is to be started by this job. If so, it waits for its turn."""
         try:
-            require_private(folder.path)
+            require_private(folder.path, parents=False)
             before = owner.Owner.read(folder)
         except (UntrustedError, DamagedError, FileNotFoundError) as error:
             print(f"{folder.path} is left out: {error}", file=sys.stderr, flush=True)
@@ -201,10 +203,6 @@ def is_left_by_all(folder: Path) -> bool:
 
 def _folder(link: Path) -> RunFolder:
     return RunFolder(Path(os.path.realpath(link)))
-
-
-def _waits(folder: RunFolder) -> bool:
-    return (owner.Owner.read(folder) or owner.Owner()).waits is True
 
 
 def _ends_with_job(folder: RunFolder) -> bool:

@@ -79,7 +79,7 @@ def sbatch_flags(run: PreparedRun) -> Flags:
         "requeue": True,  # some sites disable it by default
         **gpu_flags(run),
     }
-    if launcher.spares:
+    if chooses_hosts(launcher):
         flags["no-kill"] = True
     if launcher.memory_gb is not None:
         flags["mem"] = (
@@ -127,8 +127,8 @@ def srun_arguments(run: PreparedRun, *, packed: Need | None = None) -> list[str]
     """
     ranks = run.processes_per_node if run.config.cluster.start == "torchrun" else 1
     tasks: Flags = {"ntasks": run.config.nodes, "ntasks-per-node": 1} if ranks > 1 else {}
-    if run.config.launcher.spares:
-        tasks = _place_beside_spares(1 if ranks > 1 else run.processes_per_node)
+    if chooses_hosts(run.config.launcher):
+        tasks = _chosen_place(1 if ranks > 1 else run.processes_per_node)
     flags: Flags = {
         **tasks,
         "cpus-per-task": run.cpus_per_process * ranks,
@@ -146,7 +146,12 @@ def _word(flag: str, value: str | int | bool) -> str:
     return ShellWord(text) if isinstance(value, ShellWord) else text
 
 
-def _place_beside_spares(tasks_per_node: int) -> Flags:
+def chooses_hosts(launcher: LauncherConfig) -> bool:
+    """Whether each start in the job chooses its hosts: it has spares, or goes on with fewer."""
+    return launcher.spares > 0 or launcher.min_nodes is not None
+
+
+def _chosen_place(tasks_per_node: int) -> Flags:
     """The flags of a step on the hosts that the script has chosen for this start."""
     return {
         "nodes": ShellWord('"$SLURM_JOB_NUM_NODES"'),
@@ -295,11 +300,15 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "srun_arguments": srun_arguments(run),
         "mpirun_arguments": cluster.mpirun,
         "torchrun_arguments": run.config.script.torchrun,
-        "nodes": run.config.nodes,
+        "nodes": ShellWord('"$SLURM_JOB_NUM_NODES"') if chooses_hosts(launcher) else run.config.nodes,
+        "all_nodes": run.config.nodes,
+        "smaller": bool(run.smaller),
         "hosts": ",".join(hosts_here(run)),
-        "spares": launcher.spares,
+        "chooses_hosts": chooses_hosts(launcher),
         "processes_per_node": run.processes_per_node,
-        "processes": run.processes,
+        "processes": ShellWord(f'"$((SLURM_JOB_NUM_NODES * {run.processes_per_node}))"')
+        if chooses_hosts(launcher)
+        else run.processes,
         "cpus_per_process": run.cpus_per_process,
         "master_suffix": cluster.master_suffix,
         "port": cluster.port,

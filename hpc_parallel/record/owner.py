@@ -120,6 +120,11 @@ def queue(folder: RunFolder) -> None:
     _write(folder, waits=True)
 
 
+def waits(folder: RunFolder) -> bool:
+    """Whether the run waits for its turn."""
+    return (Owner.read(folder) or Owner()).waits is True
+
+
 def take_turn(folder: RunFolder) -> bool:
     """End the wait of a run, which may then start. Returns False if it was withdrawn."""
     with locked(folder.path):

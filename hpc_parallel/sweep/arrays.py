@@ -202,7 +202,11 @@ def follow_jobs(plan: SweepPlan, jobs: Mapping[Path, Job]) -> int:
                     view.poll(planned)
                     state = states[job]
                     if not has_ended(planned.run.folder, state):
-                        view.note(planned, f"job {job.id} {state}")
+                        waits = state.state == "RUNNING" and owner.waits(planned.run.folder)
+                        view.note(
+                            planned,
+                            f"waits for its turn in job {job.id}" if waits else f"job {job.id} {state}",
+                        )
                         continue
                     since_s = time.monotonic() - ended_s.setdefault(planned, time.monotonic())
                     if not has_summary(planned.run) and since_s < summary_timeout_s(state.state):

@@ -149,6 +149,7 @@ def find_problems(runs: Sequence[PreparedRun]) -> Problems:
         yield Problem("sweep.pack", settings.pack, rule, ("off",))
     elif kind == "slurm":
         yield from _job_problems(runs)
+        yield from _host_problems(runs)
         yield from _room_problems(runs)
 
 
@@ -191,6 +192,13 @@ def _job_problems(runs: Sequence[PreparedRun]) -> Problems:
     if settings.pack_minutes is not None and longest > settings.pack_minutes:
         rule = f"is less than launcher.time_minutes={longest} of a run"
         yield Problem("sweep.pack_minutes", settings.pack_minutes, rule, (longest,))
+
+
+def _host_problems(runs: Sequence[PreparedRun]) -> Problems:
+    """Hosts that one run alone would keep ready, or leave."""
+    for key, off in (("spares", 0), ("min_nodes", None)):
+        if chosen := {getattr(run.config.launcher, key) for run in runs} - {off}:
+            yield Problem(f"launcher.{key}", max(chosen), "is for a job that has one run", (off,))
 
 
 def _room_problems(runs: Sequence[PreparedRun]) -> Iterator[Problem]:

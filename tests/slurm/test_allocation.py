@@ -13,11 +13,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from test_jobs import SHELL, SMALL, Site, losses, read
+from test_jobs import SHELL, SMALL, Site, losses, read, worker_of
 
 from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1600)]
+MANY = ("training.steps=400", "training.precision=float64")
 LONG = ("strategy=pipeline", "nodes=2", *SMALL, "training.steps=100000")
 SCRIPT = """
 import time
@@ -135,6 +136,27 @@ def test_cancel_on_another_host_ends_the_step_and_not_the_allocation(site: Site)
         output, _ = long.communicate(timeout=PATIENCE_S)
         assert "cancelled by SIGTERM: saved at step" in output.splitlines()[-1]
         assert here.state() == "RUNNING"
+
+
+@pytest.mark.full
+def test_ranks_start_again_in_an_allocation(site: Site, alone: Callable[..., list[float]]) -> None:
+    """After a kill they go on where they were, and the allocation and its other steps stay."""
+    with allocation(site) as here:
+        words = ("strategy=data", "nodes=2", *SMALL, *MANY, "run_dir=run")
+        long = here.start(*words, "training.checkpoint_every=10", "launcher.max_restarts=1")
+        wait_for(lambda: any(here.folder("run").glob("checkpoints/step-*")), within_s=PATIENCE_S)
+        worker = worker_of(here.folder("run"), rank=1)
+        assert worker is not None
+        worker.send_signal(signal.SIGKILL)
+        output, _ = long.communicate(timeout=PATIENCE_S)
+        assert long.returncode == 0, output
+        log = (here.folder("run") / "slurm" / f"{here.job}.out").read_text()
+        assert "the ranks start again in the same job, on the same hosts, 1 of 1\n" in log
+        summary = read(here.folder("run"), "summary.json")
+        assert (summary["outcome"], summary["restarts"], summary["job_ids"]) == ("completed", 1, [here.job])
+        assert losses(here.folder("run")) == pytest.approx(alone(*SMALL, *MANY), rel=1e-10)
+        assert (here.state(), here.site.record(here.job)["Restarts"]) == ("RUNNING", "0")
+        wait_for(lambda: steps(here) == [])
 
 
 @pytest.mark.full

@@ -116,7 +116,8 @@ def test_the_planned_time_counts() -> None:
 def test_all_refusals_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("launcher.partition=gpu,cpu", "nodes=1,4", "sweep.pack_nodes=2", "sweep.pack_minutes=30",
              "cluster.start=torchrun", "cluster.port=29500", "sweep.parallelism=2",
-             "+launcher.extra.mem-per-cpu=1G", "launcher.cpus_per_device=50")  # fmt: skip
+             "+launcher.extra.mem-per-cpu=1G", "launcher.cpus_per_device=50", "launcher.spares=1",
+             "launcher.max_restarts=1")  # fmt: skip
     assert main(["-m", *WORDS, "strategy=data", *words]) == 2
     error = capsys.readouterr().err
     for text in (
@@ -126,6 +127,7 @@ def test_all_refusals_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "cluster.start = torchrun can't give a run its place in a packed job. Try cluster.start=srun.",
         "cluster.port = 29500 is one port, which runs side by side can't share. Try cluster.port=null.",
         "sweep.parallelism = 2 is for arrays",
+        "launcher.spares = 1 is for a job that has one run. Try launcher.spares=0.",
         "launcher.extra.mem-per-cpu = 1G contradicts a packed job",
         "launcher.cpus_per_device = 50 needs 50 CPUs of a node, and nodes of partition gpu have 48. Try "
         "launcher.cpus_per_device=48.",
