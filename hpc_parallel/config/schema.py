@@ -161,6 +161,9 @@ class TrainingConfig:
     # Steps between two checkpoints, with one more after the last step; null: only a signal saves one.
     checkpoint_every: int | None = key(500, count())
     checkpoint_async: bool = True  # Checkpoints are written while the training goes on.
+    # Steps between two copies of the state to the memory of the rank's host and of another host, from which a
+    # restart in the same job continues ([Survive](survive.md#copies-in-memory)); null: none.
+    memory_checkpoint_every: int | None = key(None, count())
     compare_replicas: bool = True  # Replicas compare their weights at the start and before each checkpoint.
     keep_last: int = key(2, count())  # The number of checkpoints that are kept.
     # Checkpoints of every n-th step are never deleted; null: none of them.
@@ -208,6 +211,11 @@ class SweepConfig:
     on_invalid: str = key("skip", one_of("skip", "stop"))
     # Runs of an array at the same time; null: no limit on Slurm, 1 on this machine.
     parallelism: int | None = key(None, count())
+    # `auto` puts runs that are smaller than a node side by side into jobs of whole nodes ([Sweep](sweep.md)).
+    pack: str = key("off", one_of("off", "auto"))
+    pack_nodes: int | None = key(None, count())  # Nodes of a packed job; null: those of the largest run.
+    # The time limit of a packed job in minutes; null: the longest `launcher.time_minutes` of its runs.
+    pack_minutes: int | None = key(None, count())
     wait: bool = False  # Follow all runs until they end, and exit with their outcome.
     resume: str | None = None  # A sweep folder: start only the runs that are missing or failed.
     # The figure of `summary.json` that another sweeper optimises; a list names several figures.

@@ -28,6 +28,13 @@ BFLOAT16 = "bfloat16"
 UPDATED_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
 """The most numbers of a weight that are widened at the same time for an update that is rounded afterwards."""
 
+MEMORY_STEPS = 2  # in `training.memory_checkpoint_every`: one is complete while the next one is written
+
+
+def memory_copies(config: RunConfig) -> int:
+    """How often the memory of a host holds the state of one rank: own copies, and those of a partner."""
+    return MEMORY_STEPS * min(2, config.nodes)
+
 
 def measured_steps(config: RunConfig) -> int:
     """`training.measure_steps`; 0 with Nsight, because CUPTI serves only one profiler in a process."""

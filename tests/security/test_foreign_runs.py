@@ -89,7 +89,7 @@ def test_a_foreign_folder_can_not_grant_trust_to_itself(
 @pytest.mark.parametrize(
     "recorded",
     ["launcher.setup=[touch /tmp/x]", "launcher.extra.wrap=x", "+launcher.venv=/tmp/x", "launcher=mine",
-     "launcher.python=/tmp/x/python", "launcher.conda=/tmp/x",
+     "launcher.notify=https://h.org", "launcher.python=/tmp/x/python", "launcher.conda=/tmp/x",
      "hydra.callbacks.p={_target_:os.system}", "+hydra.job_logging.x=1", "model._target_=os.system",
      "optimizer.schedule=os.system", "+data._target_=os.system", "model={_target_:os.system}",
      "cluster.environment.LD_PRELOAD=/tmp/x.so",

@@ -76,6 +76,8 @@ def switch_problems(config: RunConfig) -> Problems:
     if training.on_nonfinite == "rollback" and training.checkpoint_every is None:
         rule = "needs a checkpoint to go back to (training.checkpoint_every)"
         yield Problem("training.on_nonfinite", "rollback", rule, ("stop", "skip"))
+    if training.memory_checkpoint_every is not None and config.task.name == "train":
+        yield from _memory_copies(training.memory_checkpoint_every, on_disk=training.checkpoint_every)
     compiler = os.environ.get("CXX", "g++")  # torch uses the same rule
     if training.compile and config.launcher.kind == "local" and shutil.which(compiler) is None:
         rule = f"needs a C++ compiler, but there is no {compiler} here (install g++, or set CXX)"
@@ -89,6 +91,16 @@ def switch_problems(config: RunConfig) -> Problems:
     if training.wandb and not _can_use_wandb(config.cluster.environment):
         rule = "needs a login, and neither WANDB_API_KEY nor ~/.netrc has one (wandb login)."
         yield f"training.wandb = true {rule} Try +cluster.environment.WANDB_MODE=offline."
+
+
+def _memory_copies(every: int, *, on_disk: int | None) -> Problems:
+    """Copies in memory are for the steps since the last checkpoint on the disk, which outlives the job."""
+    if on_disk is None:
+        rule = f"leaves nothing after the job (training.memory_checkpoint_every={every})"
+        yield Problem("training.checkpoint_every", None, rule, (50 * every,))
+    elif every >= on_disk:
+        rule = f"copies nothing that the disk does not have (training.checkpoint_every={on_disk})"
+        yield Problem("training.memory_checkpoint_every", every, rule, (on_disk // 2 or None,))
 
 
 def _selective(config: RunConfig) -> Problems:
