@@ -18,7 +18,10 @@ from hpc_parallel.slurm.node_room import FreePlaces, Need, Room, least_nodes, ma
 from hpc_parallel.slurm.short_forms import gpu_count
 
 # One job has one value of each.
-_OF_THE_JOB = ("partition", "account", "qos", "constraint", "exclude", "wckey", "extra")
+_OF_THE_JOB = {
+    "launcher": ("partition", "account", "qos", "constraint", "exclude", "wckey", "extra", "grace_s"),
+    "cluster": ("gpus", "gpu_flag", "gpu_type", "extra"),
+}
 # Flags of `launcher.extra` and `cluster.extra` that would contradict those of a job of whole nodes.
 _OF_ITS_SIZE = {
     "array", "cpus-per-gpu", "gpus", "gpus-per-socket", "gpus-per-task", "mem-per-cpu", "mem-per-gpu",
@@ -139,31 +142,31 @@ def find_problems(runs: Sequence[PreparedRun]) -> Problems:
     """Why the runs of a sweep can't be packed into jobs."""
     config = runs[0].config
     kind, settings = config.launcher.kind, config.sweep
-    if settings.pack == "off":
+    if settings.pack == "off" or kind == "local":
+        rule = "needs sweep.pack=auto" if settings.pack == "off" else "has no effect on this machine"
         for key in ("pack_nodes", "pack_minutes"):
             if (value := getattr(settings, key)) is not None:
-                yield Problem(f"sweep.{key}", value, "needs sweep.pack=auto", (None,))
+                yield Problem(f"sweep.{key}", value, rule, (None,))
         return
-    if kind not in ("slurm", "local"):
+    if kind != "slurm":
         rule = f"packs runs into jobs of Slurm, or on this machine, and not with launcher.kind={kind}"
         yield Problem("sweep.pack", settings.pack, rule, ("off",))
-    elif kind == "slurm":
-        yield from _job_problems(runs)
-        yield from _host_problems(runs)
-        yield from _room_problems(runs)
+        return
+    yield from _job_problems(runs)
+    yield from _host_problems(runs)
+    yield from _room_problems(runs)
 
 
 def _job_problems(runs: Sequence[PreparedRun]) -> Problems:
     """What the runs ask of their job that it can't give to all of them."""
     settings = runs[0].config.sweep
-    for key in _OF_THE_JOB:
-        values = list(
-            {repr(value): value for run in runs for value in [getattr(run.config.launcher, key)]}.values()
-        )
-        if len(values) > 1:
-            yield Problem(
-                f"launcher.{key}", values, "has several values, and a packed job has one", (values[0],)
-            )
+    for section, keys in _OF_THE_JOB.items():
+        for key in keys:
+            found = (getattr(getattr(run.config, section), key) for run in runs)
+            values = list({repr(value): value for value in found}.values())
+            if len(values) > 1:
+                rule = "has several values, and a packed job has one"
+                yield Problem(f"{section}.{key}", values, rule, (values[0],))
     for key, flags in {
         "launcher": runs[0].config.launcher.extra,
         "cluster": runs[0].config.cluster.extra,

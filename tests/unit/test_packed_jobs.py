@@ -136,6 +136,25 @@ def test_all_refusals_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("cluster.gpus=true,false",), "cluster.gpus = [true,false] has several values"),
+        (("launcher=script",), "and not with launcher.kind=script. Try sweep.pack=off."),
+        (("launcher=local", "sweep.pack_nodes=2"), "sweep.pack_nodes = 2 has no effect on this machine. Try "
+         "sweep.pack_nodes=null."),
+        (("sweep.pack=off", "sweep.pack_minutes=2"), "sweep.pack_minutes = 2 needs sweep.pack=auto."),
+        (("launcher.partition=gone",), "needs to know what the nodes of partition gone have"),
+        (("cluster.gpu_flag=none",), "cluster.gpu_flag = none leaves no way to give each run"),
+    ],
+)  # fmt: skip
+def test_what_has_no_packed_job_is_refused(
+    words: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", *WORDS, "gpus_per_node=1", "seed=1,2", *words]) == 2
+    assert text in capsys.readouterr().err
+
+
 def test_the_scripts_take_whole_nodes_and_a_place(tmp_path: Path) -> None:
     run = runs(1, "strategy=data", "nodes=2", "gpus_per_node=2", "sweep.pack_minutes=90")[0]
     room, need = Room(48, 4, 256000), Need(2, Room(24, 2, 1000))
@@ -153,6 +172,7 @@ def test_the_scripts_take_whole_nodes_and_a_place(tmp_path: Path) -> None:
         "--cpus-per-task=12", "--mem=1000M", "--gpus-per-node=2",
     }  # fmt: skip
     assert "--overlap" not in srun
+    assert "exec {hpc_parallel_place}>&-" in script
     if (shellcheck := shutil.which("shellcheck")) is not None:
         for number, text in enumerate((pack, script)):
             (tmp_path / f"{number}.sh").write_text(text)
@@ -299,6 +319,17 @@ def test_the_loop_gives_each_run_one_turn(here: Path, queue: list[RunFolder]) ->
     assert owner.living_owner(queue[0]) is None  # so it can be resumed while the job goes on
     assert job(here, restarts=1) == 0  # nothing is left
     assert events(here, "began") == began
+
+
+def test_a_place_is_free_while_the_script_concludes(here: Path, queue: list[RunFolder]) -> None:
+    """A run of the first two closes its end of the pipe; the next one starts before its script has ended."""
+    late = "while ! grep -q 'began run2' ../events; do sleep 0.05; done\n"
+    text = queue[0].batch_script.read_text().replace("sleep 0.5\n", f"exec {{hpc_parallel_place}}>&-\n{late}")
+    queue[0].batch_script.write_text(text)
+    waits = queue[1].batch_script.read_text().replace("sleep 0.5\n", late)
+    queue[1].batch_script.write_text(waits)
+    assert job(here) == 0
+    assert len(events(here, "began")) == 5
 
 
 def test_at_the_time_limit_the_unfinished_go_on_in_the_next_job(here: Path, queue: list[RunFolder]) -> None:
