@@ -18,7 +18,7 @@ from test_jobs import SHELL, SMALL, Site, losses, read, worker_of
 from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1600)]
-MANY = ("training.steps=400", "training.precision=float64")
+MANY = ("training.steps=60", "training.precision=float64")
 LONG = ("strategy=pipeline", "nodes=2", *SMALL, "training.steps=100000")
 SCRIPT = """
 import time
