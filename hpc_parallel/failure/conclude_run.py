@@ -53,7 +53,6 @@ from hpc_parallel.record.typed import read_if_possible
 from hpc_parallel.record.values import texts
 from hpc_parallel.slurm.allocation import in_allocation
 from hpc_parallel.slurm.jobs import job_of
-from hpc_parallel.slurm.short_forms import expand_hosts
 from hpc_parallel.user_code import hint
 
 _LOG_LINES = 40
@@ -411,9 +410,7 @@ def _follow_failure(
     decision = after_failure(folder, start=start, environment=environment)
     line, config = decision.why, folder.read_config()
     if decision.action not in restart.IN_JOB and config["training"].get("memory_checkpoint_every"):
-        chosen = restart.Hosts.of(folder, environment=environment)  # earlier starts may have had other hosts
-        hosts = (chosen and chosen.held) or expand_hosts(environment.get("SLURM_JOB_NODELIST", ""))
-        host_memory.remove_from_hosts(host_memory.name_of(folder, environment), environment, hosts=hosts)
+        host_memory.remove_from_hosts(host_memory.name_of(folder, environment), environment)
     if decision.action == restart.REQUEUE and _is_packed(folder):
         line = _NEXT_TURN
         write_json(folder.summary, _summary(folder, outcome="preempted", environment=environment))

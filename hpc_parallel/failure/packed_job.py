@@ -7,6 +7,7 @@ its number in the queue. Which runs are left is read from their folders, so a jo
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from hpc_parallel.slurm.short_forms import expand_hosts
 QUEUE = "queue.json"
 _PERIOD_S = 0.1
 _SIGNAL_EARLY_S = 60.0  # Slurm may send its signal before the time limit so much earlier
+_PLACE = "hpc_parallel_place"  # a variable of the run's script
 _KEPT = "SLURM_RESTART_COUNT"  # the run starts again with its job
 
 
@@ -65,8 +67,9 @@ class _Turn:
 
     run: QueuedRun
     folder: RunFolder
-    place: tuple[int, ...] = ()
+    place: tuple[int, ...] | None = None
     script: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    ranks: int = -1  # a pipe, whose other end the script closes when its ranks have succeeded
 
 
 def run(path: str, environment: Mapping[str, str] = os.environ) -> int:
@@ -154,27 +157,38 @@ class _PackedJob:
                 self._places.give_back(place, turn.run.need)
                 continue
             turn.place = place
-            turn.script = self._start(turn)
+            turn.script = self._start(turn, hosts=tuple(self._hosts[index] for index in place))
             self._active.append(turn)
 
-    def _start(self, turn: _Turn) -> subprocess.Popen[bytes]:
-        hosts = tuple(self._hosts[index] for index in turn.place)
+    def _start(self, turn: _Turn, *, hosts: tuple[str, ...]) -> subprocess.Popen[bytes]:
         variables = variables_of_steps(self._environment, job=self._id, hosts=hosts, tasks=turn.run.tasks) | {
             _KEPT: self._environment.get(_KEPT, "0")
         }
+        turn.ranks, writer = os.pipe()
+        variables[_PLACE] = str(writer)
         with os.fdopen(open_append(turn.folder.slurm / f"{self._id}.out"), "ab") as log:
-            return subprocess.Popen(
+            script = subprocess.Popen(
                 ["bash", str(turn.folder.batch_script)], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=variables,
+                env=variables, pass_fds=[writer],
             )  # fmt: skip
+        os.close(writer)
+        return script
+
+    def _give_back(self, turn: _Turn) -> None:
+        if turn.place is not None:
+            self._places.give_back(turn.place, turn.run.need)
+            turn.place = None
+            os.close(turn.ranks)
 
     def _end_finished(self) -> None:
         for turn in list(self._active):
             assert turn.script is not None
+            if turn.place is not None and _is_closed(turn.ranks):
+                self._give_back(turn)  # the script only concludes the run
             if turn.script.poll() is None:
                 continue
             self._active.remove(turn)
-            self._places.give_back(turn.place, turn.run.need)
+            self._give_back(turn)
             outcome = (read_if_possible(Summary, turn.folder.summary) or Summary()).outcome
             if outcome == restart.PREEMPTED:
                 owner.wait_again(turn.folder)
@@ -205,6 +219,13 @@ def is_left_by_all(folder: Path) -> bool:
     folders = [_folder(folder / str(number)) for number in range(len(queue.runs))]
     owners = [read_if_possible(owner.Owner, run_folder.owner) for run_folder in folders]
     return all(holder is not None and (holder.over or not holder.is_packed) for holder in owners)
+
+
+def _is_closed(pipe: int) -> bool:
+    """Whether the other end of a pipe, which nobody writes to, is closed."""
+    poll = select.poll()  # select() knows 1024 files only
+    poll.register(pipe, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _folder(link: Path) -> RunFolder:

@@ -219,7 +219,8 @@ def render(run: PreparedRun, *, payload: bool = False) -> str:
 def render_packed(run: PreparedRun, need: Need) -> str:
     """The script of a run that has its place in a packed job, which starts it by bash."""
     arguments = srun_arguments(run, packed=need)
-    values: dict[str, object] = {"flags": {}, "tasks": None, "payload": False, "srun_arguments": arguments}
+    values: dict[str, object] = {"flags": {}, "tasks": None, "payload": False, "packed": True}
+    values["srun_arguments"] = arguments
     return _templates().get_template("job.sh.j2").render({**_values(run, ".out"), **values})
 
 
@@ -305,6 +306,7 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         # How the ranks are started, and in which container:
         "start": cluster.start,
         "again": AGAIN,
+        "packed": False,
         "notify": launcher.notify is not None,
         "frees_hosts": chooses_hosts(launcher) and run.config.training.memory_checkpoint_every is not None,
         "srun_arguments": srun_arguments(run),

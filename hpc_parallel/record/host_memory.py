@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from xxhash import xxh3_64 as Digest
@@ -18,7 +18,8 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import is_real_folder, list_folder, read_lines
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.slurm import client
-from hpc_parallel.slurm.jobs import Job, job_of, job_states
+from hpc_parallel.slurm.jobs import Job, job_fields, job_of, job_states
+from hpc_parallel.slurm.short_forms import expand_hosts
 
 ROOT = Path("/dev/shm")
 LOCAL = "local"  # in place of a job
@@ -56,12 +57,12 @@ def remove(name: str) -> None:
     shutil.rmtree(ROOT / name, ignore_errors=True)
 
 
-def remove_from_hosts(name: str, environment: Mapping[str, str], *, hosts: Sequence[str]) -> None:
-    """The same on hosts of this job. A host that does not answer keeps them until `remove_leftovers`."""
-    on_each = (
-        f"--jobid={environment['SLURM_JOB_ID']}", "--overlap", f"--nodes={len(hosts)}",
-        f"--nodelist={','.join(hosts)}", f"--ntasks={len(hosts)}",
-    )  # fmt: skip
+def remove_from_hosts(name: str, environment: Mapping[str, str]) -> None:
+    """The same on each host of this job. A host that does not answer keeps them until `remove_leftovers`."""
+    job = environment["SLURM_JOB_ID"]
+    hosts = (job_fields(job) or {}).get("NodeList")  # the variables leave out spares
+    nodes = len(expand_hosts(hosts)) if hosts else environment.get("SLURM_JOB_NUM_NODES", "1")
+    on_each = (f"--jobid={job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}")
     share = ("--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0", "--quiet")
     client.run("srun", *on_each, *share, "rm", "-rf", "--", str(ROOT / name), waits_s=(_PATIENCE_S,))
 

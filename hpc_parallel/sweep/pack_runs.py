@@ -19,7 +19,10 @@ from hpc_parallel.slurm.node_room import FreePlaces, Need, Room, least_nodes, ma
 from hpc_parallel.slurm.short_forms import gpu_count
 
 # One job has one value of each.
-_OF_THE_JOB = ("partition", "account", "qos", "constraint", "exclude", "wckey", "extra")
+_OF_THE_JOB = {
+    "launcher": ("partition", "account", "qos", "constraint", "exclude", "wckey", "extra", "grace_s"),
+    "cluster": ("gpus", "gpu_flag", "gpu_type", "extra"),
+}
 # Flags of `launcher.extra` and `cluster.extra` that would contradict those of a job of whole nodes.
 _OF_ITS_SIZE = {
     "array", "cpus-per-gpu", "gpus", "gpus-per-socket", "gpus-per-task", "mem-per-cpu", "mem-per-gpu",
@@ -144,30 +147,31 @@ def find_problems(runs: Sequence[PreparedRun]) -> Problems:
     """Why the runs of a sweep can't be packed into jobs."""
     config = runs[0].config
     kind, settings = config.launcher.kind, config.sweep
-    if settings.pack == "off":
+    if settings.pack == "off" or kind == "local":
+        rule = "needs sweep.pack=auto" if settings.pack == "off" else "has no effect on this machine"
         for key in ("pack_nodes", "pack_minutes"):
             if (value := getattr(settings, key)) is not None:
-                yield Problem(f"sweep.{key}", value, "needs sweep.pack=auto", (None,))
+                yield Problem(f"sweep.{key}", value, rule, (None,))
         return
-    if kind not in ("slurm", "local"):
+    if kind != "slurm":
         rule = f"packs runs into jobs of Slurm, or on this machine, and not with launcher.kind={kind}"
         yield Problem("sweep.pack", settings.pack, rule, ("off",))
-    elif kind == "slurm":
-        yield from _job_problems(runs)
-        yield from _room_problems(runs)
+        return
+    yield from _job_problems(runs)
+    yield from _host_problems(runs)
+    yield from _room_problems(runs)
 
 
 def _job_problems(runs: Sequence[PreparedRun]) -> Problems:
     """What the runs ask of their job that it can't give to all of them."""
     settings = runs[0].config.sweep
-    for key in _OF_THE_JOB:
-        values = list(
-            {repr(value): value for run in runs for value in [getattr(run.config.launcher, key)]}.values()
-        )
-        if len(values) > 1:
-            yield Problem(
-                f"launcher.{key}", values, "has several values, and a packed job has one", (values[0],)
-            )
+    for section, keys in _OF_THE_JOB.items():
+        for key in keys:
+            found = (getattr(getattr(run.config, section), key) for run in runs)
+            values = list({repr(value): value for value in found}.values())
+            if len(values) > 1:
+                rule = "has several values, and a packed job has one"
+                yield Problem(f"{section}.{key}", values, rule, (values[0],))
     for key, flags in {
         "launcher": runs[0].config.launcher.extra,
         "cluster": runs[0].config.cluster.extra,
@@ -177,11 +181,6 @@ def _job_problems(runs: Sequence[PreparedRun]) -> Problems:
             yield Problem(f"{key}.extra.{flag}", flags[flag], rule, (None,))
     if start := next((run.config.cluster.start for run in runs if run.config.cluster.start != "srun"), None):
         yield Problem("cluster.start", start, "can't give a run its place in a packed job", ("srun",))
-    for key, off in (("spares", 0), ("min_nodes", None)):
-        values = [getattr(run.config.launcher, key) for run in runs]
-        if value := max(filter(None, values), default=0):
-            rule = "is for a job that one run has for itself, and chooses its hosts"
-            yield Problem(f"launcher.{key}", value, rule, (off,))
     if runs[0].config.cluster.gpus and runs[0].config.cluster.gpu_flag == "none":
         rule = "leaves no way to give each run of a packed job its own GPUs"
         yield Problem("cluster.gpu_flag", "none", rule, ("gpus-per-node", "gres"))
@@ -201,6 +200,13 @@ def _job_problems(runs: Sequence[PreparedRun]) -> Problems:
     if settings.pack_minutes is not None and longest > settings.pack_minutes:
         rule = f"is less than launcher.time_minutes={longest} of a run"
         yield Problem("sweep.pack_minutes", settings.pack_minutes, rule, (longest,))
+
+
+def _host_problems(runs: Sequence[PreparedRun]) -> Problems:
+    """Hosts that one run alone would keep ready, or leave."""
+    for key, off in (("spares", 0), ("min_nodes", None)):
+        if chosen := {getattr(run.config.launcher, key) for run in runs} - {off}:
+            yield Problem(f"launcher.{key}", max(chosen), "is for a job that has one run", (off,))
 
 
 def _room_problems(runs: Sequence[PreparedRun]) -> Iterator[Problem]:

@@ -11,7 +11,10 @@ from chaos import DATA, EVERY, Case
 from cluster import Cluster
 from test_jobs import read
 
+from hpc_parallel.record.host_memory import ROOT
+
 pytestmark = [pytest.mark.slurm, pytest.mark.chaos, pytest.mark.chaos_slow]
+COPIED_EVERY = 2
 
 
 @pytest.fixture
@@ -74,6 +77,22 @@ def test_the_run_goes_on_with_fewer_nodes(case: Case) -> None:
     case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
     case.assert_said(job, r"the ranks start again in the same job, on 2 of 4 nodes, without n2, n4, 1 of 3")
     assert read(case.folder, "summary.json")["world_size"] == 2
+
+
+def test_a_spare_goes_on_from_the_memory_of_the_lost_host_s_partner(case: Case) -> None:
+    """The spare has nothing in its memory: n1 sends it the part that n2 had."""
+    job = case.submit(*DATA, "launcher.spares=1", f"training.memory_checkpoint_every={COPIED_EVERY}")
+    case.reach(EVERY + COPIED_EVERY + 1, 60)
+    case.note("n2 lost")
+    case.site.cluster.cut("n2")
+    case.site.cluster.kill("n2")
+    assert case.ended(job) == "COMPLETED"
+    case.assert_completed(restarts=1, lost=(0, 2 * COPIED_EVERY))
+    case.assert_said(job, "the ranks start again in the same job, on the spare n3 in place of n2, 1 of 3")
+    after_step = case.starts[1].after_step
+    said = f"continuing from the copy in memory of step {after_step}"
+    assert said in (case.folder / "logs/rank-0.out").read_text()
+    assert not list(ROOT.glob(f"hpc_parallel-*-{job}-*"))
 
 
 def test_a_link_is_cut_for_a_while(case: Case, patient: None) -> None:

@@ -122,15 +122,19 @@ def test_each_end_of_a_start_is_told_once(folder: RunFolder, ways: list[str], li
     assert sorted(told(folder, count=len(lines))) == sorted(line.format(folder.path) for line in lines)
 
 
-def test_an_answer_that_is_new_to_the_policy_is_told_too(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("action", [restart.SPARE, restart.FEWER, "an answer of tomorrow"])
+def test_each_answer_of_the_policy_is_told(
+    folder: RunFolder, action: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fewer = folder.on_nodes(1)
+    fewer.parent.mkdir(exist_ok=True)
+    fewer.write_text(folder.config.read_text())
     attempts.note(folder, "launched")
     end_by(folder, "killed")
-    decision = restart.Decision("fewer nodes", "the run goes on on 3 of 4 nodes")
+    decision = restart.Decision(action, "the run goes on on n1", ("n1",))
     monkeypatch.setattr(conclude_run, "after_failure", lambda *_, **__: decision)
     conclude(folder, "killed")
-    assert told(folder) == [f"restart, fewer nodes: {DIED}; the run goes on on 3 of 4 nodes"]
+    assert told(folder) == [f"restart, {action}: {DIED}; the run goes on on n1"]
 
 
 def test_a_job_that_was_lost_with_its_host_is_told_by_the_next_start(folder: RunFolder) -> None:
@@ -177,7 +181,7 @@ def test_a_folder_that_others_may_write_runs_no_command(
 
 @pytest.mark.parametrize(
     ("command", "problem"),
-    [("sleep 60 & sleep 60", "the command did not end within 0.3 s"),
+    [("sleep 600 & sleep 600", "the command did not end within 0.3 s"),
      ("echo no such list >&2; exit 3", "the command ended with 3: no such list"),
      ("exec 0<&-; true", None), ("sleep 60 & true", None)],
 )  # fmt: skip

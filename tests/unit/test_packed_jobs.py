@@ -129,16 +129,33 @@ def test_all_refusals_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "cluster.start = torchrun can't give a run its place in a packed job. Try cluster.start=srun.",
         "cluster.port = 29500 is one port, which runs side by side can't share. Try cluster.port=null.",
         "sweep.parallelism = 2 is for arrays",
-        "launcher.spares = 1 is for a job that one run has for itself, and chooses its hosts. Try "
-        "launcher.spares=0.",
-        "launcher.min_nodes = 1 is for a job that one run has for itself, and chooses its hosts. Try "
-        "launcher.min_nodes=null.",
+        "launcher.spares = 1 is for a job that has one run. Try launcher.spares=0.",
+        "launcher.min_nodes = 1 is for a job that has one run. Try launcher.min_nodes=null.",
         "launcher.extra.mem-per-cpu = 1G contradicts a packed job",
         "launcher.cpus_per_device = 50 needs 50 CPUs of a node, and nodes of partition gpu have 48. Try "
         "launcher.cpus_per_device=48.",
     ):
         assert text in error
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("cluster.gpus=true,false",), "cluster.gpus = [true,false] has several values"),
+        (("launcher=script",), "and not with launcher.kind=script. Try sweep.pack=off."),
+        (("launcher=local", "sweep.pack_nodes=2"), "sweep.pack_nodes = 2 has no effect on this machine. Try "
+         "sweep.pack_nodes=null."),
+        (("sweep.pack=off", "sweep.pack_minutes=2"), "sweep.pack_minutes = 2 needs sweep.pack=auto."),
+        (("launcher.partition=gone",), "needs to know what the nodes of partition gone have"),
+        (("cluster.gpu_flag=none",), "cluster.gpu_flag = none leaves no way to give each run"),
+    ],
+)  # fmt: skip
+def test_what_has_no_packed_job_is_refused(
+    words: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", *WORDS, "gpus_per_node=1", "seed=1,2", *words]) == 2
+    assert text in capsys.readouterr().err
 
 
 def test_the_scripts_take_whole_nodes_and_a_place(tmp_path: Path) -> None:
@@ -159,6 +176,7 @@ def test_the_scripts_take_whole_nodes_and_a_place(tmp_path: Path) -> None:
         "--cpus-per-task=12", "--mem=1000M", "--gpus-per-node=2",
     }  # fmt: skip
     assert "--overlap" not in srun
+    assert "exec {hpc_parallel_place}>&-" in script
     if (shellcheck := shutil.which("shellcheck")) is not None:
         for number, text in enumerate((pack, script)):
             (tmp_path / f"{number}.sh").write_text(text)
@@ -305,6 +323,17 @@ def test_the_loop_gives_each_run_one_turn(here: Path, queue: list[RunFolder]) ->
     assert owner.living_owner(queue[0]) is None  # so it can be resumed while the job goes on
     assert job(here, restarts=1) == 0  # nothing is left
     assert events(here, "began") == began
+
+
+def test_a_place_is_free_while_the_script_concludes(here: Path, queue: list[RunFolder]) -> None:
+    """A run of the first two closes its end of the pipe; the next one starts before its script has ended."""
+    late = "while ! grep -q 'began run2' ../events; do sleep 0.05; done\n"
+    text = queue[0].batch_script.read_text().replace("sleep 0.5\n", f"exec {{hpc_parallel_place}}>&-\n{late}")
+    queue[0].batch_script.write_text(text)
+    waits = queue[1].batch_script.read_text().replace("sleep 0.5\n", late)
+    queue[1].batch_script.write_text(waits)
+    assert job(here) == 0
+    assert len(events(here, "began")) == 5
 
 
 def test_at_the_time_limit_the_unfinished_go_on_in_the_next_job(here: Path, queue: list[RunFolder]) -> None:

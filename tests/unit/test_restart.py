@@ -22,7 +22,7 @@ from hpc_parallel.launch.batch_script import ScriptLauncher
 from hpc_parallel.layout.layout import Layout, layout_of
 from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.record import attempts, host_memory, owner
+from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.attempts import End
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.slurm import submit
@@ -248,26 +248,6 @@ def test_a_run_that_goes_on_with_fewer_nodes_takes_their_configuration(
     said = "the ranks start again in the same job, on 1 of 2 nodes, without n2, 1 of 1"
     assert followed == (restart.Decision("fewer nodes", said, ("n1",)), said)
     assert folder.read_config() == config | {"nodes": 1}
-
-
-@pytest.mark.parametrize(
-    ("launcher", "used", "hosts"),
-    [({"spares": 1}, "n2,n3", "n1,n2,n3"), ({}, "n[2-3]", "n2,n3")],  # the second perhaps in a packed job
-)
-def test_copies_in_memory_are_removed_where_ranks_have_been(
-    launcher: dict[str, int], used: str, hosts: str, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = {"on_nonfinite": "stop", "memory_checkpoint_every": 5}
-    folder.config.write_text(json.dumps({"nodes": 2, "training": training, "launcher": LAUNCHER | launcher}))
-    asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "RUNNING", "NodeList": "n[1-3]"})
-    monkeypatch.setattr(host_memory.client, "run", lambda *words, **_: asked.append(words))
-    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": used, "SLURMD_NODENAME": "n2"}
-    conclude_run._follow_failure(folder, start=1, environment=environment)  # of a run that completed
-    (words,) = asked
-    count = len(hosts.split(","))
-    assert {f"--nodelist={hosts}", f"--nodes={count}", f"--ntasks={count}", "--overlap"} <= {*words}
-    assert words[-1] == str(host_memory.ROOT / host_memory.name_of(folder, environment))
 
 
 SCRIPT = ("task=script", "script.command=true")

@@ -82,10 +82,10 @@ def _experts(config: RunConfig, layout: Layout) -> Problems:
     if layout.by_fully_shard and (outdated := too_old((2, 13))):
         rule = f"in slices (strategy.shard or strategy.tensor) {outdated}"
         yield without_axis("expert", rule, config=config, layout=layout)
-
-
-NOT_COMPILED = ("pipeline", "expert", "context", "tensor")
-"""Axes with which a compiled mixture of experts is not proven."""
+    beside = [f"strategy.{axis}" for axis in ("pipeline", "context", "tensor") if layout.degrees[axis] > 1]
+    if config.training.compile and beside:
+        rule = f"is not proven with strategy.expert = {layout.expert} and {' and '.join(beside)}"
+        yield Problem("training.compile", True, rule, (False,))
 
 
 def _mixture(config: RunConfig, layout: Layout) -> Problems:
@@ -105,15 +105,6 @@ def _mixture(config: RunConfig, layout: Layout) -> Problems:
     if isinstance(layers, int) and isinstance(dense, int) and dense >= layers >= 1:
         rule = f"must be less than model.layers = {layers}, or no block would have experts"
         yield Problem("model.dense_layers", dense, rule, (layers - 1,))
-    if config.training.compile:
-        beside = [
-            f"strategy.{axis} = {layout.degrees[axis]}" for axis in NOT_COMPILED if layout.degrees[axis] > 1
-        ]
-        if config.model["balance_step"]:
-            beside.append(f"model.balance_step = {config.model['balance_step']}")
-        if beside:
-            rule = f"is not proven for a mixture of experts with {' and '.join(beside)}"
-            yield Problem("training.compile", True, rule, (False,))
 
 
 def sequence_problems(config: RunConfig, layout: Layout) -> Problems:
