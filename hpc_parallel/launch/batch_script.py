@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from string import Template
@@ -74,8 +74,7 @@ def sbatch_flags(run: PreparedRun) -> Flags:
         "ntasks-per-node": run.processes_per_node,
         "cpus-per-task": run.cpus_per_process,
         "time": launcher.time_minutes,
-        # A short job keeps half of its time, because Slurm may send this signal up to a minute early.
-        "signal": f"{receiver}USR2@{min(launcher.grace_s, 30 * launcher.time_minutes)}",
+        "signal": f"{receiver}{_signal(launcher.grace_s, minutes=launcher.time_minutes)}",
         "requeue": True,  # some sites disable it by default
         **gpu_flags(run),
     }
@@ -92,6 +91,11 @@ def sbatch_flags(run: PreparedRun) -> Flags:
     if extra.get("no-requeue"):
         del flags["requeue"]
     return flags | _set_flags(extra)
+
+
+def _signal(grace_s: int, *, minutes: int) -> str:
+    """A short job keeps half of its time, because Slurm may send this signal up to a minute early."""
+    return f"USR2@{min(grace_s, 30 * minutes)}"
 
 
 def _set_flags(flags: Mapping[str, Any]) -> Flags:
@@ -220,15 +224,20 @@ def render_packed(run: PreparedRun, need: Need) -> str:
     return _templates().get_template("job.sh.j2").render({**_values(run, ".out"), **values})
 
 
-def render_pack(runs: Sequence[PreparedRun], *, queue: Path, name: str, nodes: int, room: Room) -> str:
-    """The batch script of a job of whole nodes that runs the queue in the folder `queue`."""
-    first = runs[0]
+def render_pack(
+    first: PreparedRun, *, queue: Path, name: str, nodes: int, room: Room, minutes: int, grace_s: int
+) -> str:
+    """The batch script of a job of whole nodes that runs the queue in the folder `queue`.
+
+    first: one of the runs. minutes: the time limit. grace_s: before it, in which the runs save.
+    """
     flags: Flags = sbatch_flags(first) | {
         "job-name": name,
         "nodes": nodes,
         "ntasks-per-node": 1,
         "cpus-per-task": room.cpus,
-        "time": first.config.sweep.pack_minutes or max(run.config.launcher.time_minutes for run in runs),
+        "time": minutes,
+        "signal": _signal(grace_s, minutes=minutes),
         "exclusive": True,
         "mem": 0,
         "output": f"{queue}/%j.out",
@@ -299,6 +308,7 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "again": AGAIN,
         "packed": False,
         "notify": launcher.notify is not None,
+        "frees_hosts": chooses_hosts(launcher) and run.config.training.memory_checkpoint_every is not None,
         "srun_arguments": srun_arguments(run),
         "mpirun_arguments": cluster.mpirun,
         "torchrun_arguments": run.config.script.torchrun,

@@ -13,6 +13,7 @@ from hpc_parallel.failure.packed_job import Queue, QueuedRun
 from hpc_parallel.launch.batch_script import gpu_flags
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import Problem, Problems
+from hpc_parallel.record.owner import this_process
 from hpc_parallel.slurm.limits import node_kinds
 from hpc_parallel.slurm.node_room import FreePlaces, Need, Room, least_nodes, makespan_s
 from hpc_parallel.slurm.short_forms import gpu_count
@@ -88,7 +89,11 @@ def _pack(
     needs = [work[at][0] for at in positions]
     queued = tuple(QueuedRun(work[at][0], runs[at].processes_per_node) for at in positions)
     grace_s = max(runs[at].config.launcher.grace_s for at in positions)
-    return Pack(positions, least_nodes(needs, most=nodes, room=room), Queue(room, grace_s, queued))
+    return Pack(
+        positions,
+        least_nodes(needs, most=nodes, room=room),
+        Queue(room, grace_s, queued, this_process().process),
+    )
 
 
 def minutes_of(runs: Sequence[PreparedRun]) -> int:

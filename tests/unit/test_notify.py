@@ -11,6 +11,7 @@ import shlex
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -312,12 +313,16 @@ def test_only_what_is_typed_is_used(folder: RunFolder, capsys: pytest.CaptureFix
     assert "launcher.notify is not used: only what is typed now counts" in capsys.readouterr().err
 
 
-def test_the_batch_script_concludes_a_run_that_completed_only_for_a_notifier(here: Path) -> None:
+def test_the_batch_script_concludes_a_run_that_completed_if_it_must(here: Path) -> None:
     plain = render(prepared("launcher=script", "launcher.snapshot=false"))
     script = render(prepared("launcher=script", "launcher.snapshot=false", "launcher.notify=mail me"))
     assert "job notify" not in plain
     assert "mail me" not in script
     assert [line for line in script.splitlines() if line not in plain.splitlines() and "true" in line]
+    copies = ("training.checkpoint_every=100", "training.memory_checkpoint_every=10")
+    frees = render(prepared("launcher=script", "launcher.snapshot=false", "launcher.spares=1", *copies))
+    assert "|| true; then" in frees  # hosts of earlier starts may have copies
+    assert "|| true; then" not in plain
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
@@ -360,6 +365,16 @@ def test_a_quota_shows_when_space_is_reserved(
     assert bool(reason) == bool(checkpoint_index._refuses(tmp_path, 4096))
     assert refusing.fallocate.asked == [(1, 0, 4096)] * 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_for_one_more_file_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: Any) -> None:
+        raise OSError(errno.EDQUOT, "it is full")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    assert checkpoint_index._refuses(tmp_path, 4096) == os.strerror(errno.EDQUOT)
 
 
 class Refusing:
