@@ -34,11 +34,25 @@ def conclude(arguments: Sequence[str]) -> None:
     conclude_run.main(arguments)
 
 
+def pack(folder: str) -> None:
+    """Start the runs of a packed job as places become free, until none is left."""
+    from hpc_parallel.failure import packed_job
+
+    sys.exit(packed_job.run(folder))
+
+
 def send_signal(arguments: Sequence[str]) -> None:
     """Send a signal to the ranks of a run on this host."""
     from hpc_parallel.failure import signal_ranks
 
     signal_ranks.main(arguments)
+
+
+def notify(arguments: Sequence[str]) -> None:
+    """Pass a line about a run on, to `launcher.notify`."""
+    from hpc_parallel.failure import notify
+
+    notify.main(arguments)
 
 
 def worker_main() -> Callable[[str], int]:
@@ -66,10 +80,14 @@ def main(arguments: Sequence[str]) -> None:
         agent(rest)
     elif part == "conclude":
         conclude(rest)
+    elif part == "pack":
+        pack(*rest)
     elif part == "signal":
         send_signal(rest)
+    elif part == "notify":
+        notify(rest)
     else:
-        sys.exit(f"hpc_parallel.job has no part {part}: rank, agent, conclude or signal")
+        sys.exit(f"hpc_parallel.job has no part {part}: rank, agent, conclude, pack, signal or notify")
 
 
 if __name__ == "__main__":

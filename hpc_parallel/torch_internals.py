@@ -381,19 +381,16 @@ def flash_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) ->
     return output, lse
 
 
-def flash_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *, output: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward pass of `flash_forward`, with `lse` and output from the caller.
+def flash_backward(*tensors: Tensor, causal: bool) -> tuple[Tensor, ...]:
+    """The backward pass of `flash_forward`: the gradients of query, key and value.
 
-    Without dropout no random state is read.
+    tensors: the gradient of the output, then query, key, value, output and `lse`, as all backward passes here
+    take them. Without dropout no random state is read.
     """
-    unused = torch.empty(2, dtype=torch.uint64, device=query.device)
-    lengths = (query.shape[-2], key.shape[-2])
-    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad, query, key, value, output, lse, None, None, *lengths, 0.0, causal, unused, unused
-    )
-    return gradients
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    unused = torch.empty(2, dtype=torch.uint64, device=tensors[0].device)
+    gradients = backward(*tensors, None, None, *_lengths(tensors), 0.0, causal, unused, unused)
+    return tuple(gradients)
 
 
 def cudnn_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -403,17 +400,11 @@ def cudnn_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) ->
     return output, lse.squeeze(-1)
 
 
-def cudnn_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *, output: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    unused = torch.zeros((), dtype=torch.int64, device=query.device)
-    lengths = (query.shape[-2], key.shape[-2])
+def cudnn_backward(*tensors: Tensor, causal: bool) -> tuple[Tensor, ...]:
     backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-    gradients: tuple[Tensor, Tensor, Tensor] = backward(
-        grad, query, key, value, output, lse.unsqueeze(-1), unused, unused, None, None, None, *lengths,
-        0.0, causal,
-    )  # fmt: skip
-    return gradients
+    unused, lse = _no_state(tensors), tensors[-1].unsqueeze(-1)
+    rest = (lse, unused, unused, None, None, None, *_lengths(tensors), 0.0, causal)
+    return tuple(backward(*tensors[:-1], *rest))
 
 
 def efficient_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -423,14 +414,11 @@ def efficient_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool
     return output, lse
 
 
-def efficient_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *, output: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    unused = torch.zeros((), dtype=torch.int64, device=query.device)
-    needed = [True, True, True, False]  # there is no bias, so it needs no gradient
+def efficient_backward(*tensors: Tensor, causal: bool) -> tuple[Tensor, ...]:
     backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-    gradients = backward(grad, query, key, value, None, output, lse, unused, unused, 0.0, needed, causal)
-    return tuple(gradients[:3])
+    unused = _no_state(tensors)
+    needed = [True, True, True, False]  # there is no bias, so it needs no gradient
+    return tuple(backward(*tensors[:4], None, *tensors[4:], unused, unused, 0.0, needed, causal)[:3])
 
 
 def cpu_flash_forward(
@@ -441,19 +429,19 @@ def cpu_flash_forward(
     return attend(query, key, value, 0.0, causal, attn_mask=bias)  # type: ignore[no-any-return]
 
 
-def cpu_flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    output: Tensor,
-    lse: Tensor,
-    causal: bool,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def cpu_flash_backward(*tensors: Tensor, causal: bool, bias: Tensor | None = None) -> tuple[Tensor, ...]:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad, query, key, value, output, lse, 0.0, causal, attn_mask=bias)  # type: ignore[no-any-return]
+    return tuple(backward(*tensors, 0.0, causal, attn_mask=bias))
+
+
+def _lengths(tensors: Sequence[Tensor]) -> tuple[int, int]:
+    """The numbers of queries and of keys in the tensors of a backward pass."""
+    return tensors[1].shape[-2], tensors[2].shape[-2]
+
+
+def _no_state(tensors: Sequence[Tensor]) -> Tensor:
+    """In place of the random state of a dropout."""
+    return torch.zeros((), dtype=torch.int64, device=tensors[0].device)
 
 
 def scaled_product(
@@ -472,9 +460,22 @@ def scaled_product(
     exact = dtype == torch.float64  # for proofs; no device multiplies float8 so
     if first.device.type == "cuda" and not exact:
         return cuda_scaled_product(first, second, scales=scales, fast=fast)
+    return emulated_product(first, second, *scales, exact)  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("hpc_parallel::scaled_product", mutates_args=())
+def emulated_product(first: Tensor, second: Tensor, scale_a: Tensor, scale_b: Tensor, exact: bool) -> Tensor:
+    """One operator, as a GPU has it: selective checkpointing keeps its result."""
     sums = torch.float64 if exact else torch.float32
     with torch.autocast(first.device.type, enabled=False):
-        return (first.to(sums) @ second.to(sums) * scales[0] * scales[1]).to(dtype)
+        product = first.to(sums) @ second.to(sums) * scale_a * scale_b
+        return product if exact else product.to(torch.bfloat16)
+
+
+@emulated_product.register_fake
+def _(first: Tensor, second: Tensor, scale_a: Tensor, scale_b: Tensor, exact: bool) -> Tensor:
+    dtype = torch.float64 if exact else torch.bfloat16
+    return first.new_empty(first.shape[0], second.shape[1], dtype=dtype)
 
 
 def cuda_scaled_product(
@@ -493,6 +494,40 @@ def cuda_scaled_product(
         out_dtype=torch.bfloat16, use_fast_accum=fast,
     )  # fmt: skip
     return (product * scales[0] * scales[1]).to(product.dtype) if late else product
+
+
+@torch.library.custom_op("hpc_parallel::scaled_product_of_groups", mutates_args=())
+def scaled_product_of_groups(
+    first: Tensor, second: Tensor, ends: Tensor, scale_a: Tensor, scale_b: Tensor, exact: bool
+) -> Tensor:
+    """Each group of rows of `first` [m, k] times its matrix of `second` [group, k, n], times both scales.
+
+    Both are e4m3. ends: the index after the last row of each group, [group], int32. scale_a, scale_b: powers
+    of two in float32, [m, 1] and [group, 1, n]. k and n are multiples of 16. exact: the result is float64,
+    and otherwise bfloat16. One operator, so that compiled code needs no sizes of groups.
+    """
+    if first.device.type == "cuda" and not exact:
+        return cuda_product_of_groups(first, second, ends, scale_a, scale_b)
+    sums = torch.float64 if exact else torch.float32
+    sizes: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    groups = zip((first.to(sums) * scale_a).split(sizes), second.to(sums) * scale_b, strict=True)
+    return torch.cat([rows @ matrix for rows, matrix in groups]).to(sums if exact else torch.bfloat16)
+
+
+def cuda_product_of_groups(
+    first: Tensor, second: Tensor, ends: Tensor, scale_a: Tensor, scale_b: Tensor, exact: bool = False
+) -> Tensor:
+    """The operator needs contiguous rows of `first` and columns of `second`. torch has no public one."""
+    return torch._scaled_grouped_mm(
+        first.contiguous(), second.mT.contiguous().mT, scale_a.flatten(), scale_b.squeeze(1).contiguous(),
+        offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True,
+    )  # fmt: skip
+
+
+@scaled_product_of_groups.register_fake
+def _(first: Tensor, second: Tensor, ends: Tensor, scale_a: Tensor, scale_b: Tensor, exact: bool) -> Tensor:
+    dtype = torch.float64 if exact else torch.bfloat16
+    return first.new_empty(first.shape[0], second.shape[2], dtype=dtype)
 
 
 def all_to_all_rows(

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpc_parallel.record import host_memory
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.training.callbacks import Callback
 
 
@@ -61,3 +67,24 @@ class Broken(Callback):
 def destroys_after_4(step: int, steps: int) -> float:
     """A schedule of the learning rate."""
     return 1.0 if step <= 4 else 1000.0
+
+
+class KillsOnce(Callback):
+    """Kills rank 0 after `step`, once all copies in memory are complete, and removes the memory of `lost`."""
+
+    def __init__(self, *, step: int, lost: str | None = None) -> None:
+        self._step, self._lost = step, lost
+
+    def on_start(self, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+        self._mark = folder / "killed"
+        self._memory = host_memory.ROOT / host_memory.name_of(RunFolder(folder), os.environ)
+
+    def on_step(self, step: int) -> None:
+        if step != self._step or self._mark.exists():
+            return
+        self._mark.touch()
+        while len(list(self._memory.glob("*/*.json"))) != len([*self._memory.glob("*/*-[01]")]):
+            time.sleep(0.01)
+        if self._lost is not None:
+            shutil.rmtree(self._memory / self._lost)
+        os.kill(os.getpid(), signal.SIGKILL)

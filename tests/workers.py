@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hpc_parallel.strategies.assemble import Assembled
 
 MOST_RANKS = 8
-PATIENCE_S = 300
+PATIENCE_S = 1800  # the limit of a test comes first; a busy machine compiles for minutes
 _git_state = cache(source_state)
 AFTER_AN_ERROR_S = 60  # the others fail with it, or wait for the rank that failed
 MOST_JOBS = 10  # of a process: each leaves threads of gloo, which wake up a hundred times a second

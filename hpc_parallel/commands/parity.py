@@ -22,7 +22,7 @@ from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.proof.cases import Case, plan, without_refused
-from hpc_parallel.proof.compare import ROUNDED, SHARP, TOLERANCES, Tolerance, Verdict, compare
+from hpc_parallel.proof.compare import ROUNDED, TOLERANCES, Tolerance, Verdict, compare
 from hpc_parallel.proof.pace import Pace
 from hpc_parallel.proof.parity_table import Table
 from hpc_parallel.record.endings import Failure
@@ -112,7 +112,7 @@ def judge(case: Case, tolerance: Tolerance, alone: dict[str, str | None], *, pac
     if (case.alone.folder.proof / ROUNDED).exists():  # written on one device
         notes = ["The model computes parts in less than float64, so the bounds are those of float32"]
         tolerance = TOLERANCES["float32"]
-    elif precision not in SHARP:
+    elif tolerance is not TOLERANCES[precision]:
         notes, tolerance = [f"The bounds are those of {precision}"], TOLERANCES[precision]
     if notes:
         bounds = ", ".join(f"{name} {bound:g}" for name, bound in tolerance.bounds.items())

@@ -148,18 +148,21 @@ def figures(
     yield from _of_step(work, step, hardware)
     steps, times = tokens / per_step, StorageTimes(config, work, step.total_s, hardware)
     waits = {"checkpoints": times.checkpoints(steps), "input": times.input(steps)}
+    if config.training.memory_checkpoint_every is not None:
+        waits["memory_copies"] = times.memory_copies(steps)
     yield from (_of_wait(name, wait) for name, wait in waits.items())
     yield from _of_failures(config, times)
     training_s = times.training_s(steps)
-    hours = training_s * work.devices / HOUR_S
+    devices = work.devices + config.launcher.spares * config.gpus_per_node
+    hours = training_s * devices / HOUR_S
     added = "".join(f" + {wait.seconds:.4g} s of {name}" for name, wait in waits.items() if wait.seconds)
     spent = f"{tokens:.4g} / {per_step} x {step.total_s:.4g} s{added}"
-    text = f"({spent}) x {work.devices} devices"
+    text = f"({spent}) x {devices} devices"
     yield Figure(
         "device_hours", f"to {tokens:.3g} tokens", hours,
         f"{duration(training_s)}, {hours:,.0f} device-hours", text,
     )  # fmt: skip
-    yield from _costs(hours, config=config, hardware=hardware)
+    yield from _costs(hours, share=work.devices / devices, config=config, hardware=hardware)
 
 
 def _of_step(work: Work, step: StepTime, hardware: Hardware) -> Iterator[Figure]:
@@ -183,7 +186,7 @@ def _of_step(work: Work, step: StepTime, hardware: Hardware) -> Iterator[Figure]
 
 def _of_wait(name: str, wait: Wait) -> Figure:
     """The figure for a wait of the whole training."""
-    return Figure(f"{name}_s", name, wait.seconds, wait.text, wait.formula)
+    return Figure(f"{name}_s", name.replace("_", " "), wait.seconds, wait.text, wait.formula)
 
 
 def _of_failures(config: RunConfig, times: StorageTimes) -> Iterator[Figure]:
@@ -198,7 +201,7 @@ def _of_failures(config: RunConfig, times: StorageTimes) -> Iterator[Figure]:
     between = f"a failure each {duration(failing.mtbf_s)}"
     formula = (
         f"Daly 2006 with {between}, {failing.save_s:.4g} s a save, {failing.restart_s:.4g} s a failure "
-        f"(of these {RESTART_S:g} s are assumed)"
+        f"(of these {RESTART_S:g} s are assumed); copies in memory are left out"
     )
     share, best = failing.useful_share(every), failing.best_every
     yield Figure("useful_share", "useful time", share, f"{share:.1%} with {between}", formula)
@@ -206,15 +209,18 @@ def _of_failures(config: RunConfig, times: StorageTimes) -> Iterator[Figure]:
     yield Figure("best_checkpoint_every", "best saves", best, text, formula)
 
 
-def _costs(hours: float, *, config: RunConfig, hardware: Hardware) -> Iterator[Figure]:
-    """Cost and energy of a training, where the site's price and the board power of the device are known."""
+def _costs(hours: float, *, share: float, config: RunConfig, hardware: Hardware) -> Iterator[Figure]:
+    """Cost and energy of a training, where the site's price and the board power of the device are known.
+
+    share: of the device-hours, those of devices that work; the others are those of spares.
+    """
     price, power_w = config.cluster.device_hour_price, hardware.device.power_w
     if price is not None:
         text = f"{hours:,.0f} device-hours x {price:g}"
         yield Figure("cost", "cost", hours * price, f"{hours * price:,.2f} at {price:g} a device-hour", text)
     if power_w is not None:
-        energy_wh = hours * power_w
-        text = f"{hours:,.0f} device-hours x {power_w:g} W"
+        energy_wh = hours * share * power_w
+        text = f"{hours * share:,.0f} device-hours x {power_w:g} W"
         energy_text = f"{energy(energy_wh)} at {power_w:g} W a device"
         yield Figure("energy_kwh", "energy of the devices", energy_wh / 1e3, energy_text, text)
 

@@ -28,6 +28,7 @@ from hpc_parallel.report.run_lines import (
     accused_lines,
     device_lines,
     difference_lines,
+    energy_lines,
     finding_lines,
     time_lines,
     topology_lines,
@@ -183,6 +184,8 @@ def _parts(run: RecordedRun, row: RunRow, changed: Mapping[str, Change]) -> Iter
         (title, to_text(values[key]), f"predicted {to_text(planned[key])}" if key in planned else "")
         for title, key, to_text in FIGURES if values.get(key)
     ]  # fmt: skip
+    jobs = () if run.totals.outcome is None else run.attempts.job_ids
+    lines += [(title, text, "") for title, text in energy_lines(run.totals.energy, jobs)]
     if lines:
         yield "\nfigures"
         yield _table(lines)

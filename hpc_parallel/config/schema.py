@@ -138,8 +138,8 @@ class TrainingConfig:
     # The type in which weights are kept. `float32` is float64 with precision=float64; `bfloat16` is rounded
     # at random after each step ([Fewer bytes of state](training.md#fewer-bytes-of-state)).
     weights: str = key("float32", one_of("float32", "bfloat16"))
-    # With precision=bfloat16, linear layers inside blocks multiply in float8: with one scale for a tensor
-    # (`tensorwise`), one for each row (`rowwise`), or not at all (`off`).
+    # With precision=bfloat16, linear layers and experts inside blocks multiply in float8: with one scale for
+    # a tensor (`tensorwise`), one for each row (`rowwise`), or not at all (`off`).
     fp8: str = key("off", one_of("off", "tensorwise", "rowwise"))
     # The factor of the loss at the start, with float16.
     loss_scale: float = key(65536.0, between(1, 2.0**64))
@@ -161,6 +161,9 @@ class TrainingConfig:
     # Steps between two checkpoints, with one more after the last step; null: only a signal saves one.
     checkpoint_every: int | None = key(500, count())
     checkpoint_async: bool = True  # Checkpoints are written while the training goes on.
+    # Steps between two copies of the state to the memory of the rank's host and of another host, from which a
+    # restart in the same job continues ([Survive](survive.md#copies-in-memory)); null: none.
+    memory_checkpoint_every: int | None = key(None, count())
     compare_replicas: bool = True  # Replicas compare their weights at the start and before each checkpoint.
     keep_last: int = key(2, count())  # The number of checkpoints that are kept.
     # Checkpoints of every n-th step are never deleted; null: none of them.
@@ -208,6 +211,11 @@ class SweepConfig:
     on_invalid: str = key("skip", one_of("skip", "stop"))
     # Runs of an array at the same time; null: no limit on Slurm, 1 on this machine.
     parallelism: int | None = key(None, count())
+    # `auto` puts runs that are smaller than a node side by side into jobs of whole nodes ([Sweep](sweep.md)).
+    pack: str = key("off", one_of("off", "auto"))
+    pack_nodes: int | None = key(None, count())  # Nodes of a packed job; null: those of the largest run.
+    # The time limit of a packed job in minutes; null: the longest `launcher.time_minutes` of its runs.
+    pack_minutes: int | None = key(None, count())
     wait: bool = False  # Follow all runs until they end, and exit with their outcome.
     resume: str | None = None  # A sweep folder: start only the runs that are missing or failed.
     # The figure of `summary.json` that another sweeper optimises; a list names several figures.

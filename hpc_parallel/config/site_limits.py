@@ -46,9 +46,13 @@ def site_warnings(config: RunConfig) -> list[str]:
 def _of_the_job(config: RunConfig, most: Limits, where: str) -> Iterator[str]:
     """Warnings about nodes and time."""
     launcher = config.launcher
-    if most.nodes is not None and most.nodes < config.nodes:
-        plural = "s" * (most.nodes > 1)
-        yield f"nodes={config.nodes}: {where} has {most.nodes} node{plural}. Try nodes={most.nodes}."
+    if most.nodes is not None and most.nodes < config.nodes + launcher.spares:
+        plural, spares = "s" * (most.nodes > 1), launcher.spares
+        key = f"nodes={config.nodes}" + (f" and launcher.spares={spares}" if spares else "")
+        legal = f"nodes={most.nodes}" + " launcher.spares=0" * bool(spares)
+        if most.nodes > spares:
+            legal = f"nodes={most.nodes - spares}"
+        yield f"{key}: {where} has {most.nodes} node{plural}. Try {legal}."
     if most.time_minutes is not None and most.time_minutes < launcher.time_minutes:
         key = f"launcher.time_minutes={launcher.time_minutes}"
         legal = f"Try launcher.time_minutes={most.time_minutes}."

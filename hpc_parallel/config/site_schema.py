@@ -57,7 +57,15 @@ class LauncherConfig:
     # own, if the run can go on from where it was (a training with checkpoints, a script with
     # `script.resume_arguments`); otherwise 0.
     max_restarts: int | None = key(None, at_least(0), legal=0)
+    # Hosts that the job has beside `nodes`. A spare takes the place of a host that is lost, that failed twice
+    # or that the checks at the start accuse.
+    spares: int = key(0, at_least(0))
+    # The fewest nodes on which the training may go on in its job, if no spare is left; null: `nodes`.
+    min_nodes: int | None = key(None, count())
     resubmit: bool = False  # Submit a new job if Slurm does not requeue the old one.
+    # Who is told of failures, restarts, a full disk and the end: a shell command, which gets a line on its
+    # standard input, or the address of a webhook (`https://`).
+    notify: str | None = key(None, line(), legal="mail -s hpc_parallel $USER")
     # Any other flag of sbatch, without its dashes.
     extra: dict[str, Any] = field(default_factory=dict)
 

@@ -287,6 +287,11 @@ def _checked(part: Samples) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, len(part) - 1, CHECKED).astype(np.int64))
 
 
+def bytes_of(tensor: Tensor) -> bytes:
+    """The content of a tensor on the CPU, also of a dtype that numpy lacks."""
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
 def _look_at(*parts: DatasetSamples | Packed) -> tuple[tuple[int, ...], str]:
     """The shape of an input, and a hash of the lengths and of a few samples of each part.
 
@@ -299,7 +304,8 @@ def _look_at(*parts: DatasetSamples | Packed) -> tuple[tuple[int, ...], str]:
         positions = _checked(part)
         batch, repeated = part.batch(positions), part.batch(positions)
         for tensor, other in zip(batch, repeated, strict=True):
-            if tensor.numpy().tobytes() != other.numpy().tobytes():
+            content = bytes_of(tensor)
+            if content != bytes_of(other):
                 name = type(getattr(part, "dataset", part)).__name__
                 raise ConfigError(
                     [
@@ -308,7 +314,7 @@ def _look_at(*parts: DatasetSamples | Packed) -> tuple[tuple[int, ...], str]:
                         "generators of torch, numpy or Python, which are seeded for each sample."
                     ]
                 )
-            digest.update(repr((tensor.shape, tensor.dtype)).encode() + tensor.numpy().tobytes())
+            digest.update(repr((tensor.shape, tensor.dtype)).encode() + content)
         shapes.append(tuple(batch[0].shape[1:]))
     if shapes[0] != shapes[1]:
         training_shape, held_out_shape = map(list, shapes)

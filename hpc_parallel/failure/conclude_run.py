@@ -23,7 +23,7 @@ from typing import Any
 
 from hpc_parallel.config.script import is_script
 from hpc_parallel.exit_codes import AGAIN
-from hpc_parallel.failure import failure, normal_end, restart
+from hpc_parallel.failure import failure, normal_end, notify, restart
 from hpc_parallel.failure.failure import Record
 from hpc_parallel.failure.hang_cause import cause_of
 from hpc_parallel.failure.restart import Decision, RestartLimits
@@ -31,7 +31,7 @@ from hpc_parallel.failure.root_cause import (
     TERMINATION_SIGNALS,
     find_root_cause,
     killed_tasks,
-    lost_node,
+    lost_host,
     missing_rank,
     start_lines,
     this_attempt,
@@ -39,15 +39,17 @@ from hpc_parallel.failure.root_cause import (
 )
 from hpc_parallel.failure.summary import summarise
 from hpc_parallel.problems import quoted
-from hpc_parallel.record import attempts
+from hpc_parallel.record import attempts, host_memory
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Failure, Follower, Stop, Summary
-from hpc_parallel.record.metrics_file import MetricsReader
+from hpc_parallel.record.metrics_file import MetricsReader, figure
+from hpc_parallel.record.owner import Owner
 from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.recorded_slow_ranks import accusations
 from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_tail
-from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.safe_write import write_json, write_text
+from hpc_parallel.record.typed import read_if_possible
 from hpc_parallel.record.values import texts
 from hpc_parallel.slurm.allocation import in_allocation
 from hpc_parallel.slurm.jobs import job_of
@@ -61,7 +63,13 @@ _KINDS = {
     restart.REQUEUED: failure.ERROR,
     restart.PREEMPTED: failure.KILLED,
 }
+_NEXT_TURN = "it goes on when it has its next turn, in this job or in the next one"
 _UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a preempted run that could not save
+# Of the job, not of a step: srun ends its step after a failure.
+_SCANCEL = re.compile(
+    r"^slurmstepd\S*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ (?:DUE TO PREEMPTION )?\*\*\*",
+    re.MULTILINE,
+)
 _TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT|^Slurm says of job [\d_]+: timeout", re.MULTILINE)
 
 
@@ -100,7 +108,7 @@ def conclude(
         cause = cause_of(folder, records) or cause
     if cancelled or (cancelled is None and _looks_cancelled(cause, returncode=returncode, text=text)):
         name = asked_by or (cause.signal if cause else None)
-        by = name or _signal_of_code(returncode) or ""
+        by = name or _signal_of_code(returncode) or "SIGTERM"
         if not cancelled and restart.why_stopped(by, environment=environment) == restart.PREEMPTED:
             return _conclude_stop(folder, stopped=_UNSAVED, environment=environment)
         first = f", first rank {cause.rank} on {cause.host}" if cause and cause.signal else ""
@@ -149,10 +157,13 @@ def cancelled_by(signal_name: str | None) -> str:
 def _looks_cancelled(cause: Record | None, *, returncode: int, text: str) -> bool:
     """Whether a termination signal that Slurm does not explain ended the first rank.
 
-    Without a cause, the exit code of the job is checked.
+    Without a cause, the exit code of the job is checked. mpirun may end with another one, and its ranks lose
+    each other, but Slurm says in the log that it ends the job.
     """
-    if _hit_time_limit(text) or lost_node(text, cause=cause):
+    if _hit_time_limit(text) or lost_host(text, cause=cause):
         return False
+    if (cause is None or cause.kind == failure.LOST_PEER) and _SCANCEL.search(this_attempt(text)):
+        return True
     return (cause.signal if cause else _signal_of_code(returncode)) in TERMINATION_SIGNALS
 
 
@@ -166,11 +177,16 @@ def _slurm_failure(
     """The content of `failure.json` if Slurm reports a time limit or a lost node."""
     if _hit_time_limit(text):
         return _out_of_time(folder)
-    if lost := lost_node(text, cause=cause):
-        return _without_rank(
-            kind=failure.NODE_LOST, message=lost, line=_with_count(lost, records), followers=records
-        )
-    return None
+    if (lost := lost_host(text, cause=cause)) is None:
+        return None
+    return replace(
+        _without_rank(
+            kind=failure.NODE_LOST, message=lost.message, line=_with_count(lost.message, records),
+            followers=records,
+        ),
+        host=lost.host,
+        details={"exclude": [lost.host]} if lost.is_there else {},
+    )  # fmt: skip
 
 
 def _rank_failure(
@@ -187,10 +203,11 @@ def _rank_failure(
 
 
 def _reached(folder: RunFolder) -> int | None:
-    """The last step that was logged or saved; None for a script that logs none."""
+    """The last step that was logged, saved or continued from; None for a script that logs none."""
     steps: list[int] = [line["step"] for line in MetricsReader(folder.metrics).read()[-1:]]
     if is_script(folder.read_config()):
         return max(steps, default=None)
+    steps += [start.after_step or 0 for start in attempts.starts(folder)[-1:]]  # perhaps a copy in memory
     return max([0, *steps, *(checkpoint.step for checkpoint in complete(folder.checkpoints)[:1])])
 
 
@@ -205,6 +222,7 @@ def after_failure(
     decision = restart.decide(ends, limits=limits)
     if not decision.starts_again:
         return decision
+    limits = replace(limits, hosts=restart.Hosts.of(folder, environment=environment))
     return restart.decide(ends, limits=limits, by_slurm=restart.ending(environment))
 
 
@@ -222,7 +240,9 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
     limits, ends = RestartLimits.of(folder.read_config()), attempts.recent_ends(folder)
     decision = restart.decide(ends, limits=limits, continues=continues)
     restarts = decision.starts_again
-    limit = "the allocation" if in_allocation(launcher) else f"{launcher['time_minutes']} min"
+    is_packed = _is_packed(folder)
+    limit = "the packed job" if is_packed else f"{launcher['time_minutes']} min"
+    limit = "the allocation" if in_allocation(launcher) else limit
     reasons = {
         restart.TIME_LIMIT: f"the time limit of {limit} was near",
         restart.PREEMPTED: "preempted by Slurm",
@@ -242,11 +262,19 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
     outcome = "preempted" if restarts else "cancelled" if how == restart.CANCELLED else "failed"
     write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     replace(stopped, how=how, line=line).write(folder)
-    if restarts and job_of(environment) is None:
+    if restarts and is_packed:
+        line += f"; {_NEXT_TURN}"
+    elif restarts and job_of(environment) is None:
         line += "; it starts again"
     elif restarts:  # last, because Slurm may end this process at once
         line += f"; {_start_again(folder, launcher=launcher, environment=environment)}"
     return line
+
+
+def _is_packed(folder: RunFolder) -> bool:
+    """Whether the job of the run has other runs too, so that it is not for this one to start it again."""
+    holder = read_if_possible(Owner, folder.owner)
+    return holder is not None and holder.is_packed
 
 
 def _start_again(folder: RunFolder, *, launcher: Mapping[str, Any], environment: Mapping[str, str]) -> str:
@@ -338,6 +366,8 @@ def _out_of_time(folder: RunFolder) -> Failure:
         advice = "raise launcher.time_minutes, or set script.stop_signal"
     if in_allocation(config["launcher"]):
         message, advice = "the allocation has reached its time limit", "start the run again in another one"
+    elif _is_packed(folder):
+        message, advice = "the packed job has reached its time limit", "raise sweep.pack_minutes"
     return _without_rank(kind=failure.TIME_LIMIT, message=message, line=f"{message}: {advice}")
 
 
@@ -373,23 +403,46 @@ def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str])
     )
 
 
-def _follow_failure(folder: RunFolder, *, start: int | None, environment: Mapping[str, str]) -> None:
-    """Requeue the job, or end this process with `AGAIN` if the ranks start again in it."""
+def _follow_failure(
+    folder: RunFolder, *, start: int | None, environment: Mapping[str, str]
+) -> tuple[Decision, str]:
+    """Carry out what follows a failure, but for a new start in place; returns it with a line."""
     decision = after_failure(folder, start=start, environment=environment)
-    line = decision.why
-    if decision.action == restart.REQUEUE:
-        launcher = folder.read_config()["launcher"]
+    line, config = decision.why, folder.read_config()
+    if decision.action not in restart.IN_JOB and config["training"].get("memory_checkpoint_every"):
+        host_memory.remove_from_hosts(host_memory.name_of(folder, environment), environment)
+    if decision.action == restart.REQUEUE and _is_packed(folder):
+        line = _NEXT_TURN
+        write_json(folder.summary, _summary(folder, outcome="preempted", environment=environment))
+    elif decision.action == restart.REQUEUE:
+        launcher = config["launcher"]
         line = _start_again(folder, launcher=launcher, environment=environment)
+        if line.startswith(restart.NO_START):
+            decision = Decision(restart.END, line)
     elif line and decision.action == restart.END:
         _add_to_line(folder, line)
-    if line:
-        print(line, file=sys.stderr, flush=True)
-    if decision.action == restart.IN_PLACE:
-        # How this start ended is not how the next one will.
-        folder.begin_anew()
-        failure.forget_all(folder)
-        note_phase(folder, line)
-        sys.exit(AGAIN)
+    elif decision.action == restart.FEWER:
+        write_text(folder.config, folder.on_nodes(len(decision.hosts)).read_text(encoding="utf-8"))
+    return decision, line
+
+
+def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:
+    """Tell how a start ended and what follows, if the user wants to be told; line: what `conclude` found."""
+    summary = Summary.read(folder) or Summary()
+    event = {"completed": "end", "cancelled": "end", "preempted": "restart"}.get(
+        str(summary.outcome), "failure"
+    )
+    if decision.starts_again:
+        event = f"restart, {decision.action}"
+    if summary.completed:
+        loss = "" if summary.final_loss is None else f", final loss {figure(summary.final_loss)}"
+        line = f"completed{f' {summary.steps} steps' if summary.steps else ''}{loss}"
+    notify.tell(
+        folder,
+        f"{event}: {line}",
+        about=notify.ENDED,
+        waits=decision.action not in restart.IN_JOB,
+    )
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -418,7 +471,19 @@ def main(arguments: Sequence[str]) -> None:
     )  # fmt: skip
     if line:
         print(line, file=sys.stderr, flush=True)
+    decision, following = Decision(restart.END), ""
     if "SLURM_JOB_ID" in environment:
-        _follow_failure(folder, start=options.start, environment=environment)
+        decision, following = _follow_failure(folder, start=options.start, environment=environment)
+        if following:
+            print(following, file=sys.stderr, flush=True)
+    tell_end(folder, line="; ".join(filter(None, (line, following))), decision=decision)
+    if decision.action in restart.IN_JOB:
+        # How this start ended is not how the next one will.
+        folder.begin_anew()
+        failure.forget_all(folder)
+        note_phase(folder, following)
+        if decision.hosts:
+            print(",".join(decision.hosts))  # for the batch script
+        sys.exit(AGAIN)
     if options.returncode == 0 and folder.failure.exists() and not folder.stopped.exists():
         sys.exit(1)  # the job has failed too

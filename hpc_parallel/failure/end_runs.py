@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_parallel.failure.conclude_run import conclude
+from hpc_parallel.failure.packed_job import is_left_by_all
 from hpc_parallel.failure.run_state import NO_ANSWER, NOT_STARTED, UNKNOWN, WAITING, State, waits
 from hpc_parallel.record.names import label
 from hpc_parallel.record.owner import elsewhere, end_process, refusal, withdraw
@@ -34,6 +35,12 @@ class Target:
     @property
     def job(self) -> str | None:
         return self.state.job
+
+    @property
+    def own_job(self) -> str | None:
+        """The job that ends with the run; None if the run has none, or shares it with other runs."""
+        is_packed = self.run.owner is not None and self.run.owner.is_packed
+        return None if is_packed else self.job
 
     @property
     def pid(self) -> int:
@@ -78,8 +85,8 @@ def end_runs(targets: Sequence[Target], *, warn: Callable[[str], None]) -> dict[
 
     warn: receives one line for a run that ended without a summary because its files are damaged.
     """
-    refused = _foreign_jobs([target for target in targets if target.job])
-    jobs = [target for target in targets if target.job and target.run.path not in refused]
+    refused = _foreign_jobs([target for target in targets if target.own_job])
+    jobs = [target for target in targets if target.own_job and target.run.path not in refused]
     if jobs:
         refused |= _cancel_jobs({str(target.job): target.run.path for target in jobs})
         asked = [target for target in jobs if target.run.path not in refused]
@@ -90,6 +97,7 @@ def end_runs(targets: Sequence[Target], *, warn: Callable[[str], None]) -> dict[
         _conclude(asked, by_id, warn=warn)
     # Waiting runs first: the end of another run would let them start.
     started = [target.run for target in targets if not _withdrawn(target, warn=warn)]
+    _cancel_empty_jobs(targets)
     for run in started:
         if reason := _terminate(run):
             refused[run.path] = reason
@@ -152,9 +160,19 @@ def is_script_of(folder: RunFolder, script: str, *, job: str) -> bool:
     )
 
 
+def _cancel_empty_jobs(targets: Sequence[Target]) -> None:
+    """Cancel packed jobs that have not started and have no run left; a job that has started ends itself."""
+    waiting = {target.job for target in targets if target.own_job is None and target.state.name == WAITING}
+    jobs = [Job(job) for job in waiting if job is not None]
+    scripts = (scripts_of(jobs, Inquiry()) if jobs else None) or {}
+    for job, script in scripts.items():
+        if job in waiting and is_left_by_all(Path(script).parent):
+            scancel([job])
+
+
 def _withdrawn(target: Target, *, warn: Callable[[str], None]) -> bool:
     """Whether no process remains to end: the target is a job, or a waiting run that is now withdrawn."""
-    if target.job is not None:
+    if target.own_job is not None:
         return True
     try:
         if not waits(target.run) or not withdraw(target.run.folder):
@@ -173,12 +191,15 @@ def _terminate(run: RecordedRun) -> str | None:
         run = read_run(run.path)
     if _has_turn(run):
         return "is just starting. Try again"
-    return end_process(run.folder, run.owner) if run.owner is not None and run.owner.pid is not None else None
+    if (owner := run.owner) is None or owner.over or (owner.pid is None and not owner.is_packed):
+        return None
+    return end_process(run.folder, owner)
 
 
 def _has_turn(run: RecordedRun) -> bool:
-    """Whether the owner is the process of a sweep, before the run has a process of its own."""
-    return run.owner is not None and run.owner.waits is not None
+    """Whether the owner is the process or job of a sweep, before the run has a process or step of its own."""
+    owner = run.owner
+    return owner is not None and owner.waits is not None and owner.step is None and not owner.over
 
 
 def _conclude(

@@ -27,14 +27,15 @@ from typing import Any
 
 from hpc_parallel.config.script import TORCHRUN, is_script
 from hpc_parallel.failure import failure, normal_end
-from hpc_parallel.failure.conclude_run import after_failure, conclude
+from hpc_parallel.failure.conclude_run import after_failure, conclude, tell_end
 from hpc_parallel.failure.process_tree import adopt_orphans, end_descendants
 from hpc_parallel.failure.rank_process import die_with_parent
+from hpc_parallel.failure.restart import END, IN_PLACE, Decision
 from hpc_parallel.failure.supervisor import Supervisor
 from hpc_parallel.layout.layout import processes_per_node, recorded_strategy
 from hpc_parallel.machine.fabric import site_variables
 from hpc_parallel.machine.world import World
-from hpc_parallel.record import attempts, owner
+from hpc_parallel.record import attempts, host_memory, owner
 from hpc_parallel.record.endings import Failure, Summary
 from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_tail
@@ -69,7 +70,8 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
 
     def leave(number: int, frame: FrameType | None) -> None:
         asked_by = failure.signal_name(number)
-        conclude(folder, returncode=-number, cancelled=True, asked_by=asked_by, environment={})
+        line = conclude(folder, returncode=-number, cancelled=True, asked_by=asked_by, environment={})
+        tell_end(folder, line=line or "", decision=Decision(END))
         os._exit(1)
 
     # Both calls come before the import of torch: OpenMP reads its variables when it is loaded.
@@ -80,10 +82,14 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
     while True:
         for number in STOP_SIGNALS:  # no rank has started yet
             signal.signal(number, leave)
-        code = _attempt(folder, config=config, per_node=per_node, load_entry=load_entry)
+        code, line = _attempt(folder, config=config, per_node=per_node, load_entry=load_entry)
         summary = Summary.read(folder)
         asks_to_restart = summary is not None and summary.outcome == "preempted"  # by a script's exit code
-        if code == 0 or not (asks_to_restart or after_failure(folder, start=0).starts_again):
+        decision = Decision(IN_PLACE) if asks_to_restart else after_failure(folder, start=0)
+        told = decision.why if decision.why not in (line or "") else ""
+        tell_end(folder, line="; ".join(filter(None, (line, told))), decision=decision)
+        if not decision.starts_again:
+            host_memory.remove(host_memory.name_of(folder, os.environ))
             return code
         reason = None if asks_to_restart else Failure.read(folder)  # the next start removes the file
         print(f"{reason.line}; restarting" if reason else "restarting", flush=True)
@@ -91,7 +97,8 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
 
 def _attempt(
     folder: RunFolder, *, config: dict[str, Any], per_node: int, load_entry: Callable[[], Entry]
-) -> int:
+) -> tuple[int, str | None]:
+    """Run every rank once; returns the exit code, and the line that `conclude` returned."""
     environments = rank_environments(nodes=config["nodes"], per_node=per_node)
     is_rank = not starts_torchrun(config)
     if not is_rank:
@@ -117,11 +124,11 @@ def _attempt(
     except Exception:
         text = traceback.format_exc()
         sys.stderr.write(text)
-        conclude(folder, returncode=1, text=text, cancelled=False, environment={})
-        return 1
+        return 1, conclude(folder, returncode=1, text=text, cancelled=False, environment={})
     cancelled = watch.wait()
     if is_script(config):
         end_descendants()
+    conclusion: dict[str, Any] = {"returncode": 0}  # a single rank does not know whether all succeeded
     failed = any(watch.returncodes.values()) or len(watch.returncodes) < len(environments)
     if failed or cancelled:
         asked_by = failure.signal_name(watch.signals[0]) if cancelled else None
@@ -129,11 +136,10 @@ def _attempt(
         if not is_rank:  # the output of torchrun itself
             with suppress(OSError, DamagedError):
                 log = read_tail(folder.logs / "agent.err").decode(errors="replace")
-        conclude(folder, returncode=code, text=log, cancelled=cancelled, asked_by=asked_by, environment={})
-    else:  # a single rank does not know whether all succeeded
-        conclude(folder, returncode=0, environment={})
+        conclusion = {"returncode": code, "text": log, "cancelled": cancelled, "asked_by": asked_by}
+    line = conclude(folder, **conclusion, environment={})
     summary = Summary.read(folder)
-    return int(summary is None or not summary.completed)
+    return int(summary is None or not summary.completed), line
 
 
 def rank_environments(*, nodes: int, per_node: int) -> dict[int, dict[str, str]]:

@@ -7,7 +7,7 @@ not import torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +25,9 @@ from hpc_parallel.slurm.submit import SiteRefusedError, is_lost, requeue, resubm
 TIME_LIMIT, PREEMPTED, CANCELLED = "time_limit", "preempted", "cancelled"
 REQUEUED = "requeued"  # a script asked for it by its exit code
 NO_START = ("not requeued", "neither requeued")  # the beginnings of lines that say that none follows
-IN_PLACE, REQUEUE, END = "in place", "requeue", "end"  # what follows the end of a start
+# What follows the end of a start.
+IN_PLACE, SPARE, FEWER, REQUEUE, END = "in place", "spare", "fewer nodes", "requeue", "end"
+IN_JOB = (IN_PLACE, SPARE, FEWER)  # the ranks start again in their job
 # A restart, perhaps on other hosts, may repair these; an error in the code or a full disk would recur.
 RECOVERABLE = frozenset({
     failure.KILLED, failure.LOST_PEER, failure.COLLECTIVE_TIMEOUT, failure.NODE_LOST, failure.START,
@@ -80,11 +82,44 @@ def _is_requeued(fields: Mapping[str, str], *, environment: Mapping[str, str]) -
 
 
 @dataclass(frozen=True)
+class Hosts:
+    """The hosts of a job that chooses them for each start, in Slurm's order.
+
+    used: those of this start. held: those that the job still has. sizes: the numbers of hosts of which a
+    start can take one, largest first.
+    """
+
+    used: tuple[str, ...]
+    held: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, folder: RunFolder, *, environment: Mapping[str, str]) -> Hosts | None:
+        """Ask Slurm; None for a job that does not choose its hosts, and if Slurm does not answer."""
+        job, config, sizes = job_of(environment), folder.read_config(), folder.node_counts()
+        if job is None or not (sizes or config["launcher"].get("spares")):
+            return None
+        held = expand_hosts((job_fields(job) or {}).get("NodeList", ""))
+        if not held:
+            return None
+        used = expand_hosts(environment.get("SLURM_JOB_NODELIST", ""))
+        if environment.get("SLURMD_NODENAME") not in held:
+            held = ()  # Slurm takes the host of this script for lost
+        return cls(used, held, sizes or (config["nodes"],))
+
+    def next(self, unfit: Set[str]) -> tuple[str, ...]:
+        """The hosts of the next start, the first ones that are fit; empty if too few are left."""
+        fit = tuple(host for host in self.held if host not in unfit)
+        return fit[: next((size for size in self.sizes if size <= len(fit)), 0)]
+
+
+@dataclass(frozen=True)
 class RestartLimits:
     """What a run allows, and where its ranks run.
 
     start: the number of this start in its job, from 0; None: nothing can start the ranks again in the job.
     is_own_job: false in an allocation, which Slurm would start again with all that the user does there.
+    hosts: None in a job that does not choose them for each start.
     """
 
     max_restarts: int
@@ -92,6 +127,7 @@ class RestartLimits:
     rolls_back: bool  # training.on_nonfinite=rollback
     start: int | None = None
     is_own_job: bool = True
+    hosts: Hosts | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, start: int | None = None) -> RestartLimits:
@@ -104,10 +140,14 @@ class RestartLimits:
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows the end of a start, and why; the reason is empty if the end itself says it."""
+    """What follows the end of a start, and why; the reason is empty if the end itself says it.
 
-    action: str  # IN_PLACE, REQUEUE or END
+    hosts: those of the next start, if the job chooses them.
+    """
+
+    action: str  # one of IN_JOB, REQUEUE or END
     why: str = ""
+    hosts: tuple[str, ...] = ()
 
     @property
     def starts_again(self) -> bool:
@@ -121,7 +161,7 @@ def decide(
     continues: bool = True,
     by_slurm: str | None = None,
 ) -> Decision:
-    """The one policy: whether the ranks start again in their job, the job is requeued, or the run ends.
+    """The one policy: the ranks start again in their job, on which hosts, or it is requeued, or the run ends.
 
     ends: those since a user last started the run; the last one is to be followed.
     continues: whether a run that was asked to stop has kept something from which it can go on.
@@ -152,12 +192,37 @@ def _decided(
         return Decision(END, refusal)
     if by_slurm == CANCELLED and end.how != failure.NODE_LOST:
         return Decision(END, "the job is cancelled, so it does not start again")
-    if limits.start is None or by_slurm is not None or _needs_other_hosts(ends):
+    if limits.start is None or by_slurm is not None:
         return Decision(REQUEUE)
     which = f"{counts['failure']} of {limits.max_restarts}"
     if end.how == failure.NONFINITE:
         which = "from the checkpoint before"
-    return Decision(IN_PLACE, f"the ranks start again in the same job, on the same hosts, {which}")
+    elif end.how == failure.PREFLIGHT:
+        which = "after its checks"
+    return _in_job(ends, hosts=limits.hosts, which=which)
+
+
+def _in_job(ends: Sequence[attempts.End], *, hosts: Hosts | None, which: str) -> Decision:
+    """A start without the hosts that are gone or unfit: on the same, on spares, on fewer; else a requeue."""
+    again = "the ranks start again in the same job"
+    if hosts is None or _without_ranks(ends[-1]):  # nobody knows which host is gone
+        same = f"{again}, on the same hosts, {which}"
+        return Decision(REQUEUE) if _needs_other_hosts(ends) else Decision(IN_PLACE, same)
+    following = hosts.next(_unfit(ends))
+    if following == hosts.used:
+        return Decision(IN_PLACE, f"{again}, on the same hosts, {which}", following)
+    if not following:
+        return Decision(REQUEUE)
+    new, old = _without(following, hosts.used), _without(hosts.used, following)
+    if len(following) < len(hosts.used):
+        place = f"on {len(following)} of {hosts.sizes[0]} nodes, without {', '.join(old)}"
+        return Decision(FEWER, f"{again}, {place}, {which}", following)
+    spares = f"the spare{'s' * (len(new) > 1)} {', '.join(new)}"
+    return Decision(SPARE, f"{again}, on {spares} in place of {', '.join(old)}, {which}", following)
+
+
+def _without(hosts: Sequence[str], others: Sequence[str]) -> list[str]:
+    return [host for host in hosts if host not in others]
 
 
 def _why_not(ends: Sequence[attempts.End], *, counts: Mapping[str, int], limits: RestartLimits) -> str | None:
@@ -229,7 +294,8 @@ def requeue_or_resubmit(
     job = job_of(environment)
     assert job is not None  # the caller runs in a job
     excluded = hosts_to_exclude(folder)
-    if excluded and (shortage := _shortage(excluded, launcher=launcher, environment=environment)):
+    place: dict[str, Any] = {"launcher": launcher, "environment": environment, "sizes": folder.node_counts()}
+    if excluded and (shortage := _shortage(excluded, **place)):
         return f"not requeued: {shortage}. Start it again with fewer nodes, or when these hosts are repaired"
     exclude = ",".join([*filter(None, [launcher["exclude"]]), *excluded]) if excluded else ""
     if (refusal := requeue(job, exclude=exclude)) is None:
@@ -255,19 +321,24 @@ def requeue_or_resubmit(
 
 
 def _shortage(
-    excluded: Sequence[str], *, launcher: Mapping[str, Any], environment: Mapping[str, str]
+    excluded: Sequence[str],
+    *,
+    launcher: Mapping[str, Any],
+    environment: Mapping[str, str],
+    sizes: Sequence[int] = (),
 ) -> str | None:
     """Why the job would wait forever without the excluded hosts; None if enough are left, or it is not known.
 
     Slurm does not refuse a requeued job that needs more hosts than are left. It sets its priority to 0.
     """
     partition = launcher["partition"] or environment.get("SLURM_JOB_PARTITION", "")
-    needed = set(expand_hosts(environment.get("SLURM_JOB_NODELIST", "")))
+    used = set(expand_hosts(environment.get("SLURM_JOB_NODELIST", "")))
+    needed = max([len(used), *sizes]) + launcher.get("spares", 0)
     hosts = hosts_of(partition) if partition else set()
     left = hosts.difference(excluded)
     with suppress(ValueError):  # sbatch may accept more than expand_hosts
         left = left.difference(expand_hosts(launcher["exclude"] or ""))
-    if len(left) >= len(needed) or not needed <= hosts:  # sinfo may not show all
+    if len(left) >= needed or not used <= hosts:  # sinfo may not show all
         return None
     few = f"{len(left)} host{'s' * (len(left) != 1)}"
-    return f"without {', '.join(excluded)} partition {partition} has {few}, and the job needs {len(needed)}"
+    return f"without {', '.join(excluded)} partition {partition} has {few}, and the job needs {needed}"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpc_parallel.failure import failure, flight_recorder, normal_end
 from hpc_parallel.failure.desync import compare
@@ -27,7 +27,8 @@ _SRUN_KILLED = re.compile(rf"^srun: error: (\S+): tasks? ([\d,-]+): ({'|'.join(_
 _MOST_KILLED = 2**16  # any program may write to the log; the first killed rank is the cause
 _NODE_LOST = re.compile(
     r"node failure on (?P<host>[\w.-]+)|due to node (?P<other>[\w.-]+ )?failure"
-    r"|^slurm says of job [\d_]+: node_fail",
+    r"|^slurm says of job [\d_]+: node_fail"
+    r"|^srun: error: Task launch for \S+ failed on node (?P<unfit>[\w.-]+): (?P<why>[^\n]*)",
     re.IGNORECASE | re.MULTILINE,
 )
 _FOLLOWERS = (failure.LOST_PEER, failure.STOPPED, failure.COLLECTIVE_TIMEOUT)
@@ -73,8 +74,16 @@ def killed_tasks(folder: RunFolder, *, text: str, recorded: Container[int]) -> l
     return killed
 
 
-def lost_node(text: str, *, cause: Record | None) -> str | None:
-    """The message for a host that Slurm lost; None if there is none, or a rank failed by itself before.
+class LostHost(NamedTuple):
+    """A host that Slurm lost (None: unknown), or one that is there, but could not start its ranks."""
+
+    message: str
+    host: str | None
+    is_there: bool = False
+
+
+def lost_host(text: str, *, cause: Record | None) -> LostHost | None:
+    """The host that Slurm's lines in the log name; None if there is none, or a rank failed by itself before.
 
     Other ranks then report a lost peer, or srun ends them.
     """
@@ -82,8 +91,12 @@ def lost_node(text: str, *, cause: Record | None) -> str | None:
     failed_by_itself = cause is not None and cause.kind not in (*_FOLLOWERS, failure.KILLED)
     if match is None or failed_by_itself:
         return None
-    host = (match["host"] or match["other"] or "").strip()
-    return f"node {host} was lost" if host else "a node was lost"
+    if match["unfit"]:
+        return LostHost(
+            f"node {match['unfit']} could not start its ranks: {match['why']}", match["unfit"], True
+        )
+    host = (match["host"] or match["other"] or "").strip() or None
+    return LostHost(f"node {host} was lost" if host else "a node was lost", host)
 
 
 def find_root_cause(records: Sequence[Record]) -> Record | None:

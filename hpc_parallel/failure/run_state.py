@@ -95,6 +95,9 @@ def _add_jobs_by_hand(runs: Sequence[RecordedRun], run_states: list[State], slur
 
 def _of_job(run: RecordedRun, job: JobState) -> State:
     outcome = _outcome(run)
+    packed = run.owner if run.owner is not None and run.owner.is_packed else None
+    if packed is not None and packed.over:  # its job may go on, or have ended in another way
+        return _ended(run, outcome or BROKEN_OFF)
     if not job.is_known:
         if outcome not in (None, "preempted"):
             return _ended(run, str(outcome))
@@ -102,6 +105,8 @@ def _of_job(run: RecordedRun, job: JobState) -> State:
             return State("gone", "Slurm knows its job no longer", ended=True)
         return State(UNKNOWN, NO_ANSWER if job.state == SILENT else job.reason)
     word = job.state.lower()
+    if packed is not None and job.state == "RUNNING":
+        return State(WAITING, f"its turn in job {packed.job_id}") if packed.waits else State(RUNNING)
     if not job.ended:
         return State(word, "" if job.reason in ("", "None") else job.reason)
     if outcome is None and word == "completed":  # the batch script succeeded, but the run did not

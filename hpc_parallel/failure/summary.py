@@ -99,6 +99,7 @@ def summarise(
         "weights": measured.get("weights", config.get("weights") or INITIAL),
         **FIGURES.get(config["task"]["name"], _trained)(lines),
         "time_use_s": None,
+        "energy": None,
         **history,
         "useful_share": useful_share(table(history.get("time_use_s"))),
         "ended": datetime.now(UTC).isoformat(),
@@ -113,6 +114,7 @@ def _layout_figures(config: Mapping[str, Any]) -> dict[str, Any]:
         "strategy": strategy.name,
         "layout": layout.degrees,
         "nodes": nodes,
+        "spares": config.get("launcher", {}).get("spares", 0),
         "gpus_per_node": gpus_per_node,
         "world_size": nodes * processes_per_node(strategy, gpus_per_node=gpus_per_node),
     }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 from hpc_parallel.failure.rank_process import die_with_parent
 from hpc_parallel.launch.batch_script import hosts_here, render
@@ -26,7 +27,7 @@ class AllocationLauncher(LocalLauncher):
     def preview(self, run: PreparedRun) -> str:
         return render(run)
 
-    def agent(self, run: PreparedRun) -> Agent:
+    def agent(self, run: PreparedRun, *, variables: Mapping[str, str] = MappingProxyType({})) -> Agent:
         return AllocationAgent(run)
 
 

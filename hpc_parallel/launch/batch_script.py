@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from string import Template
@@ -26,6 +26,7 @@ from hpc_parallel.launch.run_files import written
 from hpc_parallel.record import owner
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.slurm.allocation import ALLOCATION, required
+from hpc_parallel.slurm.node_room import Need, Room
 
 Flags = dict[str, str | int | bool]
 JOB = "$SLURM_JOB_ID"
@@ -69,7 +70,7 @@ def sbatch_flags(run: PreparedRun) -> Flags:
     receiver = "B:" if config.cluster.start == "mpirun" else ""  # B: signals the batch script only
     flags: Flags = {
         "job-name": config.name,
-        "nodes": config.nodes,
+        "nodes": config.nodes + launcher.spares,
         "ntasks-per-node": run.processes_per_node,
         "cpus-per-task": run.cpus_per_process,
         "time": launcher.time_minutes,
@@ -78,6 +79,8 @@ def sbatch_flags(run: PreparedRun) -> Flags:
         "requeue": True,  # some sites disable it by default
         **gpu_flags(run),
     }
+    if chooses_hosts(launcher):
+        flags["no-kill"] = True
     if launcher.memory_gb is not None:
         flags["mem"] = (
             f"{math.ceil(launcher.memory_gb * 1024)}M"  # never 0M, which means all memory of the node
@@ -96,12 +99,15 @@ def _set_flags(flags: Mapping[str, Any]) -> Flags:
     return {flag: value for flag, value in flags.items() if value is not None and value is not False}
 
 
-def gpu_flags(run: PreparedRun) -> Flags:
+def gpu_flags(run: PreparedRun, *, count: int | None = None) -> Flags:
     """`--gpus-per-node` or `--gres`, as the cluster profile says; empty where no flag asks for GPUs.
+
+    count: of a node; None: those of the run.
 
     `--gpus-per-task` is never used: it hides the GPUs of a node from each other (CUDA IPC, NCCL P2P).
     """
-    cluster, count = run.config.cluster, run.config.gpus_per_node
+    cluster = run.config.cluster
+    count = run.config.gpus_per_node if count is None else count
     if not cluster.gpus or cluster.gpu_flag == "none":
         return {}
     amount = f"{cluster.gpu_type}:{count}" if cluster.gpu_type else str(count)
@@ -113,24 +119,60 @@ def needs_own_script(run: PreparedRun) -> bool:
     return run.config.cluster.start != "srun" or run.config.launcher.container is not None
 
 
-def srun_arguments(run: PreparedRun) -> list[str]:
+def srun_arguments(run: PreparedRun, *, packed: Need | None = None) -> list[str]:
     """Flags of srun. The tasks are in the order of the ranks, and the first failing task ends the others.
 
     The CPUs are repeated because srun no longer takes them from sbatch (Slurm 22.05). torchrun is one task
-    for each node, with the CPUs of all its ranks.
+    for each node, with the CPUs of all its ranks. packed: the place of the run in a packed job.
     """
     ranks = run.processes_per_node if run.config.cluster.start == "torchrun" else 1
     tasks: Flags = {"ntasks": run.config.nodes, "ntasks-per-node": 1} if ranks > 1 else {}
+    if chooses_hosts(run.config.launcher):
+        tasks = _chosen_place(1 if ranks > 1 else run.processes_per_node)
     flags: Flags = {
         **tasks,
         "cpus-per-task": run.cpus_per_process * ranks,
         "distribution": "block:block",  # also for CPUs, so that rank 0 is near the first GPUs
         "kill-on-bad-exit": 1,
         "wait": 0,  # a task that ends with code 0 ends no other; slurm.conf may set another WaitTime
-        **_place_in_allocation(run),
+        **(_place_in_allocation(run) if packed is None else _place_in_pack(run, packed)),
     }
     flags |= _set_flags(run.config.cluster.srun)
-    return [f"--{flag}" if value is True else f"--{flag}={value}" for flag, value in flags.items()]
+    return [_word(flag, value) for flag, value in flags.items()]
+
+
+def _word(flag: str, value: str | int | bool) -> str:
+    text = f"--{flag}" if value is True else f"--{flag}={value}"
+    return ShellWord(text) if isinstance(value, ShellWord) else text
+
+
+def chooses_hosts(launcher: LauncherConfig) -> bool:
+    """Whether each start in the job chooses its hosts: it has spares, or goes on with fewer."""
+    return launcher.spares > 0 or launcher.min_nodes is not None
+
+
+def _chosen_place(tasks_per_node: int) -> Flags:
+    """The flags of a step on the hosts that the script has chosen for this start."""
+    return {
+        "nodes": ShellWord('"$SLURM_JOB_NUM_NODES"'),
+        "nodelist": ShellWord('"$SLURM_JOB_NODELIST"'),
+        "ntasks": ShellWord(f'"$((SLURM_JOB_NUM_NODES * {tasks_per_node}))"'),
+        "ntasks-per-node": tasks_per_node,
+    }
+
+
+def _place_in_pack(run: PreparedRun, need: Need) -> Flags:
+    """The flags of a step that has its place in a packed job for itself; the job says on which hosts."""
+    tasks = run.processes_per_node
+    return {
+        "nodes": run.config.nodes,
+        "nodelist": ShellWord('"$SLURM_JOB_NODELIST"'),
+        "ntasks": run.config.nodes * tasks,
+        "ntasks-per-node": tasks,
+        "exact": True,
+        "mem": f"{need.room.memory_mb}M" if need.room.memory_mb else 0,
+        **gpu_flags(run),
+    }
 
 
 def _place_in_allocation(run: PreparedRun) -> Flags:
@@ -168,6 +210,33 @@ def render(run: PreparedRun, *, payload: bool = False) -> str:
     output: Flags = {"output": f"{run.folder.slurm}/%j{suffix}", "open-mode": "append"}
     values = {"flags": sbatch_flags(run) | output, "tasks": None, "payload": payload}
     return _templates().get_template("job.sh.j2").render({**_values(run, suffix), **values})
+
+
+def render_packed(run: PreparedRun, need: Need) -> str:
+    """The script of a run that has its place in a packed job, which starts it by bash."""
+    arguments = srun_arguments(run, packed=need)
+    values: dict[str, object] = {"flags": {}, "tasks": None, "payload": False, "packed": True}
+    values["srun_arguments"] = arguments
+    return _templates().get_template("job.sh.j2").render({**_values(run, ".out"), **values})
+
+
+def render_pack(runs: Sequence[PreparedRun], *, queue: Path, name: str, nodes: int, room: Room) -> str:
+    """The batch script of a job of whole nodes that runs the queue in the folder `queue`."""
+    first = runs[0]
+    flags: Flags = sbatch_flags(first) | {
+        "job-name": name,
+        "nodes": nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": room.cpus,
+        "time": first.config.sweep.pack_minutes or max(run.config.launcher.time_minutes for run in runs),
+        "exclusive": True,
+        "mem": 0,
+        "output": f"{queue}/%j.out",
+        "open-mode": "append",
+        **gpu_flags(first, count=room.gpus),
+    }
+    values = {"flags": flags, "queue": str(queue), "python": host_python(first.config.launcher)}
+    return _templates().get_template("pack.sh.j2").render(values)
 
 
 def render_array(
@@ -228,13 +297,20 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         # How the ranks are started, and in which container:
         "start": cluster.start,
         "again": AGAIN,
+        "packed": False,
+        "notify": launcher.notify is not None,
         "srun_arguments": srun_arguments(run),
         "mpirun_arguments": cluster.mpirun,
         "torchrun_arguments": run.config.script.torchrun,
-        "nodes": run.config.nodes,
+        "nodes": ShellWord('"$SLURM_JOB_NUM_NODES"') if chooses_hosts(launcher) else run.config.nodes,
+        "all_nodes": run.config.nodes,
+        "smaller": bool(run.smaller),
         "hosts": ",".join(hosts_here(run)),
+        "chooses_hosts": chooses_hosts(launcher),
         "processes_per_node": run.processes_per_node,
-        "processes": run.processes,
+        "processes": ShellWord(f'"$((SLURM_JOB_NUM_NODES * {run.processes_per_node}))"')
+        if chooses_hosts(launcher)
+        else run.processes,
         "cpus_per_process": run.cpus_per_process,
         "master_suffix": cluster.master_suffix,
         "port": cluster.port,

@@ -293,6 +293,8 @@ def has_ended(folder: RunFolder, state: JobState) -> bool:
     if state.state == SILENT:
         summary = Summary.read(folder)
         return summary is not None and summary.completed
+    if (holder := owner.Owner.read(folder)) is not None and holder.over:
+        return True
     return state.ended or (state.state == UNKNOWN and has_final_summary(folder))
 
 

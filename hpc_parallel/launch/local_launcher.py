@@ -37,9 +37,9 @@ class LocalLauncher:
         count = f"{run.processes} process{'es' * (run.processes > 1)}"
         return f"{count} on this machine, by {' '.join(_command(run.folder, AGENT))}"
 
-    def agent(self, run: PreparedRun) -> Agent:
-        """Start the ranks of a run whose folder is written."""
-        return local_agent(run.folder, variables=run.variables)
+    def agent(self, run: PreparedRun, *, variables: Mapping[str, str] = MappingProxyType({})) -> Agent:
+        """Start the ranks of a run whose folder is written. variables: more of its processes."""
+        return local_agent(run.folder, variables={**run.variables, **variables})
 
     def start(self, run: PreparedRun) -> threading.Thread:
         write(run)

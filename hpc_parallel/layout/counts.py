@@ -242,11 +242,13 @@ def halvings(model: dict[str, Any]) -> int:
     return levels - 1 if model["_target_"] == UNetConfig._target_ else levels
 
 
-def least_bytes(config: RunConfig, layout: Layout) -> int | None:
+def least_bytes(config: RunConfig, layout: Layout, *, gradients: bool = True) -> int | None:
     """A lower bound of the bytes that a device holds between two steps; None for a model of another class.
 
     Activations, buffers and gathered blocks come on top. Only training has gradients and
     optimizer state; a worker of a parameter server has no state.
+
+    gradients: whether to count them.
     """
     weights = parameters(config)
     if weights is None:
@@ -254,7 +256,7 @@ def least_bytes(config: RunConfig, layout: Layout) -> int | None:
     split = 1
     for axis in SPLITTING:
         split *= layout.degrees[axis]
-    return weights * sum(bytes_of_a_weight(config)) // split
+    return weights * sum(bytes_of_a_weight(config)[: 1 + gradients]) // split
 
 
 def bytes_of_a_weight(config: RunConfig) -> tuple[int, int]:

@@ -16,13 +16,24 @@ if TYPE_CHECKING:
 # step and a pipeline then infers its shapes again. One counts bytes.
 UNMEASURED = 3
 OF_NVIDIA = ("nsys", "ncu")  # profile.kind
-OFF = "off"  # training.fp8
+OFF, BY_ROWS = "off", "rowwise"  # training.fp8
+EXPERTS_BY_ROWS = (
+    "has one scale for the tokens of a device's microbatch, but an expert multiplies tokens of several "
+    "devices at once"
+)
 ALIGNED = 16  # cuBLAS needs every size of a product in float8 to be a multiple of it
 MULTIPLES = f"multiples of {ALIGNED}"
 HALF = ("bfloat16", "float16")
 BFLOAT16 = "bfloat16"
 UPDATED_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
 """The most numbers of a weight that are widened at the same time for an update that is rounded afterwards."""
+
+MEMORY_STEPS = 2  # in `training.memory_checkpoint_every`: one is complete while the next one is written
+
+
+def memory_copies(config: RunConfig) -> int:
+    """How often the memory of a host holds the state of one rank: own copies, and those of a partner."""
+    return MEMORY_STEPS * min(2, config.nodes)
 
 
 def measured_steps(config: RunConfig) -> int:

@@ -20,7 +20,10 @@ ALIGNMENT_BYTES = 16  # of each row, as torch's kernel needs it; the backward pa
 
 
 class Experts(nn.Module):
-    """SwiGLU layers, one for each expert: down(silu(gate(x)) * up(x)). Weights are [expert, out, in]."""
+    """SwiGLU layers, one for each expert: down(silu(gate(x)) * up(x)). Weights are [expert, out, in].
+
+    widen, narrow: the products with `gate` and `up`, and with `down`. A technique may replace them.
+    """
 
     def __init__(self, count: int, *, dim: int, hidden: int) -> None:
         super().__init__()
@@ -28,6 +31,8 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(count, hidden, dim))
         self.up = nn.Parameter(torch.empty(count, hidden, dim))
         self.down = nn.Parameter(torch.empty(count, dim, hidden))
+        self.widen: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_product
+        self.narrow: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_product
         self.on_counts: Callable[[Tensor], Any] | None = None
 
     def announce(self, counts: Tensor) -> Any:
@@ -40,8 +45,8 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Returns the outputs of `rows` [row, dim], which are sorted by expert; `counts` [expert], int64."""
         ends = counts.cumsum(0, dtype=torch.int32)
-        hidden = F.silu(grouped_product(rows, self.gate, ends)) * grouped_product(rows, self.up, ends)
-        return grouped_product(hidden, self.down, ends)
+        hidden = F.silu(self.widen(rows, self.gate, ends)) * self.widen(rows, self.up, ends)
+        return self.narrow(hidden, self.down, ends)
 
 
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -124,6 +129,7 @@ class SharedExperts(nn.Module):
     """Experts that every token uses, as one SwiGLU layer. A device of the expert axis has all of them.
 
     With `strategy.tensor`, a module of the role `experts` must keep such layers here, to be split by width.
+    widen, narrow: as in `Experts`.
     """
 
     def __init__(self, *, dim: int, hidden: int) -> None:
@@ -131,9 +137,12 @@ class SharedExperts(nn.Module):
         self.gate = nn.Parameter(torch.empty(hidden, dim))
         self.up = nn.Parameter(torch.empty(hidden, dim))
         self.down = nn.Parameter(torch.empty(dim, hidden))
+        self.widen: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.narrow: Callable[[Tensor, Tensor], Tensor] = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
+        hidden = F.silu(self.widen(x, self.gate)) * self.widen(x, self.up)
+        return self.narrow(hidden, self.down)
 
 
 def width_dim(module: nn.Module, name: str) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hpc_parallel.layout.counts import DecoderSizes
 from hpc_parallel.layout.step_facts import ALIGNED
@@ -31,7 +32,7 @@ VALUES = "weighted values"
 SOFTMAX = "softmax"
 SCORES = "scores"  # a flash kernel does not keep them for the backward pass
 QKV, UP, DOWN = "queries, keys, values", "feed-forward up", "feed-forward down"
-OUTPUT = "attention output"
+OUTPUT, SHARED_UP, SHARED_DOWN = "attention output", "shared experts up", "shared experts down"
 # A mixture of experts (models/moe.py, experts.py). Bytes for each number of a token's copy, as above:
 GATED_BYTES = 14  # sorted by expert (4) and back (4), weighted (4), summed (2)
 ARRIVED_BYTES = 8  # in addition if experts are split: sorted on arrival (4) and back (4)
@@ -87,7 +88,7 @@ class Share:
         for product in in_float8(self._block()):
             layers = self._layers.get(product.name, 1)
             one = replace(product, columns=product.columns / layers)
-            splits_inputs = product.name in (OUTPUT, DOWN)
+            splits_inputs = product.name in (OUTPUT, DOWN, SHARED_DOWN)
             numbers = rounding.exchanged(one, axis=axis, splits_inputs=splits_inputs, is_backward=is_backward)
             if numbers:
                 yield product.name, layers, numbers
@@ -95,7 +96,7 @@ class Share:
     @property
     def _layers(self) -> dict[str, int]:
         """How many linear layers a product stands for, if more than one. Each layer rounds its own input."""
-        return {QKV: 3, UP: self.decoder.ffn_matrices - 1}
+        return {QKV: 3, UP: self.decoder.ffn_matrices - 1, SHARED_UP: 2}
 
     def _linear(self, name: str, columns: float, depth: float) -> MatrixProduct:
         """The product of a linear layer for all tokens. Float8 needs sizes that are multiples of 16."""
@@ -145,11 +146,16 @@ class Share:
         held, number = decoder.experts / self.expert, self.number_bytes
         rows = self.tokens * decoder.per_token / held  # assumes that the router uses all experts equally
         yield MatrixProduct("router", self.tokens, decoder.experts, dim, number)
-        yield MatrixProduct(UP, rows, (decoder.ffn_matrices - 1) * columns, dim, number, batch=held)
-        yield MatrixProduct(DOWN, rows, dim, columns, number, batch=held)
+        aligned = columns % ALIGNED == dim % ALIGNED == 0
+        of_experts = partial(
+            MatrixProduct, rows=rows, number_bytes=number, batch=held, experts=True,
+            float8=self.rounding is not None and aligned,
+        )  # fmt: skip
+        yield of_experts(UP, columns=(decoder.ffn_matrices - 1) * columns, depth=dim)
+        yield of_experts(DOWN, columns=dim, depth=columns)
         if decoder.shared:
-            yield self._linear("shared experts up", 2 * decoder.shared * columns, dim)
-            yield self._linear("shared experts down", dim, decoder.shared * columns)
+            yield self._linear(SHARED_UP, 2 * decoder.shared * columns, dim)
+            yield self._linear(SHARED_DOWN, dim, decoder.shared * columns)
         width_bytes = GATED_BYTES + (ARRIVED_BYTES if self.expert > 1 else 0)
         copied = width_bytes * number / HALF_BYTES * self.tokens * decoder.per_token * dim
         routed = ROUTED_BYTES * self.tokens * decoder.experts

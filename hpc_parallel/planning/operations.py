@@ -39,7 +39,8 @@ class MatrixProduct:
     """`batch` products of [rows, depth] and [depth, columns].
 
     number_bytes: the bytes of each number; with float8, the bytes of each number of the result (the factors
-    have one byte for each number). in_cache: whether the largest matrix stays in the cache.
+    have one byte for each number). in_cache: whether the largest matrix stays in the cache. experts: the
+    matrices are those of experts, whose gradient of the weights is not in float8.
     """
 
     name: str
@@ -50,6 +51,7 @@ class MatrixProduct:
     batch: float = 1
     in_cache: bool = False
     float8: bool = False
+    experts: bool = False
 
     @property
     def flops(self) -> float:
@@ -84,9 +86,10 @@ class MatrixProduct:
 
     def backward(self) -> list[MatrixProduct]:
         """The products that make the gradients of both matrices."""
+        by_weights = replace(self, name=f"{self.name}: gradient of weights", rows=self.depth, depth=self.rows)
         return [
             replace(self, name=f"{self.name}: gradient of inputs", columns=self.depth, depth=self.columns),
-            replace(self, name=f"{self.name}: gradient of weights", rows=self.depth, depth=self.rows),
+            replace(by_weights, float8=self.float8 and not self.experts),
         ]
 
     def formula(self) -> str:
@@ -148,11 +151,16 @@ class Rounding:
         """Round and copy weights, inputs and the gradient.
 
         With a scale for each row, the gradient is rounded for each of the two products, and their results are
-        scaled afterwards.
+        scaled afterwards. Experts have one of these products, which scales its result, and no copy of inputs.
         """
         for product in products:
             count = layers.get(product.name, 1)
             inputs, weights, results = _numbers(product, count)
+            if product.experts:
+                moved = ROUNDED[self.fused] * (weights + results) + TRANSPOSED * weights
+                kernels = 2 * ROUNDING_KERNELS[self.fused] + 1
+                yield Move(f"{product.name}: gradients to float8", moved, count * kernels)
+                continue
             moved = ROUNDED[self.fused] * (inputs + weights + (1 + self.by_rows) * results)
             moved += TRANSPOSED * (inputs + weights + results)
             moved += SCALED[self.fused] * (inputs + weights) * self.by_rows
@@ -168,16 +176,17 @@ class Rounding:
         A scale for each row needs only the ranks that have parts of this row. splits_inputs: whether `tensor`
         splits the inputs of the layer, and not its outputs.
         """
-        if not self.by_rows:
-            return 2  # of one or two matrices
+        if not self.by_rows:  # of the inputs or of the gradient; one message a step has the weights'
+            exchanged = axis == "context" or splits_inputs != is_backward
+            return 1 if exchanged else 0
         if axis == "context":
-            return (product.depth + product.columns) * is_backward
+            return (product.depth + product.columns) * (is_backward and not product.experts)
         if splits_inputs:
-            return (product.rows + product.columns) * (not is_backward)
-        return (product.rows + product.depth) * is_backward
+            return product.batch * (product.rows + product.columns) * (not is_backward)
+        return product.batch * (product.rows + product.depth) * is_backward
 
 
 def _numbers(product: MatrixProduct, layers: int) -> tuple[float, float, float]:
     """The numbers of the inputs of all layers, of their weights and of their results."""
-    rows, columns, depth = product.rows, product.columns, product.depth
-    return layers * rows * depth, columns * depth, rows * columns
+    rows, columns, depth = product.batch * product.rows, product.columns, product.depth
+    return layers * rows * depth, product.batch * columns * depth, rows * columns

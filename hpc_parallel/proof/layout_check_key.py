@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hpc_parallel.data.dataset import bytes_of
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.proof.small_model import SmallRun
 from hpc_parallel.record.safe_write import write_json
@@ -71,8 +72,7 @@ def _techniques() -> Iterator[Path]:
 
 
 def _digest_of(tensor: Tensor) -> str:
-    content = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode() + content).hexdigest()
+    return hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode() + bytes_of(tensor)).hexdigest()
 
 
 def _digest(path: Path) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
@@ -56,7 +57,11 @@ def prove(context: TaskContext) -> None:
 def full_arrays(tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
     """Returns each tensor unsplit. All ranks that share slices must call it together."""
     full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in full.items()}
+    held = {name: tensor.detach().cpu() for name, tensor in full.items()}
+    exact = {
+        name: t.float() if t.dtype == torch.bfloat16 else t for name, t in held.items()
+    }  # numpy has none
+    return {name: tensor.numpy().copy() for name, tensor in exact.items()}
 
 
 def write_once(folder: Path, kind: str, tensors: Mapping[str, NDArray[Any]]) -> None:

@@ -7,7 +7,7 @@ Each start continues from the newest checkpoint.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -20,7 +20,7 @@ from hpc_parallel.record.metrics_file import MetricsReader, last_line
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import open_regular, read_lines
 from hpc_parallel.record.safe_write import append_line, write_bytes
-from hpc_parallel.record.time_use import newest, seconds_after, time_use, work_of_killed
+from hpc_parallel.record.time_use import energy_use, newest, seconds_after, time_use, work_of_killed
 from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import job_id
 from hpc_parallel.slurm.jobs import job_of
@@ -66,6 +66,7 @@ class History:
     started: str | None = None  # ISO 8601, UTC; None before the first start
     job_ids: tuple[str, ...] = ()  # Slurm's job ids, in order
     time_use_s: Mapping[str, float] = field(default_factory=dict)  # seconds by cause (`time_use.CAUSES`)
+    energy: Mapping[str, float] = field(default_factory=dict)  # `time_use.energy_use`
 
 
 def begin(
@@ -77,7 +78,7 @@ def begin(
 
     environment: Slurm's variables; warnings: about damaged checkpoints.
     """
-    _note_work_of_killed(folder)
+    _note_work_of_killed(folder, kept_step=step)
     lost, spent_s = keep_metrics(folder, until=step)
     start = Start(_now(), job_of(environment), step, max(0, lost), tuple(warnings), spent_s)
     append_line(folder.attempts, _without_empty(start, "spent_s"))
@@ -88,7 +89,7 @@ def note(folder: RunFolder, event: str, **values: Any) -> None:
     append_line(folder.attempts, {event: _now(), **values})
 
 
-def _note_work_of_killed(folder: RunFolder) -> None:
+def _note_work_of_killed(folder: RunFolder, *, kept_step: int) -> None:
     """Record what the start before this one spent, if it could not do so itself."""
     events = read_lines(folder.attempts)
     while events and not events[-1].keys().isdisjoint({"submitted", "resumed", "launched"}):
@@ -96,7 +97,7 @@ def _note_work_of_killed(folder: RunFolder) -> None:
     began = newest(events, "began")
     if began is not None and newest(events, "worked") is None:
         lines, ended = MetricsReader(folder.metrics).read(), newest(events, "ended")
-        append_line(folder.attempts, work_of_killed(lines, began=began, ended=ended))
+        append_line(folder.attempts, work_of_killed(lines, began=began, ended=ended, kept_step=kept_step))
 
 
 def keep_metrics(folder: RunFolder, *, until: int) -> tuple[int, dict[str, float]]:
@@ -171,15 +172,16 @@ def history(
         lost_steps=sum(record.lost_steps for record in records),
         started=records[0].began if records else None,
         job_ids=tuple(dict.fromkeys(job for job in jobs if job)),
-        time_use_s={} if until is None else _time_use(folder, until=until),
+        time_use_s={} if until is None else _use(folder, time_use, until=until),
+        energy={} if until is None else _use(folder, energy_use, until=until),
     )
 
 
-def _time_use(folder: RunFolder, *, until: datetime) -> dict[str, float]:
+def _use(folder: RunFolder, use: Callable[..., dict[str, float]], *, until: datetime) -> dict[str, float]:
     line = None
     with suppress(FileNotFoundError):
         line = last_line(folder.metrics)
-    return time_use(read_lines(folder.attempts), last_line=line, until=until)
+    return use(read_lines(folder.attempts), last_line=line, until=until)
 
 
 def _end(line: Mapping[str, Any]) -> End | None:

@@ -10,12 +10,15 @@ than a current disk.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import os
 import re
 import shutil
 import stat
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,7 @@ from typing import Any
 
 from xxhash import xxh3_128 as Digest
 
+from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.safe_read import (
     DamagedError,
     is_real_folder,
@@ -40,6 +44,7 @@ BEST = "best.json"
 _DAMAGED = "damaged-step-"
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _DAMAGED_NAME = re.compile(rf"{_DAMAGED}([0-9]{{1,18}})")
+_KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 _CHUNK_BYTES = 4 * 2**20
 
 
@@ -179,10 +184,57 @@ def prune(folder: Path, *, keep_last: int, keep_every: int | None) -> None:
         print(f"WARNING: no checkpoint is removed: {error}", file=sys.stderr, flush=True)
         return
     for checkpoint in complete(folder)[keep_last:]:
-        kept = checkpoint.step == best or (keep_every is not None and checkpoint.step % keep_every == 0)
-        if not kept:
+        if not _is_kept(checkpoint, best=best, keep_every=keep_every):
             (checkpoint.path / MARKER).unlink()  # first, so that a half-removed checkpoint does not count
             shutil.rmtree(checkpoint.path)
+
+
+def _is_kept(checkpoint: Checkpoint, *, best: int | None, keep_every: int | None) -> bool:
+    return checkpoint.step == best or (keep_every is not None and checkpoint.step % keep_every == 0)
+
+
+def shortage(folder: Path, *, keep_last: int, keep_every: int | None) -> str | None:
+    """Why the next two checkpoints, as large as the newest, will not be written; None if nothing is known.
+
+    The one that is removed between them makes room for the second. A quota counts where the file system
+    can reserve space (fallocate(2)), or reports the quota as its size.
+    """
+    checkpoints = complete(folder)
+    listed = table(checkpoints[0].manifest.get("files")) if checkpoints else {}
+    size_bytes = sum(integer(table(file).get("bytes")) or 0 for file in listed.values())
+    best = best_step(folder)
+    makes_room = any(
+        not _is_kept(checkpoint, best=best, keep_every=keep_every)
+        for checkpoint in checkpoints[keep_last - 1 :]
+    )
+    needed = size_bytes if makes_room else 2 * size_bytes
+    status = os.statvfs(folder)
+    if (free := status.f_bavail * status.f_frsize) < needed:
+        return f"has {size(free)} free, and the next two checkpoints need {size(needed)}"
+    if needed and not _is_memory(folder) and (reason := _refuses(folder, needed)):
+        return f"does not hold the next two checkpoints, which need {size(needed)}: {reason}"
+    return None
+
+
+def _is_memory(folder: Path) -> bool:
+    """Whether the files lie in memory, which a reservation would take from the job."""
+    device = os.stat(folder).st_dev
+    number = f" {os.major(device)}:{os.minor(device)} "
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    return any(number in line and " - tmpfs " in line for line in mounts)
+
+
+def _refuses(folder: Path, size_bytes: int) -> str | None:
+    """Why the file system does not reserve so much for this user; None if it does, or can't tell.
+
+    Not os.posix_fallocate: where the file system can't reserve, that writes every block.
+    """
+    reserve = ctypes.CDLL(None, use_errno=True).fallocate
+    reserve.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        failed = reserve(file.fileno(), _KEEP_SIZE, 0, size_bytes) != 0
+        number = ctypes.get_errno() if failed else 0
+    return os.strerror(number) if number in (errno.EDQUOT, errno.ENOSPC) else None
 
 
 def clear(folder: Path) -> None:

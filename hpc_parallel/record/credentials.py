@@ -8,7 +8,10 @@ from fnmatch import translate
 from typing import Any
 
 PUBLIC = ("model", "data", "training", "strategy")  # sections that may leave the run folder
-PRIVATE = (["launcher", "setup"], ["launcher", "extra"], ["cluster", "environment"], ["sweep", "also"])
+PRIVATE = (
+    ["launcher", "setup"], ["launcher", "extra"], ["launcher", "notify"], ["cluster", "environment"],
+    ["sweep", "also"],
+)  # fmt: skip
 # Patterns of names in lower case, with underscores instead of hyphens.
 FILES = (
     ".env", ".env.*", "*.env", ".envrc", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx",

@@ -66,6 +66,7 @@ class Summary:
     left_out: str | None = None
     useful_share: float | None = None
     time_use_s: Mapping[str, float] = field(default_factory=dict)  # `time_use.CAUSES`
+    energy: Mapping[str, float] = field(default_factory=dict)  # `time_use.energy_use`
 
     @property
     def completed(self) -> bool:

@@ -61,7 +61,8 @@ class Owner:
     began: str | None = None  # None: the process has ended
     folder: int | None = None  # inode of the run folder: a copied record has another one
     step: Annotated[str, step_id] | None = None  # `123.4`: of the ranks, in an allocation
-    waits: bool | None = None  # whether the process waits for its turn in a sweep; None: it never did
+    waits: bool | None = None  # whether the run waits for its turn in a sweep; None: it never did
+    over: bool | None = None  # whether the run has ended in its packed job, which may go on without it
 
     @classmethod
     def read(cls, folder: RunFolder) -> Owner | None:
@@ -71,11 +72,16 @@ class Owner:
         if owner is None or values is None:
             return None
         if owner.job_id is not None:
-            return cls(job_id=owner.job_id, clusters=owner.clusters, submitted_s=owner.submitted_s)
+            return replace(owner, host=None, pid=None, began=None, folder=None)
         is_process = owner.host is not None and owner.pid is not None and 0 < owner.pid <= MAX_PID
         if not is_process or (owner.began is None and values.get("began") is not None):
             raise DamagedError(folder.owner, "it names no process and no job")
-        return replace(owner, clusters=None, submitted_s=None)
+        return replace(owner, clusters=None, submitted_s=None, over=None)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the job has other runs too, and `waits` says whether this one has had its turn."""
+        return self.job_id is not None and self.waits is not None
 
     @property
     def job(self) -> Job | None:
@@ -114,12 +120,20 @@ def queue(folder: RunFolder) -> None:
     _write(folder, waits=True)
 
 
+def waits(folder: RunFolder) -> bool:
+    """Whether the run waits for its turn."""
+    return (Owner.read(folder) or Owner()).waits is True
+
+
 def take_turn(folder: RunFolder) -> bool:
     """End the wait of a run, which may then start. Returns False if it was withdrawn."""
     with locked(folder.path):
         if not (owner := Owner.read(folder)) or not owner.waits:
             return False
-        _write(folder, waits=False)
+        if owner.is_packed:
+            replace(owner, waits=False).write(folder)
+        else:
+            _write(folder, waits=False)
         return True
 
 
@@ -128,8 +142,33 @@ def withdraw(folder: RunFolder) -> bool:
     with locked(folder.path):
         if not (owner := Owner.read(folder)) or not owner.waits:
             return False
-        folder.owner.unlink()
+        if owner.is_packed:
+            replace(owner, waits=False, over=True).write(folder)
+        else:
+            folder.owner.unlink()
         return True
+
+
+def queue_in_job(folder: RunFolder, job: Job) -> None:
+    """Make the run wait for its turn in a packed job, which may have taken it already."""
+    with locked(folder.path):
+        before = Owner.read(folder) or Owner()
+        if not (before.job_id == job.id and before.is_packed):
+            _of_job(job, waits=True).write(folder)
+
+
+def wait_again(folder: RunFolder) -> None:
+    """Make a run that had its turn in a packed job wait for another one."""
+    with locked(folder.path):
+        if (owner := Owner.read(folder)) is not None and owner.is_packed:
+            replace(owner, waits=True, step=None).write(folder)
+
+
+def end_turn(folder: RunFolder) -> None:
+    """Record that the run has ended in its packed job. A later start has another owner."""
+    with locked(folder.path):
+        if (owner := Owner.read(folder)) is not None and owner.is_packed:
+            replace(owner, over=True).write(folder)
 
 
 def release(folder: RunFolder) -> None:
@@ -152,6 +191,8 @@ def hold_by_job(folder: RunFolder, job_id: str, *, step: str | None = None) -> N
                 replace(before, step=f"{job_id}.{step}").write(folder)
             return
         if before.job_id == job_id:  # the submission knew the clusters, the job may not
+            if before.is_packed and step is not None:
+                replace(before, step=f"{job_id}.{step}").write(folder)
             return
         if before.job_id is not None and (other := living_owner(folder)) is not None:
             raise OwnedError(f"the run is going on already, as {other}")
@@ -160,8 +201,12 @@ def hold_by_job(folder: RunFolder, job_id: str, *, step: str | None = None) -> N
 
 def hand_to_job(folder: RunFolder, job: Job) -> None:
     """Make the job the owner of the run until Slurm reports its end."""
+    _of_job(job).write(folder)
+
+
+def _of_job(job: Job, *, waits: bool | None = None) -> Owner:
     clusters = job.cluster or os.environ.get(CLUSTERS) or None
-    Owner(job_id=job.id, clusters=clusters, submitted_s=job.submitted_s).write(folder)
+    return Owner(job_id=job.id, clusters=clusters, submitted_s=job.submitted_s, waits=waits)
 
 
 def elsewhere(owner: Owner | None) -> str | None:
@@ -187,6 +232,8 @@ def living_owner(folder: RunFolder) -> str | None:
     if owner is None:
         return None
     if job := owner.job:
+        if owner.over:
+            return None
         if reason := elsewhere(owner):
             return f"job {job.id} ({reason})"
         state = job_state(job)
@@ -216,20 +263,22 @@ def refusal(folder: RunFolder) -> str | None:
 
 
 def end_process(folder: RunFolder, owner: Owner) -> str | None:
-    """Send SIGTERM to the process that owns the run, or to its step in an allocation.
+    """Send SIGTERM to the process that owns the run, or to its step in an allocation or a packed job.
 
     The signal goes to a process file descriptor (pidfd), so the pid can't be reused between the checks and
     the signal.
 
     Returns why the process may not belong to the run, or None.
     """
-    process = owner.pid
-    assert process is not None
-    by_hand = f"If process {process} is this run's: kill {process}"
+    process, by_hand = owner.pid or 0, f"If process {owner.pid} is this run's: kill {owner.pid}"
+    if owner.is_packed:
+        by_hand = f"If step {owner.step} is this run's: scancel --signal=TERM {owner.step}"
     try:
         require_private(folder.path)  # otherwise another user may have replaced the record
     except UntrustedError as error:
         return f"{error} {by_hand}"
+    if owner.is_packed and owner.step is not None:
+        return scancel(["--signal=TERM", owner.step], cluster=owner.clusters).stderr.strip() or None
     if owner.folder is None:
         return f"was started by an older version, which did not record enough. {by_hand}"
     if owner.folder != folder.path.stat().st_ino:

@@ -7,6 +7,7 @@ never grant trust. In a folder that another user owns, only settings that can't 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
 
 SHARED_FOLDER = "launcher.shared_folder"  # the override with which the user grants trust
+NOTIFY = "launcher.notify"
 # Top-level keys whose values are numbers, names, and paths from which only data are read.
 HARMLESS = {"model", "data", "training", "strategy", "optimizer", "task", "seed", "nodes", "gpus_per_node",
             "device", "name", "plan"}  # fmt: skip
@@ -28,7 +30,7 @@ _NAME = re.compile(r"[\w.-]*", re.ASCII)
 class RecordedStart:
     """The command line of a run."""
 
-    overrides: tuple[str, ...]  # without launcher.shared_folder
+    overrides: tuple[str, ...]  # without those that only count if they are typed
     config_dir: Path | None
     values: dict[str, Any]  # the whole environment.json
 
@@ -58,11 +60,18 @@ def read_start(folder: RunFolder, *, key: str, shared_folder: bool = False) -> R
             raise DamagedError(folder.environment, "it does not say how the run was started")
     except DamagedError as error:
         raise ConfigError([f"{key} = {folder.path}: {error}. Start a new run."]) from error
-    kept = tuple(override for override in overrides or () if key_of(override) != SHARED_FOLDER)
+    kept = tuple(inherited(overrides or ()))
     start = RecordedStart(kept, None if config_dir is None else Path(config_dir), values)
     if (owner := _other_owner(folder)) and (problems := list(_dangers(start, key=key, owner=owner))):
         raise ConfigError(problems)
     return start
+
+
+def inherited(overrides: Sequence[str]) -> list[str]:
+    """The recorded overrides without those that only count if they are typed."""
+    if any(key_of(override) == NOTIFY for override in overrides):
+        print(f"the recorded {NOTIFY} is not used: only what is typed now counts", file=sys.stderr)
+    return [override for override in overrides if key_of(override) not in (SHARED_FOLDER, NOTIFY)]
 
 
 def grants_trust(overrides: Sequence[str], value_of: Callable[[str], Any]) -> bool:

@@ -8,10 +8,11 @@ bypasses this module.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,6 +53,24 @@ def write_text(path: Path, text: str, *, mode: int = 0o600) -> None:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Replace the content of `path` atomically, as JSON."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def map_pages(path: Path, size: int) -> mmap.mmap:
+    """Map a file of `size` bytes for reading and writing. A file that has this size keeps its content.
+
+    Raises OSError if there is no room: writing to a page that is not there would end the process.
+    """
+    with suppress(FileNotFoundError):
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if os.fstat(handle).st_size == size:
+                return mmap.mmap(handle, size)
+        finally:
+            os.close(handle)
+        path.unlink()  # first: there may not be room for both
+    with replacing(path) as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        return mmap.mmap(file.fileno(), size)
 
 
 def open_append(path: Path) -> int:

@@ -73,6 +73,23 @@ def useful_share(use: Mapping[str, float]) -> float | None:
     return use.get(USEFUL, 0.0) / wanted if wanted > 0 else None
 
 
+def energy_use(events: _Lines, *, last_line: Mapping[str, Any] | None, until: datetime) -> dict[str, float]:
+    """`gpu_kwh` of all starts, of `gpus` (in the start that knows the fewest) of all, `of_gpus`.
+
+    Empty if no GPU has a counter of its energy. Arguments: those of `time_use`.
+    """
+    known = [*events, *_newest_work(events, last_line, until=until)]
+    found = [
+        {key: number(value) or 0.0 for key, value in energy.items()}
+        for event in known if (energy := table(event.get("energy")))
+    ]  # fmt: skip
+    if not any(energy.get("gpus") for energy in found):
+        return {}
+    fewest = min(found, key=lambda energy: energy.get("gpus", 0.0) - energy.get("of_gpus", 0.0))
+    counted = {key: int(fewest.get(key, 0.0)) for key in ("gpus", "of_gpus")}
+    return {"gpu_kwh": sum(energy.get("joules", 0.0) for energy in found) / 3.6e6, **counted}
+
+
 def seconds_after(lines: _Lines, *, step: int) -> float:
     """How long the steps after `step` took, from the lines of metrics."""
     total = 0.0
@@ -83,11 +100,14 @@ def seconds_after(lines: _Lines, *, step: int) -> float:
     return total
 
 
-def work_of_killed(lines: _Lines, *, began: datetime, ended: datetime | None) -> dict[str, Any]:
+def work_of_killed(
+    lines: _Lines, *, began: datetime, ended: datetime | None, kept_step: int = 0
+) -> dict[str, Any]:
     """The event `worked` of a start that could not write it, from its lines of metrics.
 
-    began, ended: when it began, and when its end was noticed (None: it was not). After its last line it
-    worked for at most as long as between the last two; nobody has what it computed there.
+    began, ended: when it began, and when its end was noticed (None: it was not). kept_step: the step from
+    which the next start continues. After its last line the start worked for at most as long as between the
+    last two; nobody has what it computed there after `kept_step`.
     """
     own = [line for line in lines if (at := _time(line.get("time"))) is not None and at >= began]
     if not own:
@@ -95,11 +115,13 @@ def work_of_killed(lines: _Lines, *, began: datetime, ended: datetime | None) ->
     last, at = own[-1], _time(own[-1]["time"]) or began
     before = own[-2] if len(own) > 1 else {"step": 0}
     tail_s = 0.0 if ended is None else max(0.0, (ended - at).total_seconds())
-    tail_s = min(tail_s, (last["step"] - before["step"]) * _step_s(before, last))
+    step_s = _step_s(before, last)
+    tail_s = min(tail_s, (last["step"] - before["step"]) * step_s)
+    kept_s = min(tail_s, max(0, kept_step - last["step"]) * step_s)
     spent = _spent(last) or {USEFUL: (at - began).total_seconds()}
     spent[USEFUL] = spent.get(USEFUL, 0.0) + tail_s
-    spent["repeated"] = tail_s
-    return {"worked": (at + timedelta(seconds=tail_s)).isoformat(), "spent_s": spent}
+    spent["repeated"] = tail_s - kept_s
+    return {"worked": (at + timedelta(seconds=tail_s)).isoformat(), "spent_s": spent, **_energy(last)}
 
 
 def newest(events: _Lines, key: str) -> datetime | None:
@@ -123,7 +145,11 @@ def _newest_work(events: _Lines, last_line: Mapping[str, Any] | None, *, until: 
     if newest(events, "ended") is None:
         spent[USEFUL] = spent.get(USEFUL, 0.0) + (until - at).total_seconds()
         at = until
-    return [{"worked": at.isoformat(), "spent_s": spent}]
+    return [{"worked": at.isoformat(), "spent_s": spent, **_energy(last_line)}]
+
+
+def _energy(line: Mapping[str, Any]) -> dict[str, Any]:
+    return {"energy": energy} if (energy := table(line.get("energy"))) else {}
 
 
 def _intervals(events: _Lines, *, until: datetime) -> list[Interval]:

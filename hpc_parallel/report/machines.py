@@ -12,7 +12,13 @@ from hpc_parallel.report.figures import number
 from hpc_parallel.report.gather import Row
 from hpc_parallel.report.labels import short
 from hpc_parallel.report.picture import HeatMap, Picture
-from hpc_parallel.report.run_lines import accused_lines, device_lines, topology_lines, transport_lines
+from hpc_parallel.report.run_lines import (
+    accused_lines,
+    device_lines,
+    energy_lines,
+    topology_lines,
+    transport_lines,
+)
 
 MOST_LINES = 40  # of a run
 MOST_TOPOLOGIES, MOST_PLOTS, MOST_HOSTS = 6, 6, 128
@@ -71,6 +77,7 @@ def networks(rows: Sequence[Row]) -> Networks | None:
         [
             *transport_lines(row.run.ran_on.transport),
             *((f"devices: {title}", line) for title, line in device_lines(row.run.folder)),
+            *energy_lines(row.run.totals.energy),
             *(("slow rank", line) for line in accused_lines(row.run.folder)),
         ]
         for row in rows

@@ -6,16 +6,17 @@ Anybody may have written the files of the run.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median, median_low
 
 from hpc_parallel.problems import printable
 from hpc_parallel.record.environment_file import PAIRS, Topology, Transport
-from hpc_parallel.record.metrics_file import aligned, duration, size
+from hpc_parallel.record.metrics_file import aligned, duration, figure, size
 from hpc_parallel.record.recorded_preflight import Preflight, difference_table
 from hpc_parallel.record.recorded_slow_ranks import MOST_SLOW, TimedSteps, states_of_script
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.time_use import CAUSES
+from hpc_parallel.slurm.records import consumed_joules
 
 MOST_HOSTS, MOST_PARTS = 6, 64  # of a topology
 # Figure -> its title, its text, and which value is the worst.
@@ -37,6 +38,18 @@ def time_lines(use: Mapping[str, float]) -> list[tuple[str, str, str]]:
         for cause, text in CAUSES.items()
         if use.get(cause, 0.0) >= 0.5
     ]
+
+
+def energy_lines(energy: Mapping[str, float], jobs: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """What the GPUs have used (`time_use.energy_use`), and what Slurm accounts for the jobs."""
+    lines = []
+    if (gpu_kwh := energy.get("gpu_kwh")) is not None:
+        counted, all_gpus = energy.get("gpus", 0), energy.get("of_gpus", 0)
+        part = f", of {counted:.0f} of {all_gpus:.0f} GPUs: the others have no counter" * (counted < all_gpus)
+        lines.append(("energy of the GPUs", f"{figure(gpu_kwh, digits=3)} kWh{part}"))
+    if jobs and (joules := consumed_joules(jobs)) is not None:
+        lines.append(("energy by Slurm", f"{figure(joules / 3.6e6, digits=3)} kWh"))
+    return lines
 
 
 def transport_lines(transport: Transport) -> list[tuple[str, str]]:

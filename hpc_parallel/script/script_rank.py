@@ -32,6 +32,9 @@ from hpc_parallel.slurm.short_forms import expand_hosts
 
 SHARED = 20_000  # if the site names no port, the job id selects a port from here on
 STRIDE = 4_999  # between the ports of two starts, because jobs that run beside each other have near ids
+STEP_STRIDE = (
+    713  # between those of two steps of a job, which may be two runs; none meets the ports of 8 starts
+)
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and AMD
 
 
@@ -138,6 +141,8 @@ def rendezvous(
     address = "127.0.0.1" if world.one_machine or not hosts else hosts[0] + cluster["master_suffix"]
     job = environment.get("SLURM_JOB_ID", "0")
     number = (int(job) if job.isdecimal() else 0) + STRIDE * start
+    step = own_step(config["launcher"]["kind"], start=cluster["start"], environment=environment) or ""
+    number += STEP_STRIDE * int(step) if step.isdecimal() else 0
     return address, str(cluster["port"] or SHARED + number % SHARED)
 
 

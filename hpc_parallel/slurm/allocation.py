@@ -77,13 +77,13 @@ def in_allocation(launcher: Mapping[str, object]) -> bool:
 
 
 def own_step(kind: str, *, start: str, environment: Mapping[str, str]) -> str | None:
-    """The number of the step of all ranks in an allocation; None for another `launcher.kind`.
+    """The number of the step of all ranks in an allocation or a job; None for another `launcher.kind`.
 
     mpirun has a step of its own daemons, which a signal would end.
 
     start: `cluster.start`.
     """
-    return environment.get("SLURM_STEP_ID") if kind == ALLOCATION and start != "mpirun" else None
+    return environment.get("SLURM_STEP_ID") if kind in (ALLOCATION, "slurm") and start != "mpirun" else None
 
 
 def step_runs(step: str) -> bool:

@@ -18,6 +18,8 @@ _FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w/]*)=(\S*)")
 _SETTING = re.compile(r"^(\w+)\s+= ?(.*)$", re.MULTILINE)
 _SHOW = (("show", "config"), ("--oneliner", "show", "partition"), ("--oneliner", "show", "node"))
 _ACCOUNTING_S = 5.0  # how long a line of `check` may wait
+# `-D`: also the starts before a requeue. Some versions print NO_VAL64 for an unknown value.
+_ENERGY, _NO_VALUE = ("sacct", "-D", "-X", "-n", "-P", "-o", "ConsumedEnergyRaw", "-j"), 2**63
 _RELEASE = re.compile(r"^slurm\S* \d\S*", re.MULTILINE)
 _NO_NAMES = ("", "(null)", "ALL")
 _UNSET_MB = 1  # RealMemory of nodes for which the site has set none
@@ -85,6 +87,14 @@ def accounts_of(user: str) -> list[str]:
     arguments = ("--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=user,account")
     rows = [line.split("|") for line in (printed("sacctmgr", *arguments) or "").splitlines()]
     return list(dict.fromkeys(row[1] for row in rows if len(row) == 2 and row[0] == user))
+
+
+def consumed_joules(jobs: Sequence[str]) -> float | None:
+    """The energy of jobs with all their starts, from accounting; None if it does not know one of them."""
+    text = printed(*_ENERGY, ",".join(jobs), patience_s=_ACCOUNTING_S)
+    values = [line.strip() for line in (text or "").splitlines()]
+    joules = [float(value) for value in values if value.isdecimal() and 0 < int(value) < _NO_VALUE]
+    return sum(joules) if len(joules) == len(values) > 0 else None
 
 
 def has_accounting() -> bool:

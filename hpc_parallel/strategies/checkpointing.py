@@ -28,13 +28,14 @@ from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.written_buffers import versions_of, written_since
 from hpc_parallel.torch_internals import buffers_of, tree_leaves, written_arguments
 
-EXPENSIVE = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "convolution"}
-# These operations return what devices exchange or compute from it, counts on the host, and what compiled
-# code has of experts' products. No operation overwrites these results, not even inside a custom autograd
-# function, such as DTensor's.
-EXCHANGED = {
+EXPENSIVE = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution"}
+# These operations return what devices exchange or compute from it, counts on the host, products in float8,
+# and what compiled code has of experts' products. No operation overwrites these results, not even inside a
+# custom autograd function, as DTensor's.
+KEPT_EVERYWHERE = {
+    "_scaled_mm", "scaled_product", "scaled_product_of_groups", "product_of_groups",
     "all_to_all_single", "exchange_counts", "wait_for_copy", "exchange_rows", "sequence_attention",
-    "product_of_groups", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce",
+    "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce",
 }  # fmt: skip
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -80,13 +81,13 @@ def pass_contexts(selective: bool, samples: SampleIndices, block: Module) -> Con
 
 
 def keep_expensive(_: object, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    """Keep the results of expensive operations; inside a custom autograd function, only exchanged results.
+    """Keep the results of expensive operations; inside a custom autograd function, only KEPT_EVERYWHERE.
 
     Inside such a function gradients are off, and operations write into each other's results.
     """
     name = operation.name().partition("::")[2].partition(".")[0]
     expensive = name in EXPENSIVE or name.startswith("_scaled_dot_product_")
-    keep = name in EXCHANGED or (expensive and torch.is_grad_enabled())
+    keep = name in KEPT_EVERYWHERE or (expensive and torch.is_grad_enabled())
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 

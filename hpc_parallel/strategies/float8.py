@@ -10,12 +10,18 @@ The recipes are torchao's, but here the scales of `tensorwise` are powers of two
 to the same significant bits in every part of a batch, although the parts have different largest values.
 
 A scale is for one microbatch. Ranks that hold parts of a tensor exchange its largest values (`LayerSplits`),
-so a layout rounds as one device with the same microbatches does.
+so a layout rounds as one device with the same microbatches does. The largest values of weights that
+`tensorwise` needs are the same in all microbatches: `WeightScales` finds them once a step, with one message.
+
+Experts multiply by rows: the output and the gradient of the input, whose scales are for one token. The sum of
+the gradient by a weight runs over tokens, and an expert has tokens of several devices' microbatches. A scale
+for them would depend on the layout, so this gradient is not in float8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,21 +30,26 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn import Linear
+from torch.nn.functional import linear
 
 from hpc_parallel.layout.layout import Layout
-from hpc_parallel.layout.step_facts import ALIGNED, MULTIPLES, OFF, is_cut
+from hpc_parallel.layout.step_facts import ALIGNED, BY_ROWS, EXPERTS_BY_ROWS, MULTIPLES, OFF, is_cut
+from hpc_parallel.models.experts import Experts, SharedExperts, weight_gradients_of_groups
 from hpc_parallel.models.layered import Column, LayeredModel
 from hpc_parallel.problems import ConfigError, Problem, Problems
+from hpc_parallel.strategies.forward_backward import ForwardBackward
 from hpc_parallel.strategies.mesh import name_of
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.tensor.tensor_roles import roles_of
-from hpc_parallel.torch_internals import largest_of_group, scaled_product
+from hpc_parallel.torch_internals import largest_of_group, scaled_product, scaled_product_of_groups
 
 KEY = "training.fp8"
 INPUT, GRADIENT = torch.float8_e4m3fn, {True: torch.float8_e4m3fn, False: torch.float8_e5m2}
+LARGEST = "float8_largest"  # of a layer: the largest value of its weight, which the layout may split
 CAPABILITY = (8, 9)  # the first GPUs with float8
 TINIEST = 1e-12  # a factor whose largest value is smaller is not scaled up to the full range
+ROUNDING_OF_HALF = 2.0**-8  # of a bfloat16
 EXPONENT = 0x7F800000  # the exponent bits of a float32; with only these bits, a number is a power of two
 
 
@@ -69,33 +80,59 @@ def apply(
     context: DeviceMesh | None = None,
     tensor: DeviceMesh | None = None,
 ) -> LayeredModel:
-    """Let the linear layers in the blocks of `model` multiply in float8, as `recipe` says (`training.fp8`).
+    """Let the linear layers and experts in the blocks of `model` multiply in float8, as `recipe` says.
 
-    Stem and head keep bfloat16. So do layers that `layers_of` leaves out. `context`, `tensor`: the axes that
-    have split sequences and layers.
+    Stem and head keep bfloat16. So do layers that `layers_of` and `experts_of` leave out. `recipe`:
+    `training.fp8`. `context`, `tensor`: the axes that have split sequences and layers.
     Raises ConfigError if `device` can't multiply float8.
     """
     if recipe == OFF:
         return model
-    if device.type == "cuda" and (problem := device_problem(recipe, device)) is not None:
-        raise ConfigError([problem])
-    axes = ScaleAxis.of(context), ScaleAxis.of(tensor)
-    forward = partial(multiply, by_rows=recipe == "rowwise", context=axes[0], tensor=axes[1])
-    for layer in layers_of(model):
+    experts = list(experts_of(model))
+    if device.type == "cuda":
+        problem = device_problem(recipe, device) or (groups_problem(recipe, device) if experts else None)
+        if problem is not None:
+            raise ConfigError([problem])
+    by_rows, rows, over = recipe == BY_ROWS, ScaleAxis.of(context), ScaleAxis.of(tensor)
+    forward = partial(multiply, by_rows=by_rows, context=rows, tensor=over)
+    for layer in list(layers_of(model)):
         replace_forward(layer, forward, technique="Float8")
+        if not by_rows:
+            setattr(layer, LARGEST, None)
+    for part in experts:
+        product = product_of_groups if isinstance(part, Experts) else partial(shared_product, by_rows=by_rows)
+        part.widen = partial(product, splits=LayerSplits(rows, outputs=over))
+        part.narrow = partial(product, splits=LayerSplits(rows, inputs=over))
     return model
 
 
 def layers_of(model: LayeredModel) -> Iterator[Linear]:
     """The linear layers of the blocks, if the sizes of the layer are multiples of 16.
 
-    A subclass with a forward pass of its own is left out.
+    Routers, which are beside experts in a module, are left out. So is a subclass with a forward pass of its
+    own.
     """
     for block in model.distinct_blocks:
+        routers = {
+            child
+            for parent in block.modules()
+            if any(isinstance(child, Experts) for child in parent.children())
+            for child in parent.children()
+        }
         for module in block.modules():
             if not isinstance(module, Linear) or type(module).forward is not Linear.forward:
                 continue
-            if module.in_features % ALIGNED == module.out_features % ALIGNED == 0:
+            if module not in routers and module.in_features % ALIGNED == module.out_features % ALIGNED == 0:
+                yield module
+
+
+def experts_of(model: LayeredModel) -> Iterator[Experts | SharedExperts]:
+    """The experts of the blocks whose sizes are multiples of 16."""
+    for block in model.distinct_blocks:
+        for module in block.modules():
+            if not isinstance(module, Experts | SharedExperts):
+                continue
+            if not any(size % ALIGNED for size in module.gate.shape[-2:]):
                 yield module
 
 
@@ -105,8 +142,12 @@ def find_problems(
     """Returns why the blocks of the whole `model` can't multiply in float8 on `layout`."""
     if recipe == OFF:
         return
-    layers = set(layers_of(model))
-    rules = [] if layers else [f"has no effect: no block has a linear layer whose sizes are {MULTIPLES}"]
+    layers, experts = set(layers_of(model)), list(experts_of(model))
+    if recipe != BY_ROWS and any(isinstance(module, Experts) for module in model.modules()):
+        yield Problem(KEY, recipe, EXPERTS_BY_ROWS, (BY_ROWS, OFF))
+    rules = []
+    if not layers and not experts:
+        rules.append(f"has no effect: no block has a linear layer whose sizes are {MULTIPLES}")
     if sample_shape and is_cut(sample_shape[0], layout.context):
         rules.append(
             f"needs parts of sequences whose lengths are {MULTIPLES}: of {sample_shape[0]} positions "
@@ -116,6 +157,8 @@ def find_problems(
         roles = roles_of(model)
         named = [(name, part) for name, part in model.named_modules() if part in layers]
         rules += [rule for name, part in named if (rule := _role_rule(name, part, roles, layout.tensor))][:1]
+        widths = {part.gate.shape[-2] for part in experts}
+        rules += [_cut("experts", size, layout.tensor) for size in widths if is_cut(size, layout.tensor)]
     yield from (Problem(KEY, recipe, rule, (OFF,)) for rule in rules)
 
 
@@ -125,12 +168,14 @@ def _role_rule(name: str, layer: Linear, roles: Mapping[str, str | Column], degr
     role = roles.get(name)
     if role not in sizes:
         return f"is proven with strategy.tensor for the roles column and row only, and {name} has {role}"
-    if is_cut(sizes[role], degree):
-        return (
-            f"needs parts of layers whose sizes are {MULTIPLES}: of {sizes[role]} numbers of {name} "
-            f"strategy.tensor = {degree} leaves {sizes[role] // degree}"
-        )
-    return None
+    return _cut(name, sizes[role], degree) if is_cut(sizes[role], degree) else None
+
+
+def _cut(name: str, size: int, degree: int) -> str:
+    return (
+        f"needs parts of layers whose sizes are {MULTIPLES}: of {size} numbers of {name} "
+        f"strategy.tensor = {degree} leaves {size // degree}"
+    )
 
 
 def device_problem(recipe: str, device: torch.device) -> Problem | None:
@@ -141,6 +186,29 @@ def device_problem(recipe: str, device: torch.device) -> Problem | None:
     oldest, current = (".".join(map(str, version)) for version in (CAPABILITY, capability))
     rule = f"needs an NVIDIA GPU of compute capability {oldest} or newer, and {name} has {current}"
     return Problem(KEY, recipe, rule, (OFF,))
+
+
+def groups_problem(recipe: str, device: torch.device) -> Problem | None:
+    """Why a GPU can't multiply groups of rows: torch has a kernel for some GPUs, which is not public.
+
+    A small product is compared with the same on a CPU: groups of uneven sizes, one without rows.
+    """
+    numbers = torch.Generator().manual_seed(0)
+    (rows, of_rows), (weights, of_weights) = (
+        quantise(torch.randn(shape, generator=numbers), INPUT, dim=-1) for shape in ((40, 64), (3, 32, 64))
+    )
+    ends = torch.tensor([21, 21, 40], dtype=torch.int32)
+    factors = rows, weights.mT, ends, of_rows, of_weights.mT
+    wanted = scaled_product_of_groups(*factors, False).float()
+    try:
+        found = scaled_product_of_groups(*(factor.to(device) for factor in factors), False).float().cpu()
+        rule = "multiplies groups of rows wrongly here"
+    except (RuntimeError, NotImplementedError) as error:
+        found, rule = torch.full_like(wanted, torch.nan), f"has no product of groups here: {error}"
+    difference = float((found - wanted).abs().max() / wanted.abs().max())
+    if difference <= ROUNDING_OF_HALF:
+        return None
+    return Problem(KEY, recipe, f"{rule} ({torch.cuda.get_device_name(device)})", (OFF,))
 
 
 def multiply(
@@ -160,25 +228,43 @@ def multiply(
     rows = x.shape[:-1].numel()
     if rows == 0 or rows % ALIGNED:
         return original(layer, x)
-    weight: Tensor = layer.weight
+    weight, largest = layer.weight, getattr(layer, LARGEST, None)
     if not isinstance(weight, DTensor):
-        output = product(x, weight, by_rows=by_rows, splits=LayerSplits(rows=context))
+        output = product(x, weight, by_rows=by_rows, splits=LayerSplits(rows=context), largest=largest)
     else:
         assert isinstance(x, DTensor)
         columns = weight.placements == (Shard(0),)  # of the output; otherwise the inputs are split
         split = LayerSplits(context, outputs=tensor) if columns else LayerSplits(context, inputs=tensor)
         local = x.to_local(grad_placements=[Partial()]) if columns else x.to_local()
-        output = product(local, weight.to_local(), by_rows=by_rows, splits=split)
+        output = product(local, weight.to_local(), by_rows=by_rows, splits=split, largest=largest)
         placement = Shard(output.dim() - 1) if columns else Partial()
         output = DTensor.from_local(output, weight.device_mesh, [placement], run_check=False)
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 
-def product(x: Tensor, weight: Tensor, *, by_rows: bool, splits: LayerSplits) -> Tensor:
-    """This rank's `x` [..., in] times the transpose of its `weight` [out, in]."""
+def shared_product(x: Tensor, weight: Tensor, *, by_rows: bool, splits: LayerSplits) -> Tensor:
+    """As `multiply`, for this rank's part of a weight [out, in] of experts that every token uses."""
+    if (rows := x.shape[:-1].numel()) == 0 or rows % ALIGNED:
+        return linear(x, weight)
+    return product(x, weight, by_rows=by_rows, splits=splits)
+
+
+def product_of_groups(rows: Tensor, weights: Tensor, ends: Tensor, *, splits: LayerSplits) -> Tensor:
+    """As `models.experts.grouped_product`, by rows in float8, in bfloat16, or in float64 if `rows` is."""
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.bfloat16
+    return ProductOfGroups.apply(rows.to(dtype), weights.to(dtype), ends, splits)  # type: ignore[no-any-return]
+
+
+def product(
+    x: Tensor, weight: Tensor, *, by_rows: bool, splits: LayerSplits, largest: Tensor | None = None
+) -> Tensor:
+    """This rank's `x` [..., in] times the transpose of its `weight` [out, in].
+
+    largest: the largest absolute value of the whole weight, if it is known.
+    """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.bfloat16
     flat = x.reshape(-1, x.shape[-1]).to(dtype)
-    output: Tensor = Product.apply(flat, weight.to(dtype), by_rows, splits)
+    output: Tensor = Product.apply(flat, weight.to(dtype), by_rows, splits, largest)
     return output.reshape(*x.shape[:-1], len(weight))
 
 
@@ -191,26 +277,36 @@ class Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, by_rows: bool, splits: LayerSplits) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        by_rows: bool,
+        splits: LayerSplits,
+        largest: Tensor | None = None,
+    ) -> Tensor:
         ctx.by_rows, ctx.splits = by_rows, splits
         inner = -1 if by_rows else None
-        (x8, of_x), (weight8, of_weight) = quantise_all(
+        factors = with_largest(
             Factor(x, INPUT, inner, (splits.rows, splits.inputs)),
-            Factor(weight, INPUT, inner, (splits.outputs, splits.inputs)),
+            Factor(weight, INPUT, inner, (splits.outputs, splits.inputs), largest),
         )
+        # With a scale for a tensor, the backward pass needs the same values.
+        ctx.save_for_backward(x, weight, *(factor.largest for factor in factors if not by_rows))
+        (x8, of_x), (weight8, of_weight) = quantise_all(*factors)
         return scaled_product(x8, weight8.t(), scales=(of_x, of_weight.t()), dtype=x.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x, weight, *known = ctx.saved_tensors
+        largest_x, largest_weight = known or (None, None)
         by_rows: bool = ctx.by_rows
         splits: LayerSplits = ctx.splits
-        inner, columns = (-1, 0) if by_rows else (None, None)
+        inner, columns = (-1, -2) if by_rows else (None, None)
         along_rows = Factor(gradient, GRADIENT[by_rows], inner, (splits.rows, splits.outputs))
         (weight8, of_weight), (x8, of_x), *gradients = quantise_all(
-            Factor(weight, INPUT, columns, (splits.outputs, splits.inputs)),
-            Factor(x, INPUT, columns, (splits.rows, splits.inputs)),
+            Factor(weight, INPUT, columns, (splits.outputs, splits.inputs), largest_weight),
+            Factor(x, INPUT, columns, (splits.rows, splits.inputs), largest_x),
             along_rows,
             # The rows of the gradient's transpose have their own scales.
             *([along_rows._replace(dim=columns)] if by_rows else []),
@@ -221,29 +317,78 @@ class Product(torch.autograd.Function):
         gradient8, of_gradient = gradients[-1]
         scales = of_gradient.t(), of_x
         by_weight = scaled_product(gradient8.t(), x8, scales=scales, dtype=x.dtype, fast=False)
-        return by_x, by_weight, None, None
+        return by_x, by_weight, None, None, None
+
+
+class ProductOfGroups(torch.autograd.Function):
+    """Each group of `rows` [row, in] times the transpose of its matrix of `weights` [group, out, in].
+
+    ends: as in `scaled_product_of_groups`. The gradient of `weights` is not in float8.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor, splits: LayerSplits) -> Tensor:
+        ctx.save_for_backward(rows, weights, ends)
+        ctx.splits = splits
+        (rows8, of_rows), (weights8, of_weights) = quantise_all(
+            Factor(rows, INPUT, -1, ((), splits.inputs)),
+            Factor(weights, INPUT, -1, (splits.outputs, splits.inputs)),
+        )
+        scales, exact = (of_rows, of_weights.mT), rows.dtype == torch.float64
+        output: Tensor = scaled_product_of_groups(rows8, weights8.mT, ends, *scales, exact)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        rows, weights, ends = ctx.saved_tensors
+        splits: LayerSplits = ctx.splits
+        gradient = gradient.contiguous()
+        (weights8, of_weights), (gradient8, of_gradient) = quantise_all(
+            Factor(weights, INPUT, -2, (splits.outputs, splits.inputs)),
+            Factor(gradient, GRADIENT[True], -1, ((), splits.outputs)),
+        )
+        scales, exact = (of_gradient, of_weights), rows.dtype == torch.float64
+        by_rows = scaled_product_of_groups(gradient8, weights8, ends, *scales, exact)
+        return by_rows, weight_gradients_of_groups(rows, gradient, ends), None, None
 
 
 class Factor(NamedTuple):
     """A matrix of a product, or this rank's part of it, that is rounded to `dtype`; `dim` as in `quantise`.
 
-    split: the axes that split the rows and the columns of the matrix.
+    With `dim`, a matrix of each group is rounded too ([group, rows, columns]).
+
+    split: the axes that split the rows and the columns of the matrix. largest: the result of `largest_of` for
+    the whole matrix, if it is known.
     """
 
     matrix: Tensor
     dtype: torch.dtype
     dim: int | None
     split: tuple[tuple[ScaleAxis, ...], tuple[ScaleAxis, ...]]
+    largest: Tensor | None = None
 
     @property
     def over(self) -> tuple[ScaleAxis, ...]:
-        """The axes that split what one scale is for."""
+        """The axes that split what one scale is for, and whose ranks have other largest values."""
+        if self.largest is not None:
+            return ()
         return (*self.split[0], *self.split[1]) if self.dim is None else self.split[self.dim]
 
 
 def quantise_all(*factors: Factor) -> list[tuple[Tensor, Tensor]]:
-    """As `quantise`, with the scales of the whole matrices: one message for each axis that splits some."""
-    largest = [largest_of(factor.matrix, dim=factor.dim) for factor in factors]
+    """As `quantise`, with the scales of the whole matrices."""
+    return [
+        quantise(factor.matrix, factor.dtype, dim=factor.dim, largest=factor.largest)
+        for factor in with_largest(*factors)
+    ]
+
+
+def with_largest(*factors: Factor) -> list[Factor]:
+    """The factors with the largest values of the whole matrices: a message for each axis that splits some."""
+    largest = [
+        largest_of(factor.matrix, dim=factor.dim) if factor.largest is None else factor.largest
+        for factor in factors
+    ]
     for axis in dict.fromkeys(axis for factor in factors for axis in factor.over):
         places = [place for place, factor in enumerate(factors) if axis in factor.over]
         message = torch.cat([largest[place].flatten() for place in places])
@@ -253,17 +398,14 @@ def quantise_all(*factors: Factor) -> list[tuple[Tensor, Tensor]]:
             places, message.split([largest[place].numel() for place in places]), strict=True
         ):
             largest[place] = part.view_as(largest[place])
-    return [
-        quantise(factor.matrix, factor.dtype, dim=factor.dim, largest=whole)
-        for factor, whole in zip(factors, largest, strict=True)
-    ]
+    return [factor._replace(largest=whole) for factor, whole in zip(factors, largest, strict=True)]
 
 
 def largest_of(x: Tensor, *, dim: int | None) -> Tensor:
     """The largest absolute value of `x` [rows, columns] over `dim`, in float32.
 
-    dim: -1 gives a value for each row ([rows, 1]), 0 gives one for each column ([1, columns]), None gives one
-    for all (no dims).
+    dim: -1 gives a value for each row ([rows, 1]), -2 gives one for each column ([1, columns]), None gives
+    one for all (no dims).
     """
     return (x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)).float()
 
@@ -283,3 +425,58 @@ def quantise(
     scale = torch.finfo(dtype).max / largest.clamp(min=TINIEST)
     scale = (scale.view(torch.int32) & EXPONENT).view(torch.float32)
     return (x.float() * scale).to(dtype), scale.reciprocal()
+
+
+class WeightScales:
+    """The `inner` schedule; before a step, one message finds the largest values of all its float8 weights.
+
+    axes: those that split weights: `tensor`, and the one over which fully_shard slices them.
+    """
+
+    def __init__(
+        self, inner: ForwardBackward, *, layers: Sequence[Linear], axes: Sequence[DeviceMesh | None]
+    ) -> None:
+        self._inner, self._layers = inner, layers
+        self._axes = [axis for one in axes for axis in ScaleAxis.of(one)]
+        self.copies = inner.copies
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self._found():
+            return self._inner.train(inputs, targets)
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self._found():
+            return self._inner.evaluate(inputs, targets)
+
+    @contextmanager
+    def _found(self) -> Iterator[None]:
+        """Let each layer know its value, until an update changes the weights."""
+        try:
+            for layer, largest in zip(self._layers, self._largest().unbind(), strict=True):
+                setattr(layer, LARGEST, largest)
+            yield
+        finally:
+            for layer in self._layers:
+                setattr(layer, LARGEST, None)
+
+    @torch.no_grad()
+    def _largest(self) -> Tensor:
+        """The values of the layers' weights as the products have them, in bfloat16 or float64."""
+        weights = [layer.weight for layer in self._layers]
+        parts = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+        largest = torch.stack(
+            [
+                largest_of(part, dim=None) if part.numel() else torch.zeros((), device=part.device)
+                for part in parts
+            ]
+        )
+        for axis in self._axes:
+            with marked(f"all_reduce {axis.name}"):
+                largest = largest_of_group(largest, group=axis.group)
+        return largest if weights[0].dtype == torch.float64 else largest.bfloat16().float()
+
+
+def scaled_layers(parts: Sequence[LayeredModel]) -> list[Linear]:
+    """The layers of `parts` with one scale for their weight."""
+    modules = (module for part in parts for module in part.modules())
+    return [module for module in modules if isinstance(module, Linear) and hasattr(module, LARGEST)]

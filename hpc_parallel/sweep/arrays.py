@@ -13,7 +13,8 @@ from pathlib import Path
 
 from hpc_parallel.config.site_schema import ClusterConfig
 from hpc_parallel.exit_codes import DONE, FAILED
-from hpc_parallel.launch.batch_script import render, render_array
+from hpc_parallel.failure.packed_job import QUEUE, Queue
+from hpc_parallel.launch.batch_script import render, render_array, render_pack, render_packed
 from hpc_parallel.launch.follow import (
     ASK_EVERY_S,
     PERIOD_S,
@@ -26,9 +27,12 @@ from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.record.sweep_folder import write_sweep
+from hpc_parallel.record.typed import write_record
 from hpc_parallel.slurm.jobs import Job, job_states, never_starting
 from hpc_parallel.slurm.records import max_array_size
 from hpc_parallel.slurm.submit import SiteRefusedError, refusal_message, submit_script, withdraw
+from hpc_parallel.sweep import pack_runs
+from hpc_parallel.sweep.pack_runs import Pack
 from hpc_parallel.sweep.sweep_plan import PlannedRun, SweepPlan, for_each, take_back
 from hpc_parallel.sweep.view import SweepView, after_the_end
 
@@ -38,11 +42,12 @@ MAX_TASKS = 1000  # Slurm's default (MaxArraySize=1001), if it does not answer
 
 @dataclass(frozen=True)
 class Array:
-    """Runs with the same batch script."""
+    """Runs with the same batch script. queue: of a packed job; None: each run is a job."""
 
     runs: Sequence[PlannedRun]
     tasks: Path  # the folder with a link to each run, by task number
     script: str
+    queue: Queue | None = None
 
     @property
     def is_single(self) -> bool:
@@ -60,11 +65,29 @@ def shapes(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
 
 def arrays(plan: SweepPlan) -> list[Array]:
     """The arrays to submit. A group larger than Slurm's limit is split into several arrays."""
+    if plan.settings.pack == "auto" and (packs := pack_runs.packs([planned.run for planned in plan.runs])):
+        return _packed(plan, packs)
     groups = shapes(plan.runs)
     limit = max_tasks(plan.runs[0].run.config.cluster) if any(len(group) > 1 for group in groups) else 1
-    first = len(list((plan.folder / "arrays").glob("*")))  # the arrays of earlier starts come before
+    first = _first_number(plan)
     chunks = [group[at : at + limit] for group in groups for at in range(0, len(group), limit)]
     return [_array(chunk, plan, number) for number, chunk in enumerate(chunks, start=first)]
+
+
+def _first_number(plan: SweepPlan) -> int:
+    return len(list((plan.folder / "arrays").glob("*")))  # the arrays of earlier starts come before
+
+
+def _packed(plan: SweepPlan, packs: Sequence[Pack]) -> list[Array]:
+    jobs = []
+    for number, pack in enumerate(packs, start=_first_number(plan)):
+        runs, tasks = [plan.runs[at] for at in pack.positions], plan.folder / "arrays" / str(number)
+        script = render_pack(
+            [planned.run for planned in runs], queue=tasks, name=plan.folder.name, nodes=pack.nodes,
+            room=pack.queue.room,
+        )  # fmt: skip
+        jobs.append(Array(runs, tasks, script, pack.queue))
+    return jobs
 
 
 def _array(chunk: Sequence[PlannedRun], plan: SweepPlan, number: int) -> Array:
@@ -107,11 +130,13 @@ def submit(plan: SweepPlan) -> tuple[dict[Path, Job], list[str]]:
                 take_back(planned.run for planned in array.runs)
                 continue
             for index, planned in enumerate(array.runs):
-                task = job if array.is_single else replace(job, id=f"{job.id}_{index}")
+                shared = array.is_single or array.queue is not None
+                task = job if shared else replace(job, id=f"{job.id}_{index}")
                 jobs[planned.run.folder.path] = task
             write_sweep(plan.folder, plan.manifest(_ids(jobs)))
     finally:  # also after Ctrl-C, so that the submitted jobs are recorded
-        for_each(lambda item: owner.hand_to_job(item[0], item[1]), _folders(plan, jobs))
+        hand = owner.queue_in_job if any(array.queue for array in to_submit) else owner.hand_to_job
+        for_each(lambda item: hand(item[0], item[1]), _folders(plan, jobs))
     firsts = [(jobs[path], item) for item in to_submit if (path := item.runs[0].run.folder.path) in jobs]
     reasons = never_starting([job for job, _ in firsts], within_s=REASON_S)
     for job, array in firsts:
@@ -139,11 +164,17 @@ def _folders(plan: SweepPlan, jobs: Mapping[Path, Job]) -> Iterator[tuple[RunFol
 def _write_scripts(array: Array) -> None:
     array.tasks.mkdir(mode=0o700, parents=True)
     write_text(array.tasks / "batch_script.sh", array.script)
+    if array.queue is not None:
+        write_record(array.tasks / QUEUE, array.queue)
     for index, planned in enumerate(array.runs):
         folder = planned.run.folder
         folder.slurm.mkdir(mode=0o700, exist_ok=planned.run.resumes)
-        write_text(folder.batch_script, array.script)
-        write_text(folder.resubmission, render(planned.run))
+        if array.queue is None:
+            write_text(folder.batch_script, array.script)
+            write_text(folder.resubmission, render(planned.run))
+        else:  # the packed job starts the script, and is what starts again
+            write_text(folder.batch_script, render_packed(planned.run, array.queue.runs[index].need))
+            write_text(folder.resubmission, array.script)
         (array.tasks / str(index)).symlink_to(folder.path)
 
 
@@ -171,7 +202,11 @@ def follow_jobs(plan: SweepPlan, jobs: Mapping[Path, Job]) -> int:
                     view.poll(planned)
                     state = states[job]
                     if not has_ended(planned.run.folder, state):
-                        view.note(planned, f"job {job.id} {state}")
+                        waits = state.state == "RUNNING" and owner.waits(planned.run.folder)
+                        view.note(
+                            planned,
+                            f"waits for its turn in job {job.id}" if waits else f"job {job.id} {state}",
+                        )
                         continue
                     since_s = time.monotonic() - ended_s.setdefault(planned, time.monotonic())
                     if not has_summary(planned.run) and since_s < summary_timeout_s(state.state):

@@ -15,7 +15,7 @@ from hpc_parallel.problems import ConfigError, Problem, nearest, quoted
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.names import RUNS, from_here
 from hpc_parallel.record.recorded import read_run
-from hpc_parallel.record.recorded_start import SHARED_FOLDER, grants_trust, key_of
+from hpc_parallel.record.recorded_start import grants_trust, inherited
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, SweepRun, is_sweep_folder, read_sweep
 from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
@@ -123,7 +123,7 @@ def read_earlier(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     except ValueError as error:
         raise ConfigError([f"sweep.resume: {error}"]) from error
     (old_flags, old), (new_flags, new) = _split_flags(sweep.command), _split_flags(others)
-    old = [override for override in old if override not in new and key_of(override) != SHARED_FOLDER]
+    old = [override for override in inherited(old) if override not in new]
     old_flags = [flag for flag in old_flags if flag not in _MULTIRUN or flag not in new_flags]
     return folder, [*old_flags, *new_flags, *old, *new]
 

@@ -6,6 +6,7 @@ Only one command can start a sweep at a time: two at once would both start the s
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections import deque
@@ -28,6 +29,7 @@ from hpc_parallel.shell import complain
 from hpc_parallel.slurm.jobs import queued_states
 from hpc_parallel.slurm.submit import estimate
 from hpc_parallel.sweep import view
+from hpc_parallel.sweep.pack_runs import LocalPlaces
 from hpc_parallel.sweep.sweep_plan import (
     PlannedRun,
     SweepPlan,
@@ -216,7 +218,9 @@ class _Runner:
         self.waiting = deque(plan.runs)
         self.active: dict[PlannedRun, Agent] = {}
         self.completed = True  # all runs so far
-        self._limit = plan.settings.parallelism or 1
+        packed = plan.settings.pack == "auto"
+        self._limit = plan.settings.parallelism or (len(plan.runs) if packed else 1)
+        self._machine = LocalPlaces(os.environ) if packed else None
         self._display = display
         self._signals = signals  # received so far
 
@@ -239,16 +243,27 @@ class _Runner:
                 agent.end(signals=self._signals or [signal.SIGTERM])
 
     def _start_waiting(self) -> None:
-        while self.waiting and len(self.active) < self._limit and not self._signals:
-            planned = self.waiting.popleft()
+        for planned in list(self.waiting):
+            if len(self.active) >= self._limit or self._signals:
+                return
+            variables = self._machine.take(planned.run) if self._machine is not None else {}
+            if variables is None:
+                continue
+            self.waiting.remove(planned)
             if owner.take_turn(planned.run.folder):
                 self._display.start(planned)
-                self.active[planned] = self._launcher.agent(planned.run)
+                self.active[planned] = self._launcher.agent(planned.run, variables=variables)
             else:
+                self._give_back(planned)
                 self._display.skip(planned)
                 self.completed = False
+
+    def _give_back(self, planned: PlannedRun) -> None:
+        if self._machine is not None:
+            self._machine.give_back(planned.run)
 
     def _end_finished(self) -> None:
         for planned in [planned for planned, agent in self.active.items() if agent.has_ended()]:
             self.active.pop(planned).end(signals=self._signals)
+            self._give_back(planned)
             self.completed = self._display.end(planned) and self.completed

@@ -26,6 +26,7 @@ from hpc_parallel.problems import ConfigError, Problem, quoted, spell
 from hpc_parallel.record.provenance import source_state
 from hpc_parallel.record.snapshot import Snapshot, cached_plan_snapshot
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, is_sweep_folder
+from hpc_parallel.sweep import pack_runs
 from hpc_parallel.sweep.earlier import Earlier
 
 MAX_THREADS = 8  # that write run folders: most of the time is waiting for the disk
@@ -229,7 +230,7 @@ def _require_consistent(runs: Sequence[PreparedRun], settings: SweepConfig) -> N
         ("launcher.kind", {run.config.launcher.kind for run in runs}),
         ("dry_run", {run.config.dry_run for run in runs}),
         *((f"sweep.{key}", {getattr(run.config.sweep, key) for run in runs})
-          for key in ("on_invalid", "parallelism", "wait")),
+          for key in ("on_invalid", "parallelism", "wait", "pack", "pack_nodes", "pack_minutes")),
     ]  # fmt: skip
     for key, values in common:
         if len(values) > 1:
@@ -239,6 +240,8 @@ def _require_consistent(runs: Sequence[PreparedRun], settings: SweepConfig) -> N
     if settings.objective != SweepConfig.objective:
         rule = "only another sweeper uses it. Try hydra/sweeper=optuna"
         problems.append(f"sweep.objective={spell(settings.objective)}: {rule}.")
+    if runs and not problems:
+        problems = list(pack_runs.find_problems(runs))
     if problems:
         raise ConfigError(problems)
 

@@ -11,10 +11,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from hpc_parallel.machine.device_state import EnergyCounter
+from hpc_parallel.machine.topology import nvml_module
 from hpc_parallel.record.values import finite
-from hpc_parallel.strategies.exchange import all_gather_numbers
+from hpc_parallel.start.start_checks import gpu_uuid
+from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
 
 # Dense peaks in FLOP/s from the vendors' data sheets: (bfloat16 and float16, float32 without TF32).
 # A key is a part of the device's name, and the first key that matches counts. Cards have lower clocks or
@@ -55,11 +59,35 @@ class Scale:
     peak_flops: float | None  # of one device
 
 
+@dataclass(frozen=True)
+class Energy:
+    """The counter of this rank's GPU, and the number of GPUs of the run."""
+
+    counter: EnergyCounter
+    gpus: int
+
+    @classmethod
+    def of(cls, device: torch.device, *, devices: int) -> Energy | None:
+        """A collective call. Ranks that share a GPU count it once. None on CPUs."""
+        if device.type != "cuda":
+            return None
+        uuids = all_gather(uuid := gpu_uuid(device))
+        counts = uuids.index(uuid) == dist.get_rank()
+        counter = EnergyCounter(nvml_module() if counts else None, uuid)
+        return cls(counter, devices - (len(uuids) - len(set(uuids))))
+
+
 class Metrics:
     """Collects a step's tensors on every rank and computes the keys of `metrics.jsonl`."""
 
-    def __init__(self, scale: Scale, *, device: torch.device) -> None:
+    def __init__(
+        self, scale: Scale, *, device: torch.device, compiles: bool = False, energy: Energy | None = None
+    ) -> None:
+        """compiles: whether the first step compiles, so that its time belongs to the start."""
         self._scale = scale
+        self._compiles = compiles
+        self._energy = energy
+        self.energy: dict[str, dict[str, float]] = {}  # `energy` of the last line, on GPUs
         self._device = device
         self._steps = 0
         self._pause_s = 0.0
@@ -73,6 +101,8 @@ class Metrics:
         self.rank_memory_bytes: list[int] | None = None  # peaks up to the last line, by rank
 
     def note(self, result: StepResult) -> None:
+        if self._result is None and self._compiles:
+            self._began, self._others_s = time.perf_counter(), dict.fromkeys(self._others_s, 0.0)
         self._result = result
         self._steps += 1
 
@@ -100,9 +130,16 @@ class Metrics:
             self._step_time_s = (now - self._since - self._pause_s) / self._steps
         peak_bytes = float(peak_memory_bytes(self._device))
         data_s = sum(self.data_s) / max(len(self.data_s), 1)
-        losses, norms, peaks, times, waits, *skips = all_gather_numbers(
-            [loss_share, gradient_norm, peak_bytes, self._step_time_s, data_s, *skipped], device=self._device
+        joules = math.nan if self._energy is None else self._energy.counter.joules()
+        losses, norms, peaks, times, waits, energies, *skips = all_gather_numbers(
+            [loss_share, gradient_norm, peak_bytes, self._step_time_s, data_s, joules, *skipped],
+            device=self._device,
         )
+        if self._energy is not None:
+            counted = [each for each in energies if math.isfinite(each)]
+            self.energy = {
+                "energy": {"joules": sum(counted), "gpus": len(counted), "of_gpus": self._energy.gpus}
+            }
         self.rank_memory_bytes = [int(peak) for peak in peaks]
         scale = self._scale
         step_time_s = max(times)
@@ -126,6 +163,7 @@ class Metrics:
             **self._rates(samples_per_s),
             "peak_memory_bytes": max(self.rank_memory_bytes),
             "spent_s": self.spent_s,
+            **self.energy,
             "time": datetime.now(UTC).isoformat(),
         }
 

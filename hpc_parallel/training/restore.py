@@ -26,14 +26,17 @@ from hpc_parallel.training.checkpoint import (
 from hpc_parallel.training.read_once import read_once
 
 
-def newest_sound(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def newest_sound(folder: Path, *, in_memory: int | None = None) -> tuple[Checkpoint | None, list[str]]:
     """Returns the newest checkpoint in `folder` whose checksums agree, and warnings about damaged ones.
+
+    in_memory: a step whose copy is in memory; only checkpoints of later steps are read and returned.
 
     Each rank verifies a part of the files. A warning names the checkpoint and the steps that are lost;
     rank 0 also prints it to stderr.
     """
     rank = dist.get_rank()
     complete = checkpoint_index.complete(folder) if rank == 0 else []
+    complete = [checkpoint for checkpoint in complete if checkpoint.step > (in_memory or -1)]
     names = [(checkpoint.path.name, checkpoint.step) for checkpoint in complete]
     checkpoints = [Checkpoint(folder / name, step) for name, step in exchange.broadcast(names)]
     warnings: list[str] = []
@@ -45,10 +48,10 @@ def newest_sound(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         damage = next(filter(None, exchange.all_gather(local_damage)), None)
         if damage is None:
             return checkpoint, warnings
-        before = older.step if older else 0
+        before = older.step if older else in_memory or 0
         warnings.append(
             f"the checkpoint of step {checkpoint.step} is damaged ({damage}); continuing from "
-            f"{f'that of step {before}' if older else 'the start'}: steps {before + 1} to "
+            f"{f'that of step {before}' if before else 'the start'}: steps {before + 1} to "
             f"{checkpoint.step} are lost"
         )
         if rank == 0:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from hpc_parallel.config.schema import TrainingConfig
 from hpc_parallel.failure import failure
 from hpc_parallel.failure.desync import name_ranks
 from hpc_parallel.record import checkpoint_index
+from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.torch_internals import forget_plans, planner_with_memory
@@ -31,6 +33,10 @@ from hpc_parallel.training.written_parts import WrittenParts
 _MARK_EVERY_S = 2.0
 _PATIENCE = 2  # a rank that still writes after this many `checkpoint_timeout_s` ends the run
 _SAVERS = itertools.count()
+
+
+def print_warning(text: str) -> None:
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
 class SaveError(RuntimeError):
@@ -77,6 +83,7 @@ class Saver:
         check: Callable[[int], None] = lambda step: None,
         on_wait: Callable[[], None] = lambda: None,
         on_saved: Callable[[int], None] = lambda step: None,
+        warn: Callable[[str], None] = print_warning,
     ) -> None:
         """`about`: further entries of the manifest; `saved_step`: the step of the newest checkpoint.
 
@@ -89,6 +96,8 @@ class Saver:
         rank that still writes after twice the time-out ends the run.
 
         `on_saved` is called with the step of a checkpoint that is found to be complete.
+
+        `warn` receives a line, on rank 0, if a save has failed or the next two will not fit on the disk.
         """
         self._folder = folder
         self._state = state
@@ -105,6 +114,7 @@ class Saver:
         self._check = check
         self._on_wait = on_wait
         self._on_saved = on_saved
+        self._warn, self._is_short = warn, False
         self._pending: Future[Any] | None = None
         self._pending_step = 0
         self._stager: Stager | None = None
@@ -152,12 +162,7 @@ class Saver:
             folder=self._folder,
             step=step,
             about={**self._about, "samples": step * training.global_batch_size},
-            prune=partial(
-                checkpoint_index.prune,
-                self._folder,
-                keep_last=training.keep_last,
-                keep_every=training.keep_every,
-            ),
+            prune=self._prune,
         )
         self._pending_step = step
         planner = planner_with_memory(self._plans)
@@ -169,6 +174,16 @@ class Saver:
         else:
             self._pending = self._open_thread().submit(self._write, state, save)
         self._pending.add_done_callback(partial(self._measure, self._began_s))
+
+    def _prune(self) -> None:
+        """Make room, and warn once if that is not enough. Rank 0 calls it in the thread that writes."""
+        kept: dict[str, Any] = {key: getattr(self._training, key) for key in ("keep_last", "keep_every")}
+        checkpoint_index.prune(self._folder, **kept)
+        with suppress(DamagedError):
+            shortage = checkpoint_index.shortage(self._folder, **kept)
+            if shortage and not self._is_short:
+                self._warn(f"{self._folder} {shortage}. Make room")
+            self._is_short = shortage is not None
 
     def _write(self, state: dict[str, Any], save: dict[str, Any]) -> None:
         """Write without a copy, in a thread, so that this rank's main thread can report that it waits."""
@@ -220,12 +235,8 @@ class Saver:
             return
         step = self._pending_step
         shutil.rmtree(checkpoint_index.unfinished_folder(self._folder, step), ignore_errors=True)
-        print(
-            f"WARNING: the checkpoint of step {step} could not be written ({reason}); "
-            f"the newest is that of step {self._saved_step}",
-            file=sys.stderr,
-            flush=True,
-        )
+        newest = f"the newest is that of step {self._saved_step}"
+        self._warn(f"the checkpoint of step {step} could not be written ({reason}); {newest}")
 
     def _wait_for_all(self, pending: Future[Any]) -> Future[Any]:
         """Returns `pending` when no rank writes any more. All ranks call it together."""

@@ -103,12 +103,7 @@ class Stager(AsyncStager):
         pages = torch.frombuffer(mmap.mmap(-1, like.nbytes), dtype=torch.uint8)
         if code := self._pinning.register(pages.data_ptr(), like.nbytes):
             self._refused = True
-            print(
-                f"WARNING: {like.nbytes / 1e6:.0f} MB for checkpoints can't be pinned (CUDA's error {code}), "
-                "so copies to the host are slower. Try a higher limit of locked memory (ulimit -l).",
-                file=sys.stderr,
-                flush=True,
-            )
+            warn_of_pageable(like.nbytes, code=code)
         else:
             self._pinned[name] = pages.data_ptr()
         return pages.view(like.dtype).view(like.shape)
@@ -117,6 +112,16 @@ class Stager(AsyncStager):
         if (address := self._pinned.pop(name, None)) is not None:
             assert self._pinning is not None
             self._pinning.unregister(address)
+
+
+def warn_of_pageable(count: int, *, code: int) -> None:
+    """count: the bytes that CUDA does not register; code: its error."""
+    print(
+        f"WARNING: {count / 1e6:.0f} MB for checkpoints can't be pinned (CUDA's error {code}), "
+        "so copies to the host are slower. Try a higher limit of locked memory (ulimit -l).",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def stager_for(device: torch.device) -> Stager:

@@ -16,6 +16,7 @@ from hpc_parallel.config.learning_rate import learning_rate
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Batches
 from hpc_parallel.strategies.loss import WithMetrics
+from hpc_parallel.training.memory_copies import MemoryCopies
 from hpc_parallel.training.nonfinite import CHECK_EVERY
 from hpc_parallel.training.observers import Observers
 from hpc_parallel.training.optimizer import ModelOptimizer
@@ -50,10 +51,13 @@ class Trainer:
         saver: Saver,
         stop: Callable[[int], signal.Signals | None],
         steps_done: int,
+        memory: MemoryCopies | None = None,
     ) -> None:
         """`stop`: returns the signal if all ranks stop after this step, else None.
 
         `steps_done`: the number of steps in the checkpoint that the run was restored from, else 0.
+
+        `memory`: copies the state to the memory of hosts between two checkpoints.
         """
         self._step = step
         self._optimizer = optimizer
@@ -67,6 +71,7 @@ class Trainer:
         self._schedule = config.optimizer
         self._saver = saver
         self._stop = stop
+        self._memory = memory
         self.steps_done = steps_done
         self._progress.first_step = steps_done + 1
 
@@ -106,6 +111,8 @@ class Trainer:
             if step < steps and (signalled := self._stop(step)) is not None:
                 self._save(step, blocking=True)
                 return signalled
+            if self._memory is not None and step < steps and self._memory.due(step):
+                self._copy(step, memory=self._memory)
         self._progress.mark("done", self.steps_done)
         return None
 
@@ -131,6 +138,13 @@ class Trainer:
         self._step.raise_if_nonfinite(step, batches=self._samples.train)
         started = time.perf_counter()
         self._saver.save(step, blocking=blocking)
+        self._metrics.leave_out(time.perf_counter() - started, cause="saving")
+
+    def _copy(self, step: int, *, memory: MemoryCopies) -> None:
+        self._progress.mark("save", step)
+        self._step.raise_if_nonfinite(step, batches=self._samples.train)
+        started = time.perf_counter()
+        memory.keep(step, on_wait=lambda: self._progress.mark("save", step))
         self._metrics.leave_out(time.perf_counter() - started, cause="saving")
 
     def validate(self, *, after: int) -> dict[str, float | None]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,20 +14,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from hpc_parallel.failure import notify
 from hpc_parallel.layout.step_facts import rounded_parts
-from hpc_parallel.record import attempts
-from hpc_parallel.record.checkpoint_index import clear, set_aside_after
+from hpc_parallel.machine.world import World
+from hpc_parallel.record import attempts, checkpoint_index, host_memory
+from hpc_parallel.record.checkpoint_index import Checkpoint, clear, set_aside_after
 from hpc_parallel.record.metrics_file import MetricsReader
-from hpc_parallel.record.trust import require_private
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.trust import UntrustedError, require_private
+from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.device_traffic import figures, ring_all_reduce
 from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.strategies.groups import make_saving_group
 from hpc_parallel.strategies.mesh import axis_of, weight_axes
 from hpc_parallel.training.callbacks import Callbacks
-from hpc_parallel.training.checkpoint import CheckpointReader, optimizer_sizes, save_s, state_of
+from hpc_parallel.training.checkpoint import CheckpointReader, StateDict, optimizer_sizes, save_s, state_of
 from hpc_parallel.training.load_weights import start_from
-from hpc_parallel.training.metrics import Metrics, Scale, peak_flops
+from hpc_parallel.training.memory_copies import MemoryCopies, layout_of_state
+from hpc_parallel.training.metrics import Energy, Metrics, Scale, peak_flops
 from hpc_parallel.training.nonfinite import NonFiniteError
 from hpc_parallel.training.observers import Observers, Profiler
 from hpc_parallel.training.optimizer import ModelOptimizer, build_optimizer
@@ -33,7 +40,7 @@ from hpc_parallel.training.read_ahead import ReadAhead
 from hpc_parallel.training.replicas import ReplicaCheck, ReplicaError
 from hpc_parallel.training.restore import newest_sound, restore
 from hpc_parallel.training.rounding import hold_bfloat16, rounding_of
-from hpc_parallel.training.saver import Saver, SavingGroup
+from hpc_parallel.training.saver import Saver, SavingGroup, print_warning
 from hpc_parallel.training.state_bytes import state_by_rank
 from hpc_parallel.training.step import Step
 from hpc_parallel.training.trainer import RankBatches, Trainer
@@ -58,6 +65,7 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     """
     folder, device = context.folder, context.device
     on_phase = phases_of(folder, rank=dist.get_rank())
+    energy = Energy.of(device, devices=context.config.devices)
     session = Session.open(context.config, device=device, on_phase=on_phase)
     config, assembled = session.config, session.assembled
     split = bool(weight_axes(assembled.mesh))
@@ -65,22 +73,26 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     optimizer = build_optimizer(weights, config.optimizer, split=split, rounding=rounding)
     state = partial(state_of, assembled, optimizer)
     on_phase("loading the weights")
-    steps_done, last_save_s = restore_or_start(session, context, optimizer=optimizer)
+    memory = open_memory(session, context, state=state)
+    steps_done, on_disk = restore_or_start(session, context, optimizer=optimizer, memory=memory)
     if rounding is not None and rounding.weights:
         hold_bfloat16(weights.values())
     check = replicas_check(session)
     check(steps_done)
     samples = samples_of(session)
-    metrics = Metrics(scale_of(session, replicas=samples.validation.replicas), device=device)
+    scale = scale_of(session, replicas=samples.validation.replicas)
+    metrics = Metrics(scale, device=device, compiles=config.training.compile, energy=energy)
     profilers: Profilers = resolve_name(PROFILERS)(session, folder, metrics=metrics, steps_done=steps_done)
     observers = open_observers(
         session, context, metrics=metrics, profilers=profilers.on, steps_done=steps_done
     )
     saver = Saver(
         folder.checkpoints, state=state, about={"config": context.values, "data": session.data.digest},
-        training=config.training, device=device, saving=saving_of(session), saved_step=steps_done,
-        save_s=last_save_s, check=check, on_wait=lambda: observers.progress.mark("save", trainer.steps_done),
-        on_saved=observers.callbacks.checkpoint,
+        training=config.training, device=device, saving=saving_of(session),
+        saved_step=0 if on_disk is None else on_disk.step,
+        save_s=None if on_disk is None else save_s(on_disk),
+        check=check, on_wait=lambda: observers.progress.mark("save", trainer.steps_done),
+        on_saved=observers.callbacks.checkpoint, warn=partial(warn_of_storage, folder),
     )  # fmt: skip
     if dist.get_rank() == 0 and (count := session.statistics_samples) is not None:
         other = "runs with another number (training.microbatch_size) have other losses"
@@ -90,14 +102,17 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     step = step_of(session, optimizer=optimizer, on_gradients=on_gradients)
     trainer = Trainer(
         step, optimizer=optimizer, samples=samples, observers=observers, config=config, saver=saver,
-        stop=stop.after, steps_done=steps_done,
+        stop=stop.after, steps_done=steps_done, memory=memory,
     )  # fmt: skip
     # `stop` stays open until all files are written: a signal must not end a run that is almost done.
     on_phase("first steps (torch.compile)" if config.training.compile else "first steps")
     with contextlib.closing(samples.train), stop:
         signalled = fit(trainer, saver=saver, metrics=metrics)
+        if memory is not None:  # the last checkpoint is on the disk
+            memory.close(on_wait=lambda: observers.progress.mark("save", trainer.steps_done))
+            memory.remove()
         if dist.get_rank() == 0:
-            attempts.note(folder, "worked", spent_s=metrics.spent_s)
+            attempts.note(folder, "worked", spent_s=metrics.spent_s, **metrics.energy)
         profilers.recording.close()
         observers.callbacks.end(trainer.steps_done)
         if signalled is None:
@@ -166,16 +181,20 @@ def fit(trainer: Trainer, *, saver: Saver, metrics: Metrics) -> signal.Signals |
 
 
 def restore_or_start(
-    session: Session, context: TaskContext, *, optimizer: ModelOptimizer
-) -> tuple[int, float | None]:
-    """Restore the newest undamaged checkpoint of the run folder; without one, load `config.weights` if given.
+    session: Session, context: TaskContext, *, optimizer: ModelOptimizer, memory: MemoryCopies | None
+) -> tuple[int, Checkpoint | None]:
+    """Restore the newest undamaged checkpoint, of the run folder or in memory, or load `config.weights`.
 
-    Rank 0 records the start. Returns the number of steps done, and how long that checkpoint took to write.
+    Rank 0 records the start. Returns the number of steps done, and the newest checkpoint on the disk up to
+    this step; on ranks other than 0 only if it was restored.
     """
     config, folder, rank = session.config, context.folder, dist.get_rank()
     if rank == 0:
         clear(folder.checkpoints)
-    checkpoint, warnings = newest_sound(folder.checkpoints)
+    part = None if memory is None else memory.newest()
+    in_memory = None if part is None else part.record.step
+    checkpoint, warnings = newest_sound(folder.checkpoints, in_memory=in_memory)
+    steps_done, where = in_memory or 0, "the copy in memory"
     if checkpoint is not None:
         if not config.launcher.shared_folder:
             require_private(checkpoint.path)  # its index is a pickle
@@ -184,15 +203,56 @@ def restore_or_start(
             optimizer.create_state(optimizer_sizes(reader))
         state = state_of(session.assembled, optimizer)
         restore(checkpoint, state, reader=reader, digest=session.data.digest, device=session.device)
+        steps_done, where = checkpoint.step, "the checkpoint"
+    elif part is not None:
+        optimizer.create_state(part.optimizer_sizes)
+        part.fill(state_of(session.assembled, optimizer), device=session.device)
     else:
         start_from(config, session.assembled)
-    steps_done = checkpoint.step if checkpoint else 0
     if rank == 0:
         set_aside_after(folder.checkpoints, step=steps_done)
         attempts.begin(folder, step=steps_done, environment=context.environment, warnings=warnings)
-        if checkpoint is not None:
-            print(f"continuing from the checkpoint of step {steps_done}", flush=True)
-    return steps_done, save_s(checkpoint) if checkpoint else None
+        if steps_done:
+            print(f"continuing from {where} of step {steps_done}", flush=True)
+        checkpoint = next(iter(checkpoint_index.complete(folder.checkpoints)), None)
+    return steps_done, checkpoint
+
+
+def open_memory(
+    session: Session, context: TaskContext, *, state: Callable[[], StateDict]
+) -> MemoryCopies | None:
+    """Open the copies in the memory of hosts, with all ranks; None if they are off or can't be kept."""
+    config, rank = session.config, dist.get_rank()
+    if (every := config.training.memory_checkpoint_every) is None:
+        return None
+    world = World.discover(context.environment)
+    host = f"node-{world.node}" if world.one_machine else world.host
+    names = (host_memory.name_of(context.folder, context.environment), secrets.token_hex(8))
+    name, start = exchange.broadcast(names if rank == 0 else None)
+    folder, problem = None, None
+    try:
+        host_memory.remove_leftovers(name)
+        folder = host_memory.open_folder(name, host=host)
+    except (OSError, UntrustedError) as error:
+        problem = str(error)
+    problems = exchange.all_gather(problem)
+    if folder is None or any(problems):
+        if rank == 0:
+            print(f"WARNING: no copy in memory: {next(filter(None, problems))}", file=sys.stderr, flush=True)
+        return None
+    layout = layout_of_state(state_of(session.assembled), data=session.data.digest)
+    memory = MemoryCopies(
+        folder, host=host, every=every, layout=layout, device=session.device, group=make_saving_group(config),
+        start=start, state=state,
+    )  # fmt: skip
+    if rank == 0 and not memory.has_partner:
+        print("copies in memory: this run has one host, so a lost host loses them", flush=True)
+    return memory
+
+
+def warn_of_storage(folder: RunFolder, text: str) -> None:
+    print_warning(text)
+    notify.tell(folder, f"storage: {text}", about=notify.STORAGE, waits=False)
 
 
 def saving_of(session: Session) -> SavingGroup:

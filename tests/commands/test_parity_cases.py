@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from hpc_parallel.commands import parity as command
 from hpc_parallel.commands.parity import main, prove
@@ -22,6 +23,7 @@ from hpc_parallel.proof.cases import ALL_RECIPES, Case, plan, without_refused
 from hpc_parallel.proof.compare import ROUNDED, TOLERANCES, Difference, Verdict, compare
 from hpc_parallel.proof.pace import Pace
 from hpc_parallel.proof.rows import RECIPES, ROWS
+from hpc_parallel.proof.task import full_arrays
 from hpc_parallel.record.run_folder import RunFolder
 from tests.marks import in_full
 
@@ -77,11 +79,16 @@ def test_each_recipe_of_the_docs_has_a_proof() -> None:
     for recipe, case in zip(RECIPES, cases, strict=True):
         run, alone, words = case.run.config, case.alone.config, recipe.line.split()
         assert "training.compile=true" not in words or run.training.compile
-        for key in ("precision", "weights"):
+        for key in ("precision", "weights", "fp8"):
             assert getattr(run.training, key) == getattr(alone.training, key)
-            assert getattr(run.training, key) == value_of(f"training.{key}", words, "float32")
+            if key != "precision" or run.training.fp8 == "off":
+                assert getattr(run.training, key) == value_of(f"training.{key}", words, DEFAULTS[key])
+        assert run.training.fp8 == "off" or run.training.precision == "float64"  # sharp
         assert run.optimizer.state == alone.optimizer.state == value_of("optimizer.state", words, "float32")
         assert run.data.get("packing", False) == alone.data.get("packing", False) == (case.net == "packed")
+
+
+DEFAULTS = {"precision": "float32", "weights": "float32", "fp8": "off"}
 
 
 def value_of(key: str, words: list[str], default: str) -> str:
@@ -318,9 +325,18 @@ def test_ctrl_c_keeps_the_rows_that_are_done(
     assert "2 rows in float32: 1 equal, 1 left out." in shown
 
 
-@pytest.mark.parametrize(("is_rounded", "bound"), [(False, 1e-9), (True, 1e-5)])
+def test_a_proof_keeps_bfloat16_without_rounding() -> None:
+    weight = torch.tensor([1 / 3, -2.5e-30, 3e38], dtype=torch.bfloat16)
+    kept = full_arrays({"weight": weight, "exact": weight.double()})
+    assert kept["weight"].astype(np.float64).tolist() == kept["exact"].tolist() == weight.tolist()
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_rounded", "bound"),
+    [("float64", False, 1e-9), ("float64", True, 1e-5), ("float32", False, 1e-9)],
+)
 def test_a_row_has_the_bounds_that_judged_it(
-    is_rounded: bool, bound: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: str, is_rounded: bool, bound: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (case, *_), _ = plan(["strategy=fsdp", f"run_dir={tmp_path}", "training.precision=float64"])
     assert case.alone is not None
@@ -330,7 +346,7 @@ def test_a_row_has_the_bounds_that_judged_it(
     differences = {"losses": Difference(1e-7, "step 1")}
     monkeypatch.setattr(command, "run_quietly", lambda run: None)
     monkeypatch.setattr(command, "compare", lambda *_, **__: differences)
-    prove([case], [], precision="float64")
+    prove([case], [], precision=precision)  # of the table; the row has its own
     (row,) = json.loads((tmp_path / "parity.json").read_text())["rows"]
     assert (row["word"], row["bounds"]["losses"]) == ("equal" if is_rounded else "MISS", bound)
 

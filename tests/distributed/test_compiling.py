@@ -297,7 +297,8 @@ def float8_differences(name: str, recipe: str, keeps: str) -> float:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "recipe", "keeps"), [("tensor", "tensorwise", "full"), ("context", "rowwise", "none")]
+    ("name", "recipe", "keeps"),
+    [("tensor", "tensorwise", "full"), ("context", "rowwise", "none"), ("tensor", "rowwise", "selective")],
 )
 def test_a_compiled_block_exchanges_scales(
     compiling_workers: Workers, name: str, recipe: str, keeps: str

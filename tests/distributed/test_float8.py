@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
-from hpc_parallel.strategies.float8 import LayerSplits, Product, ScaleAxis
+from hpc_parallel.strategies.float8 import LARGEST, LayerSplits, Product, ScaleAxis, WeightScales
 from tests.marks import in_full
 from tests.parity import COMMON, assert_follows, largest_difference
 from tests.workers import Train, Workers
@@ -30,12 +31,15 @@ def test_the_curve_is_that_of_bfloat16(trained: Train, recipe: str) -> None:
 
 WORDS = (*COMMON, HALF, TENSORWISE)
 LAYOUTS = ["strategy=data", "strategy=fsdp", "strategy=pipeline", "strategy=tensor", "strategy=context"]
+LAYOUTS.append("strategy=fsdp training.weights=bfloat16 training.activation_checkpointing=selective")
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[1], *in_full((name,) for name in LAYOUTS if name != LAYOUTS[1])])
 def test_a_layout_follows_one_device(trained: Train, layout: str) -> None:
     """Scales are powers of two, so other microbatches leave the bound of bfloat16 as it is."""
-    reference, split = trained(*WORDS, "strategy=single"), trained(*WORDS, layout, "nodes=2")
+    rounded = [word for word in layout.split() if word.startswith("training.weights")]
+    reference = trained(*WORDS, *rounded, "strategy=single")
+    split = trained(*WORDS, *layout.split(), "nodes=2")
     assert largest_difference(split.losses, reference.losses) < 2**-9
 
 
@@ -98,12 +102,23 @@ def test_parts_have_the_scale_of_the_whole(workers: Workers, by_rows: bool) -> N
 
 EXACT = ("training.precision=float64", "model.layers=2")
 FOUR = ("nodes=2", "gpus_per_node=2")
+SELECTIVE, ROUNDED = "training.activation_checkpointing=selective", "training.weights=bfloat16"
+MIXTURE = (
+    "model=moe_tiny", "model.ffn_dim=64", "model.experts=4", "model.balance=0.1", "model.shared_experts=1",
+    "model.dense_layers=1", "model.layers=3",
+)  # fmt: skip
 SPLITS = {
     # layout: (recipe, words, samples of a microbatch). One device has the same microbatches.
-    "tensor": ("tensorwise", ("strategy=tensor", "nodes=2"), 16),
+    "tensor, keeping products, rounded weights": (
+        "tensorwise", ("strategy=tensor", "nodes=2", SELECTIVE, ROUNDED), 16
+    ),
     "context, by rows": ("rowwise", ("strategy=context", "nodes=2"), 16),
+    "expert x tensor": (
+        "rowwise", (*MIXTURE, "strategy=tensor", *FOUR, "strategy.tensor=2", "strategy.expert=2"), 8
+    ),
 }  # fmt: skip
 MORE_SPLITS = {
+    "tensor": ("tensorwise", ("strategy=tensor", "nodes=2"), 16),
     "data": ("tensorwise", ("strategy=data", "nodes=2"), 8),
     "pipeline": ("tensorwise", ("strategy=pipeline", "nodes=2"), 4),
     "tensor, by rows": ("rowwise", ("strategy=tensor", "nodes=2"), 16),
@@ -122,6 +137,29 @@ MORE_SPLITS = {
         ("strategy=fsdp", *FOUR, "strategy.tensor=2", "training.activation_checkpointing=full"), 8,
     ),
     "shard x context": ("tensorwise", ("strategy=fsdp", *FOUR, "strategy.context=2"), 8),
+    "experts of each replica": ("rowwise", (*MIXTURE, "strategy=data", "nodes=2"), 4),
+    "shard x expert, recomputing all": (
+        "rowwise",
+        (*MIXTURE, "strategy=fsdp", *FOUR, "strategy.expert=2", "training.activation_checkpointing=full"), 4,
+    ),
+    "expert x tensor, keeping products, rounded weights": (
+        "rowwise",
+        (*MIXTURE, "strategy=tensor", *FOUR, "strategy.tensor=2", "strategy.expert=2", SELECTIVE, ROUNDED), 8,
+    ),
+    "shard, rounded weights": ("tensorwise", ("strategy=fsdp", "nodes=2", ROUNDED), 8),
+    "pipeline x context, keeping products, rounded weights": (
+        "tensorwise",
+        ("strategy=pipeline", *FOUR, "strategy.pipeline=2", "strategy.context=2", SELECTIVE, ROUNDED), 4,
+    ),
+    "pipeline x expert": (
+        "rowwise", (*MIXTURE, "strategy=pipeline", *FOUR, "strategy.pipeline=2", "strategy.expert=2"), 4
+    ),
+    "expert x context": (
+        "rowwise", (*MIXTURE, "strategy=context", *FOUR, "strategy.context=2", "strategy.expert=2"), 8
+    ),
+    "a mixture, tensor, whole sequences": (
+        "rowwise", (*MIXTURE, "strategy=tensor", "nodes=2", "strategy.sequence_parallel=false"), 16
+    ),
 }  # fmt: skip
 
 
@@ -130,7 +168,47 @@ def test_a_layout_rounds_as_one_device(trained: Train, layout: str) -> None:
     """In float64 nothing but another scale differs: it moves the numbers that have few bits left."""
     recipe, words, samples = (SPLITS | MORE_SPLITS)[layout]
     words_of_both = *COMMON, *EXACT, f"training.fp8={recipe}", f"training.microbatch_size={samples}"
+    model = [word for word in words if word.startswith(("model", "training.weights"))]
     assert_follows(
-        trained(*words_of_both, *words), trained(*words_of_both, "strategy=single"),
+        trained(*words_of_both, *words), trained(*words_of_both, *model, "strategy=single"),
         losses=1e-10, weights=1e-10,
     )  # fmt: skip
+
+
+def test_one_message_a_step_has_the_scales_of_all_weights(trained: Train) -> None:
+    """Per block and microbatch: an input of two layers forward, a gradient of five layers backward."""
+    words = (*COMMON, *EXACT, "strategy=tensor", "nodes=2", "training.microbatch_size=8")
+    without, float8 = (
+        trained(*words, f"training.fp8={recipe}").collectives["all_reduce", (0, 1)]
+        for recipe in ("off", "tensorwise")
+    )
+    blocks, microbatches = 2, 2
+    assert float8 - without == blocks * microbatches * (2 + 5) + 1
+
+
+def steps_of_weight_scales() -> list[bool]:
+    """Whether layers know the largest value of their split weight in each step, and forget it afterwards."""
+    rank, outcomes = dist.get_rank(), []
+    axis = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    layer = torch.nn.Linear(16, 16)
+    setattr(layer, LARGEST, None)
+
+    class Inner:
+        copies = ()
+
+        def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+            outcomes.append(float(getattr(layer, LARGEST)) == float(targets))
+            return inputs
+
+        evaluate = train
+
+    schedule = WeightScales(Inner(), layers=[layer], axes=[None, axis])
+    for run, step in ((schedule.train, 1.0), (schedule.train, 2.0), (schedule.evaluate, 3.0)):
+        torch.nn.init.constant_(layer.weight, -step if rank else step / 2)
+        run(torch.zeros(1), torch.tensor(step))
+        outcomes.append(getattr(layer, LARGEST) is None)
+    return outcomes
+
+
+def test_scales_of_weights_are_those_of_each_step(workers: Workers) -> None:
+    assert workers.run(2, steps_of_weight_scales) == [[True] * 6] * 2

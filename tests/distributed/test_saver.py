@@ -90,6 +90,21 @@ def test_a_plan_is_made_once_and_anew_after_a_failed_save(workers: Workers, tmp_
     assert intact == [True] * 3
 
 
+def test_a_disk_that_gets_full_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    saver = Saver(
+        tmp_path, state=dict, about={}, training=TrainingConfig(keep_last=3, keep_every=7),
+        device=torch.device("cpu"), saving=SavingGroup(None, dist.new_group, timeout_s=1.0),
+        warn=lines.append,
+    )  # fmt: skip
+    asked = mock.Mock(side_effect=[None, "is full", "is full", None, "is full"])
+    monkeypatch.setattr(module.checkpoint_index, "shortage", asked)
+    for _ in range(5):
+        saver._prune()
+    assert lines == [f"{tmp_path} is full. Make room"] * 2
+    assert asked.mock_calls == [mock.call(tmp_path, keep_last=3, keep_every=7)] * 5
+
+
 def slow_save(folder: str, kind: str, timeout_s: float) -> dict[str, Any]:
     """Step 1 is written slowly by rank 1, step 2 at once: what each rank saw.
 

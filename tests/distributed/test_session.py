@@ -9,15 +9,19 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hpc_parallel.profiling.rank_times import FIRST_STEP
+from hpc_parallel.training import metrics as metrics_module
+from hpc_parallel.training.metrics import Energy, Metrics, Scale, StepResult
 from hpc_parallel.worker.session import require_equal_data
 from tests import printed
 from tests.marks import in_full
+from tests.nvml import Nvml
 from tests.workers import Workers, train_here
 
 SMALL = (
@@ -43,8 +47,29 @@ SUMMARY = {
     "busiest_rank_traffic_bytes", "traffic", "unknown_collectives", "ring_all_reduce", "predicted",
     "restarts", "lost_steps", "skipped_steps", "started", "ended", "job_ids", "weights", "comparison",
     "ended_early", "left_out", "slow_ranks", "shares", "statistics_samples", "in_bfloat16",
-    "rank_memory_bytes", "rank_state_bytes", "time_use_s", "useful_share",
+    "rank_memory_bytes", "rank_state_bytes", "time_use_s", "useful_share", "energy",
 }  # fmt: skip
+
+
+def counted_energy() -> dict[str, float]:
+    """Of three ranks: the first two share a GPU, and the host of the third has no counter."""
+    rank, readings = dist.get_rank(), iter((1000.0, 6000.0))
+    nvml = Nvml(
+        1, nvmlDeviceGetHandleByUUID=lambda uuid: 0,
+        **({"nvmlDeviceGetTotalEnergyConsumption": lambda handle: next(readings)} if rank < 2 else {}),
+    )  # fmt: skip
+    with (
+        mock.patch.object(metrics_module, "nvml_module", return_value=nvml),
+        mock.patch.object(metrics_module, "gpu_uuid", return_value=f"GPU-{max(1, rank)}"),
+    ):
+        energy = Energy.of(torch.device("cuda"), devices=3)
+    metrics = Metrics(Scale(3, None, 1.0, 3, 3, None), device=torch.device("cpu"), energy=energy)
+    metrics.note(StepResult(torch.zeros(()), torch.zeros(())))
+    return dict(metrics.line(step=1, learning_rate=0.1)["energy"])
+
+
+def test_a_line_has_the_energy_of_each_gpu_once(workers: Workers) -> None:
+    assert workers.run(3, counted_energy) == [{"joules": 5.0, "gpus": 1, "of_gpus": 2}] * 3
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ from hpc_parallel.strategies.context.attention_kernels import (
     CUDNN,
     EFFICIENT,
     FLASH,
+    Attended,
     Kernel,
     accumulated,
     kernel_for,
@@ -67,7 +68,7 @@ def by_parts(kernel: Kernel, query: Tensor, kv: Tensor, grad: Tensor) -> tuple[T
     output, lse = accumulated(kernel.forward(query, own, causal=True))
     merge(output, lse, part=kernel.forward(query, earlier, causal=False))
     parts = [
-        kernel.backward(grad, query, part, output=output.to(query.dtype), lse=lse, causal=part is own)
+        kernel.backward(Attended(grad, query, output.to(query.dtype), lse), part, causal=part is own)
         for part in (earlier, own)
     ]
     grad_query = parts[0][0].double() + parts[1][0].double()

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpc_parallel.strategies.float8 import LayerSplits, Product, quantise
+from hpc_parallel.strategies.float8 import (
+    LayerSplits,
+    Product,
+    groups_problem,
+    product_of_groups,
+    quantise,
+)
 from hpc_parallel.torch_internals import scaled_product
 from tests.gpu.test_strategies import DEVICE, pytestmark  # noqa: F401
 
@@ -38,5 +44,23 @@ def test_a_gpu_gives_the_gradients_of_a_cpu(by_rows: bool) -> None:
         factors = [factor.detach().to(device).requires_grad_() for factor in (x, weight)]
         Product.apply(*factors, by_rows, LayerSplits()).backward(gradient.to(device))
         found.append([factor.grad.cpu().double() for factor in factors if factor.grad is not None])
+    for of_cpu, of_device in zip(*found, strict=True):
+        assert float((of_cpu - of_device).abs().max() / of_cpu.abs().max()) <= 2 * ROUNDING
+
+
+def test_experts_of_a_gpu_give_the_gradients_of_a_cpu() -> None:
+    """Groups of uneven sizes, one without rows."""
+    assert groups_problem("rowwise", torch.device(DEVICE)) is None
+    numbers = torch.Generator().manual_seed(2)
+    rows, weights, gradient = (
+        torch.randn(*shape, generator=numbers).bfloat16()
+        for shape in ((ROWS, INNER), (3, COLUMNS, INNER), (ROWS, COLUMNS))
+    )
+    ends, found = torch.tensor([13, 13, ROWS], dtype=torch.int32), []
+    for device in ("cpu", DEVICE):
+        factors = [factor.detach().to(device).requires_grad_() for factor in (rows, weights)]
+        output = product_of_groups(*factors, ends.to(device), splits=LayerSplits())
+        output.backward(gradient.to(device))
+        found.append([x.detach().cpu().double() for x in (output, *(factor.grad for factor in factors))])
     for of_cpu, of_device in zip(*found, strict=True):
         assert float((of_cpu - of_device).abs().max() / of_cpu.abs().max()) <= 2 * ROUNDING

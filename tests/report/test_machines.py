@@ -5,6 +5,7 @@ Files of others are data.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,13 @@ def test_devices_and_slow_ranks_stand_beside_it(tmp_path: Path) -> None:
     line = "rank 2 on n2 is slow: compute takes 1.50 x (150.0 ms, and 100.0 elsewhere)"
     slow = {"rank": 2, "host": "n2", "cause": "compute", "line": line, "first_step": 60, "last_step": 90}
     write_json(folder.rank_times, {"samples": [{"ranks": ranks}], "slow": [], "accused": [slow]})
+    energy = {"gpu_kwh": 0.5, "gpus": 3, "of_gpus": 3}
+    write_json(folder.summary, {**json.loads(folder.summary.read_text()), "energy": energy})
     assert main(["report", str(tmp_path / "runs")]) == 0
     text = (tmp_path / "runs" / "report" / "report.md").read_text()
     assert "| devices: temperature | median 80 °C, worst 100 °C (rank 2 on n2) |" in text
     assert f"| slow rank | {line}, from step 60 to 90 |" in text
+    assert "| energy of the GPUs | 0.5 kWh |" in text
 
 
 def test_runs_without_a_record_have_no_section(tmp_path: Path) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
-from test_jobs import SMALL, Site, read, worker_of
+from test_jobs import SMALL, Site, losses, read, worker_of
 
 from hpc_parallel.record import attempts
+from hpc_parallel.record.host_memory import ROOT
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.slurm.short_forms import expand_hosts
 from tests.scripts.loops import printed_losses
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+COPIED = ("training.memory_checkpoint_every=2",)
 AGAIN = "the ranks start again in the same job, on the same hosts, {} of 3"
 SCRIPT = """
 import os, signal, sys, time
@@ -36,15 +41,55 @@ if first == 0:
 """
 
 
-def submit(site: Site, harm: str) -> tuple[str, RunFolder]:
-    """The job of SCRIPT after its end, which torch takes no part in."""
-    (site.home / "loop.py").write_text(SCRIPT)
+def submit(site: Site, harm: str, *words: str, script: str = SCRIPT) -> tuple[str, RunFolder]:
+    """The job of a script after its end, which torch takes no part in."""
+    (site.home / "loop.py").write_text(script)
     keys = ("nodes=2", "launcher=slurm", "launcher.wait=true", "run_dir=run")
     resume = "script.resume_arguments=--resume {run}/saved"
-    site.run(*keys, resume, "script.metrics='step (?P<step>\\d+)'", "--", "loop.py", "{run}/saved", harm)
+    site.run(
+        *keys, *words, resume, "script.metrics='step (?P<step>\\d+)'", "--", "loop.py", "{run}/saved", harm
+    )
     job = str(read(site.home / "run", "owner.json")["job_id"])
     site.ended(job)
     return job, RunFolder(site.home / "run")
+
+
+UNFIT = """
+import os, signal, sys, time
+from pathlib import Path
+rank, host, saved = os.environ["RANK"], os.environ["SLURMD_NODENAME"], Path(sys.argv[1])
+bad, died = saved.with_name("bad"), saved.with_name("died")
+step = int(saved.read_text()) if saved.exists() else 0
+if rank == "0":
+    print("step", step + 1, flush=True)
+    saved.write_text(str(step + 1))
+elif not bad.exists() or bad.read_text() == host:
+    bad.write_text(host)
+    times = int(died.read_text()) + 1 if died.exists() else 1
+    while not saved.exists() or saved.read_text() != str(times):
+        time.sleep(0.05)
+    died.write_text(str(times))
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == "0" and step < 2:
+    time.sleep(600)
+"""
+
+
+@pytest.mark.usefixtures("beside_others")
+def test_a_spare_takes_the_place_of_a_host_that_failed_twice(site: Site) -> None:
+    job, folder = submit(site, "die", "launcher.spares=1", script=UNFIT)
+    record, summary = site.record(job), read(folder.path, "summary.json")
+    assert (record["JobState"], record["Restarts"], record["NumNodes"]) == ("COMPLETED", "0", "3")
+    assert (summary["outcome"], summary["restarts"], summary["spares"]) == ("completed", 2, 1)
+    bad = (folder.path / "bad").read_text()
+    first, unfit, spare = expand_hosts(record["NodeList"])
+    assert [(end.how, end.host) for end in attempts.ends(folder)] == [("killed", bad)] * 2
+    assert unfit == bad
+    again = f"the ranks start again in the same job, on the spare {spare} in place of {bad}, 2 of 3"
+    starts = [line for line in log_of(folder, job) if "start again" in line or line.startswith("hpc_para")]
+    assert [line.partition(" on ")[2] for line in starts[1:]] == [
+        "the same hosts, 1 of 3", f"{first},{bad}", again.partition(" on ")[2], f"{first},{spare}",
+    ]  # fmt: skip
 
 
 def log_of(folder: RunFolder, job: str) -> list[str]:
@@ -110,6 +155,42 @@ def test_scancel_of_a_job_whose_ranks_start_again(site: Site) -> None:
     assert [end.how for end in attempts.ends(folder)] == ["killed", "cancelled"]
     assert AGAIN.format(2) not in log_of(folder, job)
     assert site.record(job)["Restarts"] == "0"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lost", [None, "n2"])
+def test_a_training_goes_on_from_the_memory_of_its_hosts(site: Site, lost: str | None) -> None:
+    """A rank is killed; the memory of its host may be lost too. The curve is that of one device."""
+    exact = (*SMALL, "training.steps=200", "training.precision=float64", "training.validate_every=null")
+    whole = site.run("strategy=single", *exact, "launcher=slurm", "launcher.wait=true", "run_dir=whole")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    folder, job = killed(site, *exact, *COPIED)
+    if lost is not None:
+        (memory,) = memory_of(job)
+        shutil.rmtree(memory / lost)
+    assert site.ended(job)["JobState"] == "COMPLETED"
+    first, second = attempts.starts(folder)
+    assert (first.after_step, second.job_id) == (0, job)
+    assert second.after_step
+    assert second.after_step % 2 == 0
+    assert second.lost_steps <= 3  # the next copy may have begun
+    line = f"continuing from the copy in memory of step {second.after_step}"
+    assert line in folder.log(0, "out").read_text()
+    assert losses(folder.path) == pytest.approx(losses(site.home / "whole"), rel=1e-10)
+    assert memory_of(job) == []
+
+
+@pytest.mark.full
+def test_a_job_that_fails_leaves_nothing_in_memory(site: Site) -> None:
+    folder, job = killed(site, *COPIED, "launcher.max_restarts=0")
+    assert site.ended(job)["JobState"] == "FAILED"
+    assert [end.how for end in attempts.ends(folder)] == ["killed"]
+    assert memory_of(job) == []
+
+
+def memory_of(job: str) -> list[Path]:
+    """The folders of a job in the memory of this machine, which all hosts share."""
+    return list(ROOT.glob(f"hpc_parallel-*-{job}-*"))
 
 
 def killed(site: Site, *words: str) -> tuple[RunFolder, str]:

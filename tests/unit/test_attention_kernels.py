@@ -15,6 +15,7 @@ from hpc_parallel.strategies.context.attention_kernels import (
     EFFICIENT,
     FLASH,
     STRIPS,
+    Attended,
     Kernel,
     accumulated,
     cuda_kernel,
@@ -61,7 +62,7 @@ def test_parts_of_the_keys_merge_to_the_formula(name: str, dtype: torch.dtype) -
     output, lse = accumulated(kernel.forward(query, own, causal=True))
     merge(output, lse, part=kernel.forward(query, earlier, causal=False))
     parts = [
-        kernel.backward(grad, query, part, output=output.to(dtype), lse=lse, causal=part is own)
+        kernel.backward(Attended(grad, query, output.to(dtype), lse), part, causal=part is own)
         for part in (earlier, own)
     ]
     grad_query = sum(part[0].double() for part in parts)
@@ -93,7 +94,7 @@ def test_a_query_sees_no_key_of_another_document(name: str, dtype: torch.dtype) 
     merge(output, lse, part=earlier)
     parts = [
         kernel.backward(
-            grad, query, kv[..., span, :], output=output.to(dtype), lse=lse, causal=False, bias=bias
+            Attended(grad, query, output.to(dtype), lse), kv[..., span, :], causal=False, bias=bias
         )
         for span, bias in zip(spans, biases, strict=True)
     ]
@@ -143,7 +144,7 @@ def test_operators_of_gpus_accept_the_arguments(kernel: Kernel, dtype: torch.dty
     kv = torch.empty(2, 2, 2, 40, 8, dtype=dtype, device="meta")
     output, lse = kernel.forward(query, kv, causal=True)
     assert (output.shape, lse.shape, lse.dtype) == (query.shape, query.shape[:3], torch.float32)
-    grad_query, grad_kv = kernel.backward(query, query, kv, output=output, lse=lse, causal=True)
+    grad_query, grad_kv = kernel.backward(Attended(query, query, output, lse), kv, causal=True)
     assert (grad_query.shape, grad_kv.shape) == (query.shape, kv.shape)
 
 
@@ -154,15 +155,13 @@ def test_rows_of_log_sums_are_padded_for_the_kernel_that_reads_them_so(
     query, kv, grad = _inputs(torch.float32)
     seen: list[Tensor] = []
 
-    def backward(
-        grad_output: Tensor, *qkv: Tensor, lse: Tensor, **_: object
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        seen.append(lse)
-        return qkv[0], qkv[1], qkv[2]
+    def backward(*tensors: Tensor, causal: bool) -> tuple[Tensor, ...]:
+        seen.append(tensors[-1])
+        return tensors[1:4]
 
     monkeypatch.setattr(EFFICIENT, "_backward", backward)
     lse = torch.arange(2 * 6 * 7.0).view(2, 6, 7)
-    _, grad_kv = EFFICIENT.backward(grad, query, kv, output=query, lse=lse, causal=False)
+    _, grad_kv = EFFICIENT.backward(Attended(grad, query, query, lse), kv, causal=False)
     assert seen[0].shape == (2, 6, 32)
     assert torch.equal(seen[0][..., :7], lse)
     assert bool(seen[0][..., 7:].isposinf().all())

@@ -273,6 +273,48 @@ def test_what_can_not_fit_is_refused() -> None:
     prepared(*words, "strategy=fsdp", "cluster.device_memory_gb=16")
 
 
+def test_copies_for_which_a_node_has_no_memory_are_refused() -> None:
+    """Two copies of two steps, of 12 bytes a weight on each of 8 ranks; without a partner one copy."""
+    words = (
+        "model=1b",
+        "strategy=data",
+        "gpus_per_node=8",
+        "training.global_batch_size=16",
+        "launcher=script",
+    )
+    copied = "training.memory_checkpoint_every=10"
+    needed_gb = 4 * 8 * 12 * B1 / 2**30
+    problem = (
+        rf"training\.memory_checkpoint_every = 10 needs at least {needed_gb:.1f} GB on each node "
+        r"\(4 copies of the 13\.8 GB of 8 ranks\), and the job has launcher\.memory_gb=400\. "
+        r"Try training\.memory_checkpoint_every=null"
+    )
+    with pytest.raises(ConfigError, match=problem):
+        prepared(*words, copied, "nodes=2", "launcher.memory_gb=400")
+    prepared(*words, copied, "nodes=2", f"launcher.memory_gb={needed_gb + 0.1}")
+    prepared(*words, copied, "nodes=2")
+    prepared(*words, copied, "nodes=1", "launcher.memory_gb=400")
+    prepared(*words, "nodes=2", "launcher.memory_gb=400")
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "problem", "suggestion"),
+    [
+        ("null", "checkpoint_every = null leaves nothing after the job", "checkpoint_every=500"),
+        ("10", "memory_checkpoint_every = 10 copies nothing that the disk", "memory_checkpoint_every=5"),
+        ("1", "memory_checkpoint_every = 10 copies nothing that the disk", "memory_checkpoint_every=null"),
+    ],
+)
+def test_copies_in_memory_stand_between_two_checkpoints(on_disk: str, problem: str, suggestion: str) -> None:
+    words = ("training.memory_checkpoint_every=10", f"training.checkpoint_every={on_disk}")
+    with pytest.raises(ConfigError) as refused:
+        prepared(*words)
+    assert f"training.{problem}" in str(refused.value)
+    assert f"Try training.{suggestion}." in str(refused.value)
+    prepared(*words, f"training.{suggestion}")
+    prepared(*words, "task=generate")
+
+
 @pytest.mark.parametrize(
     ("words", "environment", "needed_gb"),
     [

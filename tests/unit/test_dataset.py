@@ -143,6 +143,16 @@ def test_any_array_of_numbers_is_a_sample(turn: int, dtype: str) -> None:
     assert inputs.dtype == getattr(torch, dtype.replace("uint16", "int64"))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.complex64])
+def test_any_tensor_is_a_sample(dtype: torch.dtype) -> None:
+    """Also of a dtype that numpy lacks."""
+    sample = torch.tensor([[0, 1], [1, 0]], dtype=dtype), torch.tensor(1, dtype=dtype)
+    inputs, targets = DatasetData(dataset=[sample] * 20).train.batch(np.arange(2))
+    assert (inputs.dtype, targets.dtype) == (dtype, dtype)
+    assert inputs.equal(torch.stack([sample[0]] * 2))
+    assert targets.tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint16", "int32"])
 def test_narrow_tokens_are_compared_and_fit_an_embedding(dtype: str) -> None:
     """255 is a token of 256, although 256 is none of uint8."""

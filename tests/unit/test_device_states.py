@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +13,17 @@ from typing import Any
 import pytest
 
 from hpc_parallel.commands import show
+from hpc_parallel.machine.device_state import EnergyCounter
 from hpc_parallel.machine.world import World
+from hpc_parallel.record import attempts
 from hpc_parallel.record.recorded_slow_ranks import device_file
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.report.run_lines import device_lines
 from hpc_parallel.script import script_metrics
 from hpc_parallel.script.script_metrics import gpu_of
-from tests.nvml import Nvml
+from hpc_parallel.slurm import records
+from tests.nvml import Nvml, NVMLError
 from tests.recorded_runs import finished
 
 GIB = 2**30
@@ -76,6 +82,52 @@ def test_show_has_the_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     at = printed.index("devices")
     assert [line.split(maxsplit=1) for line in printed[at + 1 : at + 5]] == [list(row) for row in EXPECTED]
+
+
+KWH = 3.6e9  # in NVML's unit, mJ
+
+
+def test_the_energy_of_a_gpu_is_the_sum_of_the_differences_of_its_counter() -> None:
+    readings = iter((5 * KWH, 5.5 * KWH, NVMLError(), 6 * KWH, 0.25 * KWH, 0.5 * KWH))  # a driver loaded anew
+
+    def read(handle: int) -> int:
+        if isinstance(value := next(readings), NVMLError):
+            raise value
+        return int(value)
+
+    nvml = Nvml(1, nvmlDeviceGetHandleByUUID=lambda uuid: 0, nvmlDeviceGetTotalEnergyConsumption=read)
+    counter = EnergyCounter(nvml, "GPU-0")
+    assert [counter.joules() / 3.6e6 for _ in range(5)] == pytest.approx([0.5, 0.5, 1.0, 1.25, 1.5])
+    without = Nvml(1, nvmlDeviceGetHandleByUUID=lambda uuid: 0)
+    for machine, uuid in ((without, "GPU-0"), (None, "GPU-0"), (nvml, None)):
+        assert math.isnan(EnergyCounter(machine, uuid).joules())
+
+
+@pytest.mark.parametrize(
+    ("energy", "printed", "lines"),
+    [
+        ({"gpu_kwh": 1.234, "gpus": 4, "of_gpus": 4}, "7200000\n3600000\n", ["1.23 kWh", "3 kWh"]),
+        ({"gpu_kwh": 1.234, "gpus": 3, "of_gpus": 4}, "7200000\n\n",  # not for each start
+         ["1.23 kWh, of 3 of 4 GPUs: the others have no counter"]),
+        ({}, "0\n", []), ({}, "18446744073709551614\n", []), ({}, None, []), ({}, "", []),
+        ({}, "36000\n", ["0.01 kWh"]),
+    ],
+)  # fmt: skip
+def test_show_has_the_energy(
+    energy: dict[str, float], printed: str | None, lines: list[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    asked = []
+    monkeypatch.setattr(records, "printed", lambda *words, **_: asked.append(words) or printed)
+    folder = finished(tmp_path / "run", "strategy=data", "nodes=2")
+    attempts.begin(folder, step=0, environment={"SLURM_JOB_ID": "7"})
+    attempts.begin(folder, step=0, environment={"SLURM_JOB_ID": "8"})
+    write_json(folder.summary, {**json.loads(folder.summary.read_text()), "energy": energy})
+    assert show.main([str(folder.path)]) == 0
+    titles = ("energy of the GPUs", "energy by Slurm")
+    shown = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith(titles)]
+    assert [re.split("  +", line)[1] for line in shown] == lines
+    assert [words[-1] for words in asked if words[0] == "sacct"] == ["7,8"]
 
 
 def test_of_a_script_each_rank_has_a_file(tmp_path: Path) -> None:

@@ -40,12 +40,12 @@ SUMMARY_KEYS = {
     "comparison",
     "slow_ranks", "shares", "statistics_samples", "in_bfloat16", "rank_memory_bytes", "rank_state_bytes",
     "ended_early", "left_out",
-    "outcome", "strategy", "layout", "nodes", "gpus_per_node", "world_size", "steps", "samples",
+    "outcome", "strategy", "layout", "nodes", "spares", "gpus_per_node", "world_size", "steps", "samples",
     "final_loss", "validation_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
     "exposed_communication_share", "bubble_share", "step_parts_s", "traffic_bytes",
     "busiest_rank_traffic_bytes", "traffic", "unknown_collectives", "ring_all_reduce", "predicted",
     "restarts", "lost_steps", "skipped_steps", "started", "ended", "job_ids",
-    "time_use_s", "useful_share",
+    "time_use_s", "useful_share", "energy",
 }  # fmt: skip
 MS = 1_000_000
 
@@ -455,6 +455,36 @@ def test_a_time_limit_is_named_and_no_cancellation(folder: RunFolder) -> None:
     assert read_json(folder.summary)["outcome"] == "failed"
 
 
+@pytest.mark.parametrize(
+    ("slurm", "lost_peer", "outcome"),
+    [
+        ("JOB 3 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***", False, "cancelled"),
+        ("JOB 3 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***", True, "cancelled"),
+        ("JOB 3 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION ***", True, "preempted"),
+        ("JOB 3 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO NODE FAILURE, SEE LOG ***", True, "failed"),
+        ("STEP 3.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***", True, "failed"),  # srun's own
+    ],
+)  # fmt: skip
+def test_an_end_of_mpirun_that_slurm_explains(
+    folder: RunFolder, slurm: str, lost_peer: bool, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mpirun ends with code 1 while it starts the ranks; later the ranks lose each other."""
+    monkeypatch.setattr(restart, "job_fields", lambda job: {
+        "JobState": "COMPLETING", "PreemptTime": "now" if "PREEMPTION" in slurm else "None"
+    })  # fmt: skip
+    monkeypatch.setattr(restart, "requeue", lambda job, *, exclude: None)
+    if lost_peer:
+        failure.record_exception(folder, world=world(1), error=RuntimeError("Connection closed by peer"))
+    start = "hpc_parallel attempt 0 of job 3 on n[1-2]\n"
+    text = f"{start}slurmstepd-n1: error: *** {slurm}\n"
+    conclude(folder, returncode=1, text=text, environment={"SLURM_JOB_ID": "3"})
+    assert read_json(folder.summary)["outcome"] == outcome
+    folder.begin_anew()
+    again = f"{text}{start}"  # Slurm's words of an earlier start
+    conclude(folder, returncode=1, text=again, environment={"SLURM_JOB_ID": "3"})
+    assert read_json(folder.summary)["outcome"] == "failed"
+
+
 def test_a_new_start_keeps_the_metrics_up_to_its_checkpoint(folder: RunFolder) -> None:
     """What lies beyond is trained again; a line torn by a crash is no line."""
     attempts.begin(folder, step=0, environment={"SLURM_JOB_ID": "7"})
@@ -646,6 +676,9 @@ def test_a_full_disk(folder: RunFolder) -> None:
     )
 
 
+UNREACHED = "Communication connection failure"
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -655,6 +688,8 @@ def test_a_full_disk(folder: RunFolder) -> None:
         ("*** JOB 5 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***",
          "a node was lost; 1 follower"),
         ("Slurm says of job 5: node_fail (NodeDown)", "a node was lost; 1 follower"),
+        (f"srun: error: Task launch for StepId=2.0 failed on node n2: {UNREACHED}\nsrun: Job step aborted",
+         f"node n2 could not start its ranks: {UNREACHED}; 1 follower"),
         ("srun: error: Node failure on n2\nhpc_parallel attempt 2 of job 5 on n[1,3]",
          "rank 1 on n0 failed first: RuntimeError: Connection closed by peer"),
     ],
@@ -663,7 +698,12 @@ def test_a_lost_node_is_named_from_slurms_output(folder: RunFolder, text: str, l
     lost = RuntimeError("Connection closed by peer")
     failure.record_exception(folder, world=world(1), error=lost)
     assert conclude(folder, returncode=143, text=text) == line
-    assert (read_json(folder.failure)["kind"] == "node_lost") == ("follower" in line)
+    failed = read_json(folder.failure)
+    assert (failed["kind"] == "node_lost") == ("follower" in line)
+    lost = next((word for word in ("n2", "a node") if word in line), "n0")
+    assert failed["host"] == (None if lost == "a node" else lost)
+    (end,) = attempts.ends(folder)
+    assert end.exclude == (("n2",) if "could not start" in line else ())  # Slurm knows of the others
 
 
 def test_a_rank_that_failed_before_its_node_was_lost_is_named(folder: RunFolder) -> None:

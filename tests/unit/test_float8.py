@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_parallel import torch_internals
 from hpc_parallel.layout.layout import Layout
+from hpc_parallel.models.experts import grouped_product
 from hpc_parallel.models.layered import materialise
+from hpc_parallel.models.moe import MoeTransformer
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies import compiling, float8, precision
+from hpc_parallel.strategies import checkpointing, compiling, float8, precision
 from hpc_parallel.strategies.working_weights import cast_weights
 from tests.composed import prepared
 
@@ -69,6 +73,30 @@ def test_all_three_products_are_those_of_the_rounded_factors(recipe: str) -> Non
     assert difference(layer.grad, by_weight) < ROUNDING
     exact = flat.double() @ weight.double().t()
     assert ROUNDING < difference(wanted, exact) < 2.0**-3  # float8 did round
+
+
+ENDS = torch.tensor([5, 5, 40], dtype=torch.int32)  # a group without rows, and uneven ones
+
+
+def test_experts_multiply_the_rounded_rows() -> None:
+    """The gradient of the weights is that of bfloat16."""
+    rows, weights, gradient = numbers(40, 32), numbers(3, 48, 32), numbers(40, 48)
+    leaves = rows.requires_grad_(), weights.requires_grad_()
+    output = float8.product_of_groups(*leaves, ENDS, splits=float8.LayerSplits())
+    output.backward(gradient)
+    rows8, gradient8 = rounded(rows.detach(), E4M3, dim=-1), rounded(gradient, E4M3, dim=-1)
+    starts = (0, *ENDS.tolist())
+    for place, (start, end) in enumerate(zip(starts, ENDS.tolist(), strict=False)):
+        weight, here = weights.detach()[place], slice(start, end)
+        by_weight = gradient[here].double().t() @ rows.detach()[here].double()
+        assert difference(weights.grad[place], by_weight) < ROUNDING if end > start else not by_weight.any()
+        if end > start:
+            wanted = rows8[here] @ rounded(weight, E4M3, dim=-1).t()
+            assert difference(output[here], wanted) < ROUNDING
+            assert difference(wanted, rows.detach()[here].double() @ weight.double().t()) > ROUNDING
+            by_rows = gradient8[here] @ rounded(weight, E4M3, dim=-2)
+            assert difference(rows.grad[here], by_rows) < ROUNDING
+    assert output.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -174,6 +202,124 @@ def test_only_linear_layers_of_blocks_with_fitting_sizes_are_replaced() -> None:
     assert not list(float8.find_problems(odd, recipe="off", layout=Layout(), sample_shape=(8,)))
 
 
+def test_experts_are_replaced_and_their_router_is_not() -> None:
+    """With 16 experts, a router has the sizes of a layer that could be in float8."""
+    sizes = {"dim": 64, "heads": 2, "kv_heads": 2, "ffn_dim": 48, "vocab_size": 48}
+    model = MoeTransformer(layers=1, experts=16, experts_per_token=2, balance=0.0, shared_experts=1, **sizes)
+    assert list(float8.find_problems(model, recipe="rowwise", layout=Layout(), sample_shape=(8,))) == []
+    (problem,) = float8.find_problems(model, recipe="tensorwise", layout=Layout(), sample_shape=(8,))
+    assert "Try training.fp8=rowwise" in str(problem)
+    (problem,) = float8.find_problems(model, recipe="rowwise", layout=Layout(tensor=2), sample_shape=(8,))
+    assert "of 48 numbers of experts strategy.tensor = 2 leaves 24" in str(problem)
+    float8.apply(model, recipe="rowwise", device=torch.device("cpu"))
+    mixture = model.blocks["0"].feed_forward
+    assert type(mixture.router) is nn.Linear
+    replaced = [part.widen is not original and part.narrow is not original for part, original in
+                ((mixture.experts, grouped_product), (mixture.shared, nn.functional.linear))]  # fmt: skip
+    assert all(replaced)
+
+
+class Products(TorchDispatchMode):
+    """Counts products in float8, and all-reduces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.counts[function.name().partition("::")[2]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("keeps", "again"), [("none", 0), ("selective", 0), ("full", 1)])
+def test_only_full_recomputation_multiplies_again(keeps: str, again: int) -> None:
+    """A block has four layers of attention and three of shared experts, and three products of its experts."""
+    model = MoeTransformer(
+        layers=1, dim=32, heads=2, kv_heads=1, ffn_dim=48, vocab_size=48, experts=4, experts_per_token=2,
+        balance=0.1, shared_experts=1,
+    )  # fmt: skip
+    float8.apply(model, recipe="rowwise", device=torch.device("cpu"))
+    checkpointing.apply(model, keeps=keeps, compiled=False)
+    materialise(model, seed=0, device="cpu", dtype=torch.float64)
+    (block,) = model.distinct_blocks
+    with Products() as products:
+        block(torch.randn(2, 16, 32, dtype=torch.float64)).sum().backward()
+    assert products.counts["scaled_product"] == 7 * (3 + again)
+    assert products.counts["scaled_product_of_groups"] == 3 * (2 + again)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("keeps", ["none", "full", "selective"])
+def test_a_compiled_mixture_is_one_graph_with_the_same_numbers(keeps: str) -> None:
+    sizes = {"dim": 32, "heads": 2, "kv_heads": 1, "ffn_dim": 48, "vocab_size": 48}
+    model = MoeTransformer(layers=1, experts=4, experts_per_token=2, balance=0.1, shared_experts=1, **sizes)
+    float8.apply(model, recipe="rowwise", device=torch.device("cpu"))
+    checkpointing.apply(model, keeps=keeps, compiled=True)
+    materialise(model, seed=0, device="cpu", dtype=torch.float64)
+    (block,) = model.distinct_blocks
+    x, gradient = torch.randn(2, 2, 16, 32, dtype=torch.float64)
+    results = []
+    for run in (block, torch.compile(block, backend="aot_eager_decomp_partition", fullgraph=True)):
+        block.zero_grad()
+        leaf = x.clone().requires_grad_()
+        output = run(leaf)
+        output.backward(gradient)
+        results.append([output, leaf.grad, *(weight.grad for weight in block.parameters())])
+    torch._dynamo.reset()
+    for eager, compiled in zip(*results, strict=True):
+        assert difference(compiled, eager.detach()) < 1e-12
+
+
+@pytest.mark.parametrize("fault", [None, "scaled", "raised"])
+def test_a_gpu_without_the_kernel_of_groups_is_refused(
+    monkeypatch: pytest.MonkeyPatch, fault: str | None
+) -> None:
+    calls = []
+
+    def kernel(*factors: Any) -> Tensor:
+        calls.append(factors)
+        if len(calls) == 1 or fault is None:
+            return torch_internals.scaled_product_of_groups(*factors)
+        if fault == "raised":
+            raise RuntimeError("needs compute capability 9.0")
+        return torch_internals.scaled_product_of_groups(*factors) * 1.1
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "L4")
+    monkeypatch.setattr(float8, "scaled_product_of_groups", kernel)
+    problem = float8.groups_problem("rowwise", torch.device("cpu"))
+    assert (problem is None) == (fault is None)
+    if problem is not None:
+        assert "training.fp8 = rowwise" in str(problem)
+        assert "(L4). Try training.fp8=off." in str(problem)
+
+
+def test_a_gpu_gets_what_the_kernel_of_groups_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the checks of torch's own description of the kernel."""
+    calls = []
+
+    def note(first: Tensor, second: Tensor, scale_a: Tensor, scale_b: Tensor, **named: Any) -> Tensor:
+        calls.append(named.pop("use_fast_accum"))
+        described = torch._meta_registrations._meta_grouped_mm_common(
+            first.to("meta"), second.to("meta"), scale_a.to("meta"), scale_b.to("meta"), **named
+        )
+        exact = scaled(first, second, named["offs"], scale_a[:, None], scale_b[:, None], False)
+        assert exact.shape == described.shape
+        return exact
+
+    scaled = torch_internals.scaled_product_of_groups
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", note)
+    monkeypatch.setattr(float8, "scaled_product_of_groups", torch_internals.cuda_product_of_groups)
+    found = []
+    for _ in range(2):
+        leaves = numbers(40, 32).requires_grad_(), numbers(3, 48, 32).requires_grad_()
+        output = float8.product_of_groups(*leaves, ENDS, splits=float8.LayerSplits())
+        output.backward(numbers(48, 40).t())
+        found.append([output, *(leaf.grad for leaf in leaves)])
+        monkeypatch.undo()
+    assert calls == [True, True]
+    assert all(map(torch.equal, *found))
+
+
 def test_rows_that_are_no_multiple_of_16_keep_bfloat16() -> None:
     layer, x = nn.Linear(32, 16), torch.randn(3, 5, 32)
     assert torch.equal(MULTIPLY["tensorwise"](nn.Linear.forward, layer, x), layer(x))
@@ -260,12 +406,12 @@ HALF = "training.precision=bfloat16"
          "needs parts that are multiples of 16: of 80 (model.ffn_dim) strategy.tensor = 2 leaves 40. Try "),
         ((HALF, "strategy=context", "nodes=2", "data.sequence_length=48"),
          "of 48 (data.sequence_length) strategy.context = 2 leaves 24. Try training.fp8=off"),
-        ((HALF, "model=moe_tiny"), "is not proven for a mixture of experts"),
+        ((HALF, "model=moe_tiny"), "but an expert multiplies tokens of several devices at once. Try "
+         "training.fp8=rowwise or training.fp8=off."),
         ((HALF, "model=convnet", "data=digits"), "this model has convolutions"),
         ((HALF, "strategy=parameter_server", "nodes=2"), "with strategy.execution = parameter_server"),
         ((HALF, "strategy=pipeline", "nodes=2", "strategy.schedule=interleaved_zero_bubble"),
          "whose backward pass is one operation. Try strategy.schedule=1f1b"),
-        ((HALF, "training.activation_checkpointing=selective"), "keeps no product of training.fp8"),
         ((HALF, "task=generate"), "which decodes one token at a time. Try training.fp8=off"),
     ],
 )  # fmt: skip

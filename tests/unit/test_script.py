@@ -210,7 +210,8 @@ def slurm_world(rank: int, **more: str) -> tuple[World, dict[str, str]]:
 
 def test_the_variables_are_those_of_torchrun(here: Path) -> None:
     world, environment = slurm_world(3)
-    config = {"cluster": {"port": None, "master_suffix": "-ib"}, "nodes": 2}
+    cluster: dict[str, object] = {"port": None, "master_suffix": "-ib", "start": "srun"}
+    config = {"cluster": cluster, "nodes": 2, "launcher": {"kind": "slurm"}}
     folder = RunFolder(here)
     found = script_rank.torchrun_variables(folder, config, world=world, environment=environment)
     assert found.items() >= {
@@ -219,7 +220,10 @@ def test_the_variables_are_those_of_torchrun(here: Path) -> None:
     }.items()  # fmt: skip
     moved = script_rank.rendezvous(config, world=world, environment=environment, start=4)
     assert moved == ("n1-ib", "21230")  # 20000 + (41234 + 4 * 4999) % 20000
-    config["cluster"]["port"] = 29500
+    other = {**environment, "SLURM_STEP_ID": "3"}  # another run of the same packed job
+    beside = script_rank.rendezvous(config, world=world, environment=other, start=4)
+    assert beside == ("n1-ib", "23369")  # 3 * 713 further
+    cluster["port"] = 29500
     assert script_rank.rendezvous(config, world=world, environment=environment, start=1) == ("n1-ib", "29500")
     by_torchrun = {
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",

@@ -86,6 +86,12 @@ def test_a_site_that_counts_no_gpus_has_no_limit_of_them(here: Path) -> None:
     [
         (("nodes=9",), "warning     nodes=9: the default partition has 4 nodes. Try nodes=4.\n"),
         (("nodes=9", "launcher.partition=big"), ""),
+        (("nodes=3", "launcher.spares=2"),
+         "warning     nodes=3 and launcher.spares=2: the default partition has 4 nodes. Try nodes=2.\n"),
+        (("nodes=2", "launcher.spares=2"), ""),
+        (("nodes=2", "launcher.spares=4"),
+         "warning     nodes=2 and launcher.spares=4: the default partition has 4 nodes. "
+         "Try nodes=4 launcher.spares=0.\n"),
         (("nodes=9", "launcher.partition=hidden"), ""),
         (("nodes=4", "launcher.memory_gb=500"), ""),
         (("launcher.memory_gb=501",),

@@ -53,7 +53,9 @@ owner.take(folder)
 (folder.path / "began").touch()
 time.sleep(60)
 """
-WORDS = ("-m", "seed=1,2,3,4,5", "launcher=local", "launcher.snapshot=false", "sweep.parallelism=2")
+WORDS = ("-m", "seed=1,2,3,4,5", "launcher=local", "launcher.snapshot=false")
+TWO = ("sweep.parallelism=2",)
+PACKED = ("sweep.pack=auto", "device=cpu")  # as many as there are cores: two
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +67,7 @@ def here(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here
 
 
-def meanwhile(act: Callable[[Path], None]) -> tuple[int, Path]:
+def meanwhile(act: Callable[[Path], None], *, limit: tuple[str, ...] = TWO) -> tuple[int, Path]:
     """The exit code of a local sweep of five runs, two at once, in which `act` is done once two have begun,
     and its folder. Whatever goes wrong, it ends."""
     wrong: list[BaseException] = []
@@ -84,7 +86,7 @@ def meanwhile(act: Callable[[Path], None]) -> tuple[int, Path]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    code = main(list(WORDS))
+    code = main([*WORDS, *limit])
     watcher.join()
     if wrong:
         raise wrong[0]
@@ -115,8 +117,11 @@ def test_a_cancelled_sweep_begins_nothing_more(here: Path, capsys: pytest.Captur
     assert not (sweep / "owner.json").exists()
 
 
-def test_a_run_that_waits_is_cancelled_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_waits_is_cancelled_alone(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its owner is the process of the whole sweep, which has to go on."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     seen: dict[str, Any] = {}
 
     def act(folder: Path) -> None:
@@ -134,7 +139,7 @@ def test_a_run_that_waits_is_cancelled_alone(here: Path, capsys: pytest.CaptureF
         seen["third"] = (runs[2] / "began").exists()
         cancel(str(folder))
 
-    code, sweep = meanwhile(act)
+    code, sweep = meanwhile(act, limit=PACKED)
     assert [row["state"] for row in seen["rows"][2:]] == ["pending"] * 3
     assert (code, seen["third"]) == (1, False)
     began = [(run.run_dir / "began").exists() for run in read_sweep(sweep).runs]

@@ -73,6 +73,7 @@ def test_all_scripts_are_legal_shell(profile: str, pairs: Sequence[tuple[str, st
         for kind, text in (
             ("one", render(run)),
             ("array", render_array(run, tasks=tmp_path, name="n", count=3)),
+            ("spares", render(started(start, container, f"cluster={profile}", "launcher.spares=1", *bound))),
         ):
             scripts.append(tmp_path / f"{start}-{container}-{kind}.sh")
             scripts[-1].write_text(text)
@@ -121,6 +122,32 @@ def test_the_words_that_start_the_ranks(start: str, container: str, words: list[
     found = [word.replace(folder, "RUN") for word in last_command(render(run))]
     assert [Path(word).name if word.endswith("/bin/python") else word for word in found] == words
     assert needs_own_script(run) == (start != "srun" or container != "none")
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_job_with_spares_places_its_ranks(start: str, tmp_path: Path) -> None:
+    """On its first hosts, then on those that the end of a start has named."""
+    run = started(start, "none", "launcher.spares=2")
+    flags = sbatch_flags(run)
+    assert (flags["nodes"], flags["no-kill"]) == (4, True)
+    assert not {"no-kill"} & sbatch_flags(started(start, "none")).keys()
+    assert ": 2 nodes (and 2 spares) x 2 devices = replicate 4" in str(run)
+    script = render(run)
+    placing = script[script.index("hpc_parallel_place() {") : script.index("# Slurm does not end a job with")]
+    show = 'echo "$SLURM_JOB_NODELIST $SLURM_NNODES $SLURM_NTASKS $SLURM_TASKS_PER_NODE"\n'
+    hosts = "scontrol() { printf 'n%s\\n' 1 2 3 4; }\nSLURM_JOB_NODELIST='n[1-4]'\n"
+    done = subprocess.run(
+        ["bash", "-euc", f"{hosts}{placing}{show}hpc_parallel_place n2,n4\n{show}"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["n1,n2 2 4 2(x2)", "n2,n4 2 4 2(x2)"]
+    if start != "mpirun":  # which reads the variables
+        (line,) = [line for line in script.replace("\\\n", " ").splitlines() if line.startswith("srun --")]
+        tasks = 1 if start == "torchrun" else 2
+        assert shlex.split(line)[1:5] == [
+            "--nodes=$SLURM_JOB_NUM_NODES", "--nodelist=$SLURM_JOB_NODELIST",
+            f"--ntasks=$((SLURM_JOB_NUM_NODES * {tasks}))", f"--ntasks-per-node={tasks}",
+        ]  # fmt: skip
 
 
 def test_arguments_of_the_container() -> None:

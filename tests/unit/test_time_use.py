@@ -8,8 +8,17 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
-from hpc_parallel.record.time_use import intervals, seconds_after, time_use, useful_share, work_of_killed
+from hpc_parallel.record.time_use import (
+    energy_use,
+    intervals,
+    seconds_after,
+    time_use,
+    useful_share,
+    work_of_killed,
+)
+from hpc_parallel.training import metrics
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -93,6 +102,50 @@ def test_a_run_that_is_not_over_and_records_that_are_incomplete(
     newest = LINES[-1] if FIRST[0] in events else None
     use = time_use(events, last_line=newest, until=after(until))
     assert {cause: seconds for cause, seconds in use.items() if seconds} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("compiles", "steps_s", "validation_s"), [(False, 52.0, 8.0), (True, 9.0, 1.0)])
+def test_a_first_step_that_compiles_belongs_to_the_start(
+    compiles: bool, steps_s: float, validation_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 0.0
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock)
+    scale = metrics.Scale(1, None, 1.0, 1, 1, None)
+    kept = metrics.Metrics(scale, device=torch.device("cpu"), compiles=compiles)
+    kept.leave_out(7.0, cause="validation")
+    clock = 50.0  # the first step ends
+    kept.note(metrics.StepResult(torch.zeros(()), torch.zeros(())))
+    clock = 55.0
+    kept.note(metrics.StepResult(torch.zeros(()), torch.zeros(())))
+    kept.leave_out(1.0, cause="validation")
+    clock = 60.0
+    assert kept.spent_s == {"steps": steps_s, "validation": validation_s, "saving": 0.0}
+
+
+@pytest.mark.parametrize(("kept_step", "repeated_s"), [(0, 30), (60, 30), (75, 15), (90, 0), (100, 0)])
+def test_what_was_copied_after_the_last_line_is_not_repeated(kept_step: int, repeated_s: float) -> None:
+    """30 steps of a second after the line of step 60."""
+    event = work_of_killed(LINES, began=after(120), ended=after(230), kept_step=kept_step)
+    assert event["spent_s"] == {"steps": 92, "validation": 8, "saving": 5, "repeated": repeated_s}
+
+
+def energy(joules: float, gpus: int) -> Mapping[str, Any]:
+    return {"energy": {"joules": joules, "gpus": gpus, "of_gpus": 4}}
+
+
+def test_the_energy_of_all_starts_is_added_up() -> None:
+    """That of a killed start stands in its last line; a start on another host may know fewer GPUs."""
+    lines = [{**LINES[0], **energy(1e6, 4)}, {**LINES[1], **energy(3.6e6, 4)}]
+    killed = work_of_killed(lines, began=after(120), ended=after(230), kept_step=0)
+    ended = {**SECOND[1], **energy(1.8e6, 3)}
+    newest = {**line(90, 700, steps=10), **energy(0.9e6, 4)}
+    events = [*FIRST, killed, SECOND[0], ended, SECOND[2], *RESUMED, {"began": at(600)}]
+    use = energy_use(events, last_line=newest, until=after(710))
+    assert use == {"gpu_kwh": pytest.approx(1.75), "gpus": 3, "of_gpus": 4}
+    assert energy_use([*FIRST, KILLED, *SECOND], last_line=None, until=after(410)) == {}
+    assert energy_use([{**SECOND[1], **energy(0, 0)}], last_line=None, until=after(410)) == {}
+    damaged = [{"energy": 3}, {"energy": {"joules": "x", "gpus": []}}]
+    assert energy_use(damaged, last_line=None, until=BEGAN) == {}
 
 
 def test_clocks_of_hosts_that_differ_give_no_negative_times() -> None:

@@ -16,9 +16,18 @@ from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.layout.axes import AVERAGED_AXES, AXES, DEGREE
 from hpc_parallel.layout.batch_plan import batch_of, shares_batch_problems
 from hpc_parallel.layout.counts import GIB, count, least_bytes, trains
-from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, SPMD, Layout, divisors, servers
+from hpc_parallel.layout.layout import (
+    DATAPARALLEL,
+    PARAMETER_SERVER,
+    SPMD,
+    Layout,
+    divisors,
+    processes_per_node,
+    servers,
+)
 from hpc_parallel.layout.schedules import stages_per_rank
 from hpc_parallel.layout.shares import KEY, MEASURED, MOST_RATIO, divided, fits
+from hpc_parallel.layout.step_facts import memory_copies
 from hpc_parallel.problems import Problem, Problems
 
 WHOLE = (DATAPARALLEL, PARAMETER_SERVER)  # the executions whose devices hold whole models
@@ -50,6 +59,7 @@ def find_problems(config: RunConfig) -> Problems:
     yield from _batch(unshared, layout)
     yield from axis_checks.find_problems(config, layout)
     yield from _memory(config, layout)
+    yield from _host_memory(config, layout)
 
 
 def _degrees_problem(config: RunConfig, strategy: StrategyConfig, devices: int, free: list[str]) -> Problem:
@@ -162,6 +172,24 @@ def _memory(config: RunConfig, layout: Layout) -> Problems:
         f"({layout}). Use more devices with strategy=fsdp, or a smaller model"
     )
     yield Problem("cluster.device_memory_gb", memory_gb, rule)
+
+
+def _host_memory(config: RunConfig, layout: Layout) -> Problems:
+    """Refuse copies in memory for which the memory of the job on each node is too small."""
+    every, memory_gb = config.training.memory_checkpoint_every, config.launcher.memory_gb
+    if every is None or memory_gb is None or config.launcher.kind == "local":
+        return
+    if (least := least_bytes(config, layout, gradients=False)) is None:
+        return
+    copies = memory_copies(config)
+    ranks = processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
+    if (needed := copies * ranks * least) > memory_gb * GIB:
+        state = f"{copies} copies of the {least / GIB:.1f} GB of {ranks} rank{'s' * (ranks > 1)}"
+        rule = (
+            f"needs at least {needed / GIB:.1f} GB on each node ({state}), and the job has "
+            f"launcher.memory_gb={memory_gb:g}"
+        )
+        yield Problem("training.memory_checkpoint_every", every, rule, (None,))
 
 
 def _shares(config: RunConfig, layout: Layout) -> Problems:

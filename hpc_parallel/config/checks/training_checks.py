@@ -28,6 +28,8 @@ from hpc_parallel.layout.schedules import schedule_of
 from hpc_parallel.layout.step_facts import (
     ALIGNED,
     BFLOAT16,
+    BY_ROWS,
+    EXPERTS_BY_ROWS,
     MULTIPLES,
     OFF,
     is_cut,
@@ -37,7 +39,7 @@ from hpc_parallel.layout.step_facts import (
 from hpc_parallel.problems import Problem, Problems, nearest
 
 MOST_ADDED = 64  # gradients in bfloat16: each sum is rounded to 8 bits, and the errors grow with the root
-APART_FROM_FP8 = ("expert", "tile")
+APART_FROM_FP8 = ("tile",)
 CALLBACKS, VALIDATION = "hpc_parallel.training.callbacks", "validation_loss"
 CLASSES = {  # files of conf/optimizer -> the class that their options belong to
     "adamw": "torch.optim.AdamW",
@@ -74,6 +76,8 @@ def switch_problems(config: RunConfig) -> Problems:
     if training.on_nonfinite == "rollback" and training.checkpoint_every is None:
         rule = "needs a checkpoint to go back to (training.checkpoint_every)"
         yield Problem("training.on_nonfinite", "rollback", rule, ("stop", "skip"))
+    if training.memory_checkpoint_every is not None and config.task.name == "train":
+        yield from _memory_copies(training.memory_checkpoint_every, on_disk=training.checkpoint_every)
     compiler = os.environ.get("CXX", "g++")  # torch uses the same rule
     if training.compile and config.launcher.kind == "local" and shutil.which(compiler) is None:
         rule = f"needs a C++ compiler, but there is no {compiler} here (install g++, or set CXX)"
@@ -87,6 +91,16 @@ def switch_problems(config: RunConfig) -> Problems:
     if training.wandb and not _can_use_wandb(config.cluster.environment):
         rule = "needs a login, and neither WANDB_API_KEY nor ~/.netrc has one (wandb login)."
         yield f"training.wandb = true {rule} Try +cluster.environment.WANDB_MODE=offline."
+
+
+def _memory_copies(every: int, *, on_disk: int | None) -> Problems:
+    """Copies in memory are for the steps since the last checkpoint on the disk, which outlives the job."""
+    if on_disk is None:
+        rule = f"leaves nothing after the job (training.memory_checkpoint_every={every})"
+        yield Problem("training.checkpoint_every", None, rule, (50 * every,))
+    elif every >= on_disk:
+        rule = f"copies nothing that the disk does not have (training.checkpoint_every={on_disk})"
+        yield Problem("training.memory_checkpoint_every", every, rule, (on_disk // 2 or None,))
 
 
 def _selective(config: RunConfig) -> Problems:
@@ -161,6 +175,8 @@ def fp8_problems(config: RunConfig) -> Problems:
     layout = legal_layout(strategy, devices=config.devices) or Layout()
     rules = [*_rules_of_fp8(config), *_cut_by(config, layout)]
     yield from (Problem("training.fp8", recipe, rule, (OFF,)) for rule in rules)
+    if class_path(config.model) == MoeTransformerConfig._target_ and recipe != BY_ROWS:
+        yield Problem("training.fp8", recipe, EXPERTS_BY_ROWS, (BY_ROWS, OFF))
     for axis in APART_FROM_FP8:
         if layout.degrees[axis] > 1:
             rule = f"can't be combined with training.fp8 = {recipe}: that is not proven"
@@ -168,9 +184,6 @@ def fp8_problems(config: RunConfig) -> Problems:
     if layout.pipeline > 1 and schedule_of(strategy).splits_backward:
         rule = f"can't be combined with training.fp8 = {recipe}, whose backward pass is one operation"
         yield Problem("strategy.schedule", strategy.schedule, rule, ("1f1b",))
-    if config.training.activation_checkpointing == "selective":
-        rule = f"keeps no product of training.fp8 = {recipe}"
-        yield Problem("training.activation_checkpointing", "selective", rule, ("full", "none"))
 
 
 def rounding_warnings(config: RunConfig) -> list[str]:
@@ -203,8 +216,6 @@ def rounding_problems(config: RunConfig) -> Problems:
     reasons = {
         f"adds up {added} microbatches in bfloat16, and more than {MOST_ADDED} may lose over 1 % of a "
         "gradient: larger microbatches are fewer": added > MOST_ADDED,
-        f"can't be combined with training.fp8 = {training.fp8}, which rounds float32 weights":
-            training.fp8 != OFF,
         f"can't be combined with strategy.execution = {config.strategy.execution}, which adds the gradients "
         "of all devices in the type of the weights": config.strategy.execution != SPMD,
     }  # fmt: skip
@@ -227,8 +238,6 @@ def _rules_of_fp8(config: RunConfig) -> list[str]:
     rules = []
     if is_convnet(config.model):
         rules.append("multiplies in linear layers inside blocks, and this model has convolutions")
-    if class_path(config.model) == MoeTransformerConfig._target_:
-        rules.append("is not proven for a mixture of experts")
     if config.strategy.execution != SPMD:
         rules.append(f"can't be combined with strategy.execution = {config.strategy.execution}")
     if config.task.name == "generate":

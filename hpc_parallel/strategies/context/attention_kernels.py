@@ -11,7 +11,7 @@ A query is [batch, head, seq, head_dim]; keys and values are [batch, kv_head, se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,20 @@ CUDNN_HEAD_DIM = 128  # the widest of cuDNN's kernels that all its versions have
 ALIGNMENT_BYTES = 16  # the memory-efficient kernel needs rows of a head that are a multiple of this
 STRIP = 2**18  # scores of a head that exist at a time: 1 MiB in float32, at any length
 LSE_UNIT = 32  # the memory-efficient kernel's backward pass reads `lse` in rows of this many queries
+
+
+class Attended(NamedTuple):
+    """Queries in a backward pass: the gradient of their outputs, and the merged outputs and `lse`."""
+
+    grad_output: Tensor
+    query: Tensor
+    output: Tensor
+    lse: Tensor
+
+    def rows(self, rows: slice) -> Attended:
+        """Some positions of each sequence."""
+        grad_output, query, output = (tensor[..., rows, :] for tensor in self[:3])
+        return Attended(grad_output, query, output, self.lse[..., rows])
 
 
 class Kernel(Protocol):
@@ -41,17 +55,9 @@ class Kernel(Protocol):
         """Returns the outputs, like `query`, and `lse`. `kv`: keys and values, stacked."""
 
     def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        kv: Tensor,
-        *,
-        output: Tensor,
-        lse: Tensor,
-        causal: bool,
-        bias: Tensor | None = None,
+        self, attended: Attended, kv: Tensor, *, causal: bool, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns what `kv` adds to the gradients of `query` and of `kv`. `output`, `lse`: merged."""
+        """Returns what `kv` adds to the gradients of the queries and of `kv`."""
 
 
 class Fused:
@@ -64,7 +70,7 @@ class Fused:
     def __init__(
         self,
         forward: Callable[..., tuple[Tensor, Tensor]],
-        backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
+        backward: Callable[..., tuple[Tensor, ...]],
         *,
         grouped: bool,
         lse_unit: int = 1,
@@ -80,21 +86,14 @@ class Fused:
         return output, lse[..., : query.shape[-2]]
 
     def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        kv: Tensor,
-        *,
-        output: Tensor,
-        lse: Tensor,
-        causal: bool,
-        bias: Tensor | None = None,
+        self, attended: Attended, kv: Tensor, *, causal: bool, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        grad_output, query, output, lse = attended
         key, value = self._for_heads_of(query, kv)
         missing = -lse.shape[-1] % self._lse_unit
         padded = torch.nn.functional.pad(lse, (0, missing), value=torch.inf).contiguous()
         grad_query, *grad_kv = self._backward(
-            grad_output, query, key, value, output=output, lse=padded, causal=causal, **added(bias, query)
+            grad_output, query, key, value, output, padded, causal=causal, **added(bias, query)
         )
         grads = torch.stack(grad_kv)
         if not self._grouped:
@@ -117,23 +116,15 @@ class Strips:
         return output.flatten(1, 2), lse.flatten(1, 2).squeeze(-1)
 
     def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        kv: Tensor,
-        *,
-        output: Tensor,
-        lse: Tensor,
-        causal: bool,
-        bias: Tensor | None = None,
+        self, attended: Attended, kv: Tensor, *, causal: bool, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        grad, wide = grouped_upcast(grad_output, kv), grouped_upcast(query, kv)
+        grad, wide, output = (grouped_upcast(tensor, kv) for tensor in attended[:3])
         grad_query, grad_kv = attend_backward(
             grad,
             wide,
             *kv.to(wide.dtype),
-            lse=lse.unsqueeze(-1).unflatten(1, wide.shape[1:3]),
-            delta=(grad * grouped_upcast(output, kv)).sum(-1, keepdim=True),
+            lse=attended.lse.unsqueeze(-1).unflatten(1, wide.shape[1:3]),
+            delta=(grad * output).sum(-1, keepdim=True),
             causal=causal,
             bias=bias,
         )

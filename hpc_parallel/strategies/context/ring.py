@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from hpc_parallel.models.attention import document_bias
 from hpc_parallel.strategies.context.attention_kernels import (
+    Attended,
     Kernel,
     accumulated,
     kernel_for,
@@ -65,7 +66,7 @@ def visible(source: int, *, rank: int, half: int, causal: bool) -> tuple[slice, 
 class KeyValueExchange(Protocol):
     """How a device sees the keys and values of the others.
 
-    `query`, `output` and `grad_output` are [batch, head, seq, head_dim], `lse` is [batch, head, seq]. `kv` is
+    Queries and their outputs are [batch, head, seq, head_dim], `lse` is [batch, head, seq]. `kv` is
     [2, batch, kv_head, seq, head_dim]: the keys and values of this device's two slices.
     """
 
@@ -75,17 +76,9 @@ class KeyValueExchange(Protocol):
         """Returns the outputs in the dtype of `lse`, and `lse`."""
 
     def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        kv: Tensor,
-        *,
-        output: Tensor,
-        lse: Tensor,
-        group: dist.ProcessGroup,
-        causal: bool,
+        self, attended: Attended, kv: Tensor, group: dist.ProcessGroup, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of `query` and of `kv`, in the dtype of `lse`."""
+        """Returns the gradients of the queries and of `kv`, in the dtype of `lse`."""
 
 
 @dataclass(frozen=True)
@@ -116,23 +109,13 @@ class Ring:
         return output, lse
 
     def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        kv: Tensor,
-        *,
-        output: Tensor,
-        lse: Tensor,
-        group: dist.ProcessGroup,
-        causal: bool,
+        self, attended: Attended, kv: Tensor, group: dist.ProcessGroup, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
         rank, degree, half = group.rank(), group.size(), kv.shape[-2] // 2
-        kernel, next_kv = self._kernel(query), Passing(kv, group)
+        query, kernel, next_kv = attended.query, self._kernel(attended.query), Passing(kv, group)
         bias = self._bias(query, rank, group)
-        parts = kernel.backward(
-            grad_output, query, kv, output=output, lse=lse, causal=causal and bias is None, bias=bias
-        )
-        grad_query, grad_kv = (grad.to(lse.dtype) for grad in parts)
+        parts = kernel.backward(attended, kv, causal=causal and bias is None, bias=bias)
+        grad_query, grad_kv = (grad.to(attended.lse.dtype) for grad in parts)
         for turn in range(1, degree):
             next_grad_kv = Passing(grad_kv, group)
             kv = next_kv.arrived()
@@ -140,14 +123,9 @@ class Ring:
                 next_kv = Passing(kv, group)
             source = (rank - turn) % degree
             rows, columns = visible(source, rank=rank, half=half, causal=causal)
+            bias = self._bias(query, source, group, rows, columns)
             part_query, part_kv = kernel.backward(
-                grad_output[..., rows, :],
-                query[..., rows, :],
-                kv[..., columns, :],
-                output=output[..., rows, :],
-                lse=lse[..., rows],
-                causal=False,
-                bias=self._bias(query, source, group, rows, columns),
+                attended.rows(rows), kv[..., columns, :], causal=False, bias=bias
             )
             grad_query[..., rows, :] += part_query
             grad_kv = next_grad_kv.arrived()
@@ -203,27 +181,15 @@ class Gather:
 
     @staticmethod
     def backward(
-        grad_output: Tensor,
-        query: Tensor,
-        kv: Tensor,
-        *,
-        output: Tensor,
-        lse: Tensor,
-        group: dist.ProcessGroup,
-        causal: bool,
+        attended: Attended, kv: Tensor, group: dist.ProcessGroup, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
+        query, wide = attended.query, attended.lse.dtype
         kernel, all_kv = kernel_for(query), gather_kv(kv, group)
-        grad_query = torch.zeros_like(query, dtype=lse.dtype)
-        grad_kv = torch.zeros_like(all_kv, dtype=lse.dtype)
+        grad_query, grad_kv = (torch.zeros_like(tensor, dtype=wide) for tensor in (query, all_kv))
         for rows, columns_of_rows in products_of(query, group, causal=causal):
             for columns, masked in columns_of_rows:
                 part_query, part_kv = kernel.backward(
-                    grad_output[..., rows, :],
-                    query[..., rows, :],
-                    all_kv[..., columns, :],
-                    output=output[..., rows, :],
-                    lse=lse[..., rows],
-                    causal=masked,
+                    attended.rows(rows), all_kv[..., columns, :], causal=masked
                 )
                 grad_query[..., rows, :] += part_query
                 grad_kv[..., columns, :] += part_kv
@@ -271,10 +237,9 @@ def attend_over_devices_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of `query`, and of keys and values (stacked), in the dtypes of the inputs."""
-    grad_query, grad_kv = exchange_of(exchange, starts).backward(
-        gradient.contiguous(), query, torch.stack((key, value)), output=output, lse=lse,
-        group=group_of(group_name), causal=causal,
-    )  # fmt: skip
+    attended, group = Attended(gradient.contiguous(), query, output, lse), group_of(group_name)
+    kv = torch.stack((key, value))
+    grad_query, grad_kv = exchange_of(exchange, starts).backward(attended, kv, group, causal=causal)
     return by_position(grad_query.to(query.dtype)), grad_kv.to(key.dtype).contiguous()
 
 

@@ -63,7 +63,7 @@ def ring_slice(seq: int, width: int) -> dict[str, Any]:
     def slice_of_ring() -> None:
         output, lse = attention_kernels.accumulated(kernel.forward(query, kv, causal=True))
         output = output.to(query.dtype)
-        kernel.backward(grad, query, kv, output=output, lse=lse, causal=True)
+        kernel.backward(attention_kernels.Attended(grad, query, output, lse), kv, causal=True)
 
     q, k, v = (x.detach().clone().requires_grad_() for x in (query, key, value))
     fused_s = setting.seconds(lambda: attend(q, k, v).backward(grad), repeats=5)

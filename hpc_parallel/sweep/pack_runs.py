@@ -1,0 +1,263 @@
+"""Which runs of a sweep share a packed job (`sweep.pack=auto`), and why they can't."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hpc_parallel.config.node_devices import visible_gpus
+from hpc_parallel.failure.packed_job import Queue, QueuedRun
+from hpc_parallel.launch.batch_script import gpu_flags
+from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.problems import Problem, Problems
+from hpc_parallel.slurm.limits import node_kinds
+from hpc_parallel.slurm.node_room import FreePlaces, Need, Room, least_nodes, makespan_s
+from hpc_parallel.slurm.short_forms import gpu_count
+
+# One job has one value of each.
+_OF_THE_JOB = {
+    "launcher": ("partition", "account", "qos", "constraint", "exclude", "wckey", "extra", "grace_s"),
+    "cluster": ("gpus", "gpu_flag", "gpu_type", "extra"),
+}
+# Flags of `launcher.extra` and `cluster.extra` that would contradict those of a job of whole nodes.
+_OF_ITS_SIZE = {
+    "array", "cpus-per-gpu", "gpus", "gpus-per-socket", "gpus-per-task", "mem-per-cpu", "mem-per-gpu",
+    "ntasks", "oversubscribe", "overcommit",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Runs that share a job, by their positions in the sweep and in the order of their turns."""
+
+    positions: Sequence[int]
+    nodes: int
+    queue: Queue
+
+
+def packs(runs: Sequence[PreparedRun]) -> list[Pack]:
+    """The packed jobs of a checked sweep; empty if its runs fill whole jobs, so that arrays do as well.
+
+    A job gets the longest runs that are left, as many as end before its time limit. A run is assumed to take
+    its planned time, or else its own time limit.
+    """
+    room, settings = room_of(runs), runs[0].config.sweep
+    assert room is not None  # checked by `find_problems`
+    work = [(need_of(run, room), seconds_of(run)) for run in runs]
+    nodes = settings.pack_nodes or max(run.config.nodes for run in runs)
+    if all(_times(need, nodes=nodes, room=room) < 2 for need, _ in work):
+        return []
+    limit_s = 60.0 * minutes_of(runs)
+    order = sorted(range(len(runs)), key=lambda at: (-work[at][1], -work[at][0].nodes, at))
+    jobs: list[Pack] = []
+    while order:
+        count = _fitting([work[at] for at in order], nodes=nodes, room=room, limit_s=limit_s)
+        jobs.append(_pack(order[:count], runs=runs, work=work, nodes=nodes, room=room))
+        order = order[count:]
+    return jobs
+
+
+def _times(need: Need, *, nodes: int, room: Room) -> int:
+    """How often the need fits into a job."""
+    return room.count_of(need.room) * nodes // need.nodes
+
+
+def _fitting(work: Sequence[tuple[Need, float]], *, nodes: int, room: Room, limit_s: float) -> int:
+    """How many of the first runs end within the limit; at least one."""
+    fits, ends_late = 1, len(work) + 1
+    while ends_late - fits > 1:
+        middle = (fits + ends_late) // 2
+        if makespan_s(work[:middle], nodes=nodes, room=room) <= limit_s:
+            fits = middle
+        else:
+            ends_late = middle
+    return fits
+
+
+def _pack(
+    positions: Sequence[int],
+    *,
+    runs: Sequence[PreparedRun],
+    work: Sequence[tuple[Need, float]],
+    nodes: int,
+    room: Room,
+) -> Pack:
+    needs = [work[at][0] for at in positions]
+    queued = tuple(QueuedRun(work[at][0], runs[at].processes_per_node) for at in positions)
+    grace_s = max(runs[at].config.launcher.grace_s for at in positions)
+    return Pack(positions, least_nodes(needs, most=nodes, room=room), Queue(room, grace_s, queued))
+
+
+def minutes_of(runs: Sequence[PreparedRun]) -> int:
+    """The time limit of a packed job."""
+    longest = max(run.config.launcher.time_minutes for run in runs)
+    return runs[0].config.sweep.pack_minutes or longest
+
+
+def seconds_of(run: PreparedRun) -> float:
+    """How long a run is assumed to take."""
+    step_s = (run.predicted or {}).get("step_time_s")
+    return 60.0 * run.config.launcher.time_minutes if step_s is None else float(step_s) * run.steps
+
+
+def need_of(run: PreparedRun, room: Room) -> Need:
+    """What a run needs of its nodes. Without `launcher.memory_gb`, its share of the memory of a node."""
+    config = run.config
+    cpus = run.processes_per_node * run.cpus_per_process
+    gpus = config.gpus_per_node if gpu_flags(run) else 0
+    memory_mb = room.memory_mb // max(1, room.count_of(Room(cpus, gpus)))
+    if config.launcher.memory_gb is not None:
+        memory_mb = math.ceil(config.launcher.memory_gb * 1024)
+    return Need(config.nodes, Room(cpus, gpus, memory_mb if room.memory_mb else 0))
+
+
+def room_of(runs: Sequence[PreparedRun]) -> Room | None:
+    """What every node of the partition has that could take the runs; None if Slurm does not say it.
+
+    Nodes with fewer GPUs than the runs need get no packed job, because it asks for more.
+    """
+    config = runs[0].config
+    kinds = [kind for kind in node_kinds() if kind.is_in(config.launcher.partition) and kind.cpus]
+    if not kinds:
+        return None
+    if not gpu_flags(runs[0]):
+        return Room(min(kind.cpus for kind in kinds), 0, _memory_mb(min(kind.memory_mb for kind in kinds)))
+    counts = {kind: gpu_count(kind.gres, gpu_type=config.cluster.gpu_type) for kind in kinds}
+    needed = max(run.config.gpus_per_node for run in runs)
+    enough = [kind for kind in kinds if counts[kind] >= needed] or kinds
+    memory_mb = min(kind.memory_mb for kind in enough)
+    return Room(
+        min(kind.cpus for kind in enough), min(counts[kind] for kind in enough), _memory_mb(memory_mb)
+    )
+
+
+def _memory_mb(of_slurm: int) -> int:
+    return of_slurm if of_slurm > 1 else 0  # 1: the site has not set it
+
+
+def find_problems(runs: Sequence[PreparedRun]) -> Problems:
+    """Why the runs of a sweep can't be packed into jobs."""
+    config = runs[0].config
+    kind, settings = config.launcher.kind, config.sweep
+    if settings.pack == "off" or kind == "local":
+        rule = "needs sweep.pack=auto" if settings.pack == "off" else "has no effect on this machine"
+        for key in ("pack_nodes", "pack_minutes"):
+            if (value := getattr(settings, key)) is not None:
+                yield Problem(f"sweep.{key}", value, rule, (None,))
+        return
+    if kind != "slurm":
+        rule = f"packs runs into jobs of Slurm, or on this machine, and not with launcher.kind={kind}"
+        yield Problem("sweep.pack", settings.pack, rule, ("off",))
+        return
+    yield from _job_problems(runs)
+    yield from _host_problems(runs)
+    yield from _room_problems(runs)
+
+
+def _job_problems(runs: Sequence[PreparedRun]) -> Problems:
+    """What the runs ask of their job that it can't give to all of them."""
+    settings = runs[0].config.sweep
+    for section, keys in _OF_THE_JOB.items():
+        for key in keys:
+            found = (getattr(getattr(run.config, section), key) for run in runs)
+            values = list({repr(value): value for value in found}.values())
+            if len(values) > 1:
+                rule = "has several values, and a packed job has one"
+                yield Problem(f"{section}.{key}", values, rule, (values[0],))
+    for key, flags in {
+        "launcher": runs[0].config.launcher.extra,
+        "cluster": runs[0].config.cluster.extra,
+    }.items():
+        for flag in sorted(_OF_ITS_SIZE & flags.keys()):
+            rule = "contradicts a packed job, which takes whole nodes"
+            yield Problem(f"{key}.extra.{flag}", flags[flag], rule, (None,))
+    if start := next((run.config.cluster.start for run in runs if run.config.cluster.start != "srun"), None):
+        yield Problem("cluster.start", start, "can't give a run its place in a packed job", ("srun",))
+    if runs[0].config.cluster.gpus and runs[0].config.cluster.gpu_flag == "none":
+        rule = "leaves no way to give each run of a packed job its own GPUs"
+        yield Problem("cluster.gpu_flag", "none", rule, ("gpus-per-node", "gres"))
+    if port := next((run.config.cluster.port for run in runs if run.config.cluster.port), None):
+        yield Problem("cluster.port", port, "is one port, which runs side by side can't share", (None,))
+    if settings.parallelism is not None:
+        rule = "is for arrays: a packed job starts as many runs as its nodes have places for"
+        yield Problem("sweep.parallelism", settings.parallelism, rule, (None,))
+    if (
+        settings.pack_nodes is not None
+        and (most := max(run.config.nodes for run in runs)) > settings.pack_nodes
+    ):
+        yield Problem(
+            "sweep.pack_nodes", settings.pack_nodes, f"is fewer than nodes={most} of a run", (most,)
+        )
+    longest = max(run.config.launcher.time_minutes for run in runs)
+    if settings.pack_minutes is not None and longest > settings.pack_minutes:
+        rule = f"is less than launcher.time_minutes={longest} of a run"
+        yield Problem("sweep.pack_minutes", settings.pack_minutes, rule, (longest,))
+
+
+def _host_problems(runs: Sequence[PreparedRun]) -> Problems:
+    """Hosts that one run alone would keep ready, or leave."""
+    for key, off in (("spares", 0), ("min_nodes", None)):
+        if chosen := {getattr(run.config.launcher, key) for run in runs} - {off}:
+            yield Problem(f"launcher.{key}", max(chosen), "is for a job that has one run", (off,))
+
+
+def _room_problems(runs: Sequence[PreparedRun]) -> Iterator[Problem]:
+    """Runs that need more than a node has."""
+    room, partition = room_of(runs), runs[0].config.launcher.partition
+    where = f"partition {partition}" if partition else "the default partition"
+    if room is None:
+        rule = f"needs to know what the nodes of {where} have, and Slurm does not say it"
+        yield Problem("sweep.pack", "auto", rule, ("off",))
+        return
+    for run in {need_of(run, room).room: run for run in runs}.values():
+        need, launcher, devices = need_of(run, room).room, run.config.launcher, run.config.gpus_per_node
+        if need.cpus > room.cpus:
+            rule = f"needs {need.cpus} CPUs of a node, and nodes of {where} have {room.cpus}"
+            legal = (room.cpus // devices,) if room.cpus >= devices else ()
+            yield Problem("launcher.cpus_per_device", launcher.cpus_per_device, rule, legal)
+        if need.gpus > room.gpus:
+            rule = f"is more than the {room.gpus} GPUs of nodes of {where}"
+            yield Problem("gpus_per_node", devices, rule, (room.gpus,) if room.gpus else ())
+        if need.memory_mb > room.memory_mb:
+            rule = f"is more than the {room.memory_mb / 1024:g} GB of nodes of {where}"
+            yield Problem("launcher.memory_gb", launcher.memory_gb, rule, (room.memory_mb // 1024,))
+
+
+class LocalPlaces:
+    """The GPUs and cores of this machine, which runs that are going on here share."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        count, listed = visible_gpus(environment), environment.get("CUDA_VISIBLE_DEVICES")
+        names = [str(index) for index in range(count)] if listed is None else listed.split(",")[:count]
+        self._free = deque(names)
+        self._room = Room(len(os.sched_getaffinity(0)), count)
+        self._places = FreePlaces(1, self._room)
+        self._environment = environment
+        self._taken: dict[int, list[str]] = {}
+
+    def take(self, run: PreparedRun) -> dict[str, str] | None:
+        """The variables of the run's processes; None if there is no place for it now.
+
+        A run that is larger than the machine has it for itself.
+        """
+        need = self._need(run)
+        if self._places.take(need) is None:
+            return None
+        gpus = self._taken[id(run)] = [self._free.popleft() for _ in range(need.room.gpus)]
+        variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if self._room.gpus else {}
+        if "OMP_NUM_THREADS" not in self._environment:
+            variables["OMP_NUM_THREADS"] = str(max(1, need.room.cpus // run.processes))
+        return variables
+
+    def give_back(self, run: PreparedRun) -> None:
+        self._places.give_back((0,), self._need(run))
+        self._free.extend(self._taken.pop(id(run)))
+
+    def _need(self, run: PreparedRun) -> Need:
+        config = run.config
+        gpus = 0 if config.device == "cpu" else min(config.devices, self._room.gpus)
+        cpus = min(run.processes * run.cpus_per_process, self._room.cpus)
+        return Need(1, Room(cpus, gpus))
