@@ -204,7 +204,8 @@ class _PackedJob:
         if restart.ending(self._environment) == restart.CANCELLED:
             return
         launcher = left[0].read_config()["launcher"]
-        line = requeue_or_resubmit(left[0], launcher=launcher, environment=self._environment)
+        # After this job: by then all runs that are left wait for the new one.
+        line = requeue_or_resubmit(left[0], launcher=launcher, environment=self._environment, after=self._id)
         print(f"{len(left)} runs are left: {line}", file=sys.stderr, flush=True)
         new = owner.Owner.read(left[0])
         if new is not None and new.job is not None and new.job_id != self._id:  # another job

@@ -284,9 +284,9 @@ def _unfit(ends: Sequence[attempts.End]) -> set[str]:
 
 
 def requeue_or_resubmit(
-    folder: RunFolder, *, launcher: Mapping[str, Any], environment: Mapping[str, str]
+    folder: RunFolder, *, launcher: Mapping[str, Any], environment: Mapping[str, str], after: str = ""
 ) -> str:
-    """Ask Slurm to requeue this job; return one line with the result.
+    """Ask Slurm to requeue this job; return one line with the result. after: as `resubmit` has it.
 
     If Slurm refuses (because of the site's setting or the job's state), a new job replaces this one if
     `launcher.resubmit` is set.
@@ -308,7 +308,7 @@ def requeue_or_resubmit(
     if not launcher["resubmit"]:
         return f"not requeued ({refusal}); launcher.resubmit=true submits a new job then"
     try:
-        new_job = resubmit(folder.resubmission, exclude=exclude)
+        new_job = resubmit(folder.resubmission, exclude=exclude, after=after)
     except SiteRefusedError as error:
         if is_lost(str(error)):
             return f"not known whether it is resubmitted: {error}"

@@ -66,14 +66,18 @@ def submit_script(script: Path) -> Job:
         raise refusal(error, scripts=script.parent) from error
 
 
-def resubmit(script: Path, *, exclude: str) -> Job:
-    """Submit the script of a job that ends; returns the new job. exclude: hosts to avoid; may be empty.
+def resubmit(script: Path, *, exclude: str, after: str = "") -> Job:
+    """Submit the script of a job that ends; returns the new job.
+
+    exclude: hosts to avoid. after: the job that must have ended before. Both may be empty.
 
     Slurm leaves the job little time, so sbatch and the question for its job have CONTROL_S together.
 
     Raises SiteRefusedError with sbatch's message.
     """
-    return _sbatch(script, *([f"--exclude={exclude}"] if exclude else []), within_s=CONTROL_S)
+    flags = [f"--exclude={exclude}"] if exclude else []
+    flags += [f"--dependency=afterany:{after}"] if after else []
+    return _sbatch(script, *flags, within_s=CONTROL_S)
 
 
 def _sbatch(script: Path, *flags: str, within_s: float | None = None) -> Job:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shlex
 import shutil
@@ -204,13 +205,17 @@ SLURM = {
 }
 
 
+def program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
 @pytest.fixture
 def queue(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunFolder]:
     """Five runs in a queue for a job of two hosts, each with a place for one run."""
     (here / "bin").mkdir()
     for name, script in SLURM.items():
-        (here / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
-        (here / "bin" / name).chmod(0o755)
+        program(here / "bin" / name, script)
     monkeypatch.setenv("PATH", f"{here / 'bin'}:{os.environ['PATH']}")
     (here / "state").write_text("RUNNING")
     (here / "stopped.json").write_text('{"signal": "SIGUSR2", "step": 3, "how": "time_limit"}')
@@ -383,6 +388,24 @@ def test_a_job_that_starts_while_it_is_named_stays_the_owner(
     owner.hold_by_job(folder, "7", step="3")
     submission.join()
     assert (read(folder) or owner.Owner()).job_id == "7"
+
+
+def test_a_new_job_begins_only_after_the_old_one_has_named_it(here: Path, queue: list[RunFolder]) -> None:
+    """It would leave out runs that still belong to the old one."""
+    for name, script in {
+        "scontrol": """[ "$1" != requeue ] || exit 1; echo "JobId=7 JobState=RUNNING Restarts=0" """,
+        "sbatch": 'echo "sbatch $*" >> events; echo 8',
+    }.items():
+        program(here / "bin" / name, script)
+    config = queue[0].read_config()
+    config["launcher"]["resubmit"] = True
+    queue[0].config.write_text(json.dumps(config))
+    queue[0].resubmission.write_text("#!/bin/bash\n")
+    assert job(here, left_s=0) == 1
+    (words,) = events(here, "sbatch")
+    assert "--dependency=afterany:7" in words.split()
+    owners = [owner.Owner.read(folder) or owner.Owner() for folder in queue]
+    assert {(each.job_id, each.waits) for each in owners} == {("8", True)}
 
 
 def test_nothing_starts_near_the_time_limit_or_in_another_job(here: Path, queue: list[RunFolder]) -> None:
