@@ -163,6 +163,12 @@ def allow_recompiles(count: int) -> None:
     limits.recompile_limit = max(limits.recompile_limit, count)
 
 
+def allow_unknown_sizes() -> None:
+    """Let compiled code have operators whose output has a size that only a run knows: rows from devices."""
+    settings: Any = torch._dynamo.config
+    settings.capture_dynamic_output_shape_ops = True
+
+
 def wrap_integers() -> None:
     """Let compiled code for CPUs wrap integers around, as torch does elsewhere.
 

@@ -148,6 +148,8 @@ def figures(
     yield from _of_step(work, step, hardware)
     steps, times = tokens / per_step, StorageTimes(config, work, step.total_s, hardware)
     waits = {"checkpoints": times.checkpoints(steps), "input": times.input(steps)}
+    if config.training.memory_checkpoint_every is not None:
+        waits["memory_copies"] = times.memory_copies(steps)
     yield from (_of_wait(name, wait) for name, wait in waits.items())
     yield from _of_failures(config, times)
     training_s = times.training_s(steps)
@@ -184,7 +186,7 @@ def _of_step(work: Work, step: StepTime, hardware: Hardware) -> Iterator[Figure]
 
 def _of_wait(name: str, wait: Wait) -> Figure:
     """The figure for a wait of the whole training."""
-    return Figure(f"{name}_s", name, wait.seconds, wait.text, wait.formula)
+    return Figure(f"{name}_s", name.replace("_", " "), wait.seconds, wait.text, wait.formula)
 
 
 def _of_failures(config: RunConfig, times: StorageTimes) -> Iterator[Figure]:
@@ -199,7 +201,7 @@ def _of_failures(config: RunConfig, times: StorageTimes) -> Iterator[Figure]:
     between = f"a failure each {duration(failing.mtbf_s)}"
     formula = (
         f"Daly 2006 with {between}, {failing.save_s:.4g} s a save, {failing.restart_s:.4g} s a failure "
-        f"(of these {RESTART_S:g} s are assumed)"
+        f"(of these {RESTART_S:g} s are assumed); copies in memory are left out"
     )
     share, best = failing.useful_share(every), failing.best_every
     yield Figure("useful_share", "useful time", share, f"{share:.1%} with {between}", formula)

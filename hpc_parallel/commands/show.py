@@ -184,7 +184,7 @@ def _parts(run: RecordedRun, row: RunRow, changed: Mapping[str, Change]) -> Iter
         (title, to_text(values[key]), f"predicted {to_text(planned[key])}" if key in planned else "")
         for title, key, to_text in FIGURES if values.get(key)
     ]  # fmt: skip
-    jobs = () if run.totals.outcome is None else run.attempts.job_ids
+    jobs = () if run.totals.outcome is None or run.shares_jobs else run.attempts.job_ids
     lines += [(title, text, "") for title, text in energy_lines(run.totals.energy, jobs)]
     if lines:
         yield "\nfigures"

@@ -60,6 +60,8 @@ class LauncherConfig:
     # Hosts that the job has beside `nodes`. A spare takes the place of a host that is lost, that failed twice
     # or that the checks at the start accuse.
     spares: int = key(0, at_least(0))
+    # The fewest nodes on which the training may go on in its job, if no spare is left; null: `nodes`.
+    min_nodes: int | None = key(None, count())
     resubmit: bool = False  # Submit a new job if Slurm does not requeue the old one.
     # Who is told of failures, restarts, a full disk and the end: a shell command, which gets a line on its
     # standard input, or the address of a webhook (`https://`).

@@ -25,6 +25,14 @@ from hpc_parallel.config.script import is_script
 from hpc_parallel.exit_codes import AGAIN
 from hpc_parallel.failure import failure, normal_end, notify, restart
 from hpc_parallel.failure.failure import Record
+from hpc_parallel.failure.found_failure import (
+    hit_time_limit,
+    is_packed,
+    rank_failure,
+    signal_of_code,
+    slurm_failure,
+    without_rank,
+)
 from hpc_parallel.failure.hang_cause import cause_of
 from hpc_parallel.failure.restart import Decision, RestartLimits
 from hpc_parallel.failure.root_cause import (
@@ -32,30 +40,23 @@ from hpc_parallel.failure.root_cause import (
     find_root_cause,
     killed_tasks,
     lost_host,
-    missing_rank,
-    start_lines,
     this_attempt,
-    with_early_ends,
 )
 from hpc_parallel.failure.summary import summarise
 from hpc_parallel.problems import quoted
 from hpc_parallel.record import attempts, host_memory
 from hpc_parallel.record.checkpoint_index import complete
-from hpc_parallel.record.endings import Failure, Follower, Stop, Summary
+from hpc_parallel.record.endings import Failure, Stop, Summary
 from hpc_parallel.record.metrics_file import MetricsReader, figure
-from hpc_parallel.record.owner import Owner
 from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.recorded_slow_ranks import accusations
 from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_tail
-from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.record.typed import read_if_possible
+from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.record.values import texts
 from hpc_parallel.slurm.allocation import in_allocation
 from hpc_parallel.slurm.jobs import job_of
-from hpc_parallel.user_code import hint
 
-_LOG_LINES = 40
 _NFS_S = 90.0
 # What `failure.json` calls a stop after which no start follows.
 _KINDS = {
@@ -65,7 +66,11 @@ _KINDS = {
 }
 _NEXT_TURN = "it goes on when it has its next turn, in this job or in the next one"
 _UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a preempted run that could not save
-_TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT|^Slurm says of job [\d_]+: timeout", re.MULTILINE)
+# Of the job, not of a step: srun ends its step after a failure.
+_SCANCEL = re.compile(
+    r"^slurmstepd\S*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ (?:DUE TO PREEMPTION )?\*\*\*",
+    re.MULTILINE,
+)
 
 
 def conclude(
@@ -103,15 +108,15 @@ def conclude(
         cause = cause_of(folder, records) or cause
     if cancelled or (cancelled is None and _looks_cancelled(cause, returncode=returncode, text=text)):
         name = asked_by or (cause.signal if cause else None)
-        by = name or _signal_of_code(returncode) or ""
+        by = name or signal_of_code(returncode) or "SIGTERM"
         if not cancelled and restart.why_stopped(by, environment=environment) == restart.PREEMPTED:
             return _conclude_stop(folder, stopped=_UNSAVED, environment=environment)
         first = f", first rank {cause.rank} on {cause.host}" if cause and cause.signal else ""
         line, outcome, how = f"{cancelled_by(name)}{first}", "cancelled", "cancelled"
         ended = Failure()
     else:
-        lost = _slurm_failure(folder, cause, records=records, text=text) if cancelled is None else None
-        ended = lost or _rank_failure(folder, cause, records=records, returncode=returncode, text=text)
+        lost = slurm_failure(folder, cause, records=records, text=text) if cancelled is None else None
+        ended = lost or rank_failure(folder, cause, records=records, returncode=returncode, text=text)
         ended.write(folder)  # before the summary: a summary means that all other files are written
         line, outcome, how = str(ended.line), "failed", str(ended.kind)
     if summary is None:
@@ -152,46 +157,14 @@ def cancelled_by(signal_name: str | None) -> str:
 def _looks_cancelled(cause: Record | None, *, returncode: int, text: str) -> bool:
     """Whether a termination signal that Slurm does not explain ended the first rank.
 
-    Without a cause, the exit code of the job is checked.
+    Without a cause, the exit code of the job is checked. mpirun may end with another one, and its ranks lose
+    each other, but Slurm says in the log that it ends the job.
     """
-    if _hit_time_limit(text) or lost_host(text, cause=cause):
+    if hit_time_limit(text) or lost_host(text, cause=cause):
         return False
-    return (cause.signal if cause else _signal_of_code(returncode)) in TERMINATION_SIGNALS
-
-
-def _hit_time_limit(text: str) -> bool:
-    return _TIME_LIMIT.search("\n".join(this_attempt(text).splitlines()[-_LOG_LINES:])) is not None
-
-
-def _slurm_failure(
-    folder: RunFolder, cause: Record | None, *, records: Sequence[Record], text: str
-) -> Failure | None:
-    """The content of `failure.json` if Slurm reports a time limit or a lost node."""
-    if _hit_time_limit(text):
-        return _out_of_time(folder)
-    if (lost := lost_host(text, cause=cause)) is None:
-        return None
-    return replace(
-        _without_rank(
-            kind=failure.NODE_LOST, message=lost.message, line=_with_count(lost.message, records),
-            followers=records,
-        ),
-        host=lost.host,
-        details={"exclude": [lost.host]} if lost.is_there else {},
-    )  # fmt: skip
-
-
-def _rank_failure(
-    folder: RunFolder, cause: Record | None, *, records: Sequence[Record], returncode: int, text: str
-) -> Failure:
-    """The content of `failure.json` if a rank, or the job itself, failed."""
-    if cause is None:
-        return _without_record(folder, returncode=returncode, text=text)
-    cause = with_early_ends(folder, cause=missing_rank(folder, cause=cause, records=records))
-    if cause.rank == failure.NOBODY:
-        line = f"the run hangs: {cause.message}"
-        return _without_rank(kind=cause.kind, message=cause.message, line=line, followers=records)
-    return _failed(cause, followers=[record for record in records if record.rank != cause.rank])
+    if (cause is None or cause.kind == failure.LOST_PEER) and _SCANCEL.search(this_attempt(text)):
+        return True
+    return (cause.signal if cause else signal_of_code(returncode)) in TERMINATION_SIGNALS
 
 
 def _reached(folder: RunFolder) -> int | None:
@@ -210,12 +183,11 @@ def after_failure(
     ends = attempts.recent_ends(folder)
     if Failure.read(folder) is None or folder.stopped.exists() or not ends:
         return Decision(restart.END)
-    config = folder.read_config()
-    limits = RestartLimits.of(config, start=start)
+    limits = RestartLimits.of(folder.read_config(), start=start)
     decision = restart.decide(ends, limits=limits)
     if not decision.starts_again:
         return decision
-    limits = replace(limits, hosts=restart.Hosts.of(config, environment=environment))
+    limits = replace(limits, hosts=restart.Hosts.of(folder, environment=environment))
     return restart.decide(ends, limits=limits, by_slurm=restart.ending(environment))
 
 
@@ -233,8 +205,8 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
     limits, ends = RestartLimits.of(folder.read_config()), attempts.recent_ends(folder)
     decision = restart.decide(ends, limits=limits, continues=continues)
     restarts = decision.starts_again
-    is_packed = _is_packed(folder)
-    limit = "the packed job" if is_packed else f"{launcher['time_minutes']} min"
+    packed = is_packed(folder)
+    limit = "the packed job" if packed else f"{launcher['time_minutes']} min"
     limit = "the allocation" if in_allocation(launcher) else limit
     reasons = {
         restart.TIME_LIMIT: f"the time limit of {limit} was near",
@@ -243,31 +215,25 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
         restart.REQUEUED: "the script asks for a new start",
     }
     if stopped.code is not None:
-        kept = f"it ended with {_signal_of_code(stopped.code) or f'exit code {stopped.code}'}"
+        kept = f"it ended with {signal_of_code(stopped.code) or f'exit code {stopped.code}'}"
     else:
         kept = f"saved at step {stopped.step}" if continues else f"{stopped.kept} are kept"
     line = f"{reasons[how]}: {kept}"
     if how != restart.CANCELLED and not restarts:
         line += f"; {decision.why}"
-        _without_rank(kind=_KINDS[how], message=line, line=line).write(folder)
+        without_rank(kind=_KINDS[how], message=line, line=line).write(folder)
     if stopped.step is not None and not restarts:
         line += _advice(folder)
     outcome = "preempted" if restarts else "cancelled" if how == restart.CANCELLED else "failed"
     write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     replace(stopped, how=how, line=line).write(folder)
-    if restarts and is_packed:
+    if restarts and packed:
         line += f"; {_NEXT_TURN}"
     elif restarts and job_of(environment) is None:
         line += "; it starts again"
     elif restarts:  # last, because Slurm may end this process at once
         line += f"; {_start_again(folder, launcher=launcher, environment=environment)}"
     return line
-
-
-def _is_packed(folder: RunFolder) -> bool:
-    """Whether the job of the run has other runs too, so that it is not for this one to start it again."""
-    holder = read_if_possible(Owner, folder.owner)
-    return holder is not None and holder.is_packed
 
 
 def _start_again(folder: RunFolder, *, launcher: Mapping[str, Any], environment: Mapping[str, str]) -> str:
@@ -280,7 +246,7 @@ def _start_again(folder: RunFolder, *, launcher: Mapping[str, Any], environment:
         line += _advice(folder)
     if Failure.read(folder) is None and stopped is not None:
         kind = _KINDS.get(str(stopped.how), failure.KILLED)
-        _without_rank(kind=kind, message=line, line=str(stopped.line)).write(folder)
+        without_rank(kind=kind, message=line, line=str(stopped.line)).write(folder)
         write_json(folder.summary, _summary(folder, outcome="failed", environment=environment))
     _add_to_line(folder, line)
     return line
@@ -294,95 +260,6 @@ def _add_to_line(folder: RunFolder, text: str) -> None:
     """Say in `failure.json` why no start follows."""
     if (ended := Failure.read(folder)) is not None:
         replace(ended, line=f"{ended.line}; {text}").write(folder)
-
-
-def _failed(cause: Record, *, followers: Sequence[Record]) -> Failure:
-    """The content of `failure.json` for a rank that failed first."""
-    return Failure(
-        rank=cause.rank,
-        host=cause.host,
-        node=cause.node,
-        kind=cause.kind,
-        message=cause.message,
-        signal=cause.signal,
-        time=cause.time,
-        traceback=tuple(cause.traceback),
-        details=cause.details,
-        followers=_brief(followers),
-        line=_with_count(f"rank {cause.rank} on {cause.host} failed first: {cause.message}", followers),
-    )
-
-
-def _with_count(line: str, followers: Sequence[Record]) -> str:
-    return line + (f"; {len(followers)} follower{'s' * (len(followers) > 1)}" if followers else "")
-
-
-def _brief(followers: Sequence[Record]) -> tuple[Follower, ...]:
-    return tuple(Follower(record.rank, record.host, record.kind) for record in followers)
-
-
-def _without_record(folder: RunFolder, *, returncode: int, text: str) -> Failure:
-    """The content of `failure.json` if no rank wrote a record: a set-up line failed, for example."""
-    when = "and no rank said why" if any(folder.logs.glob("rank-*.out")) else "before any rank started"
-    lines = start_lines(text)[-_LOG_LINES:]
-    name = _signal_of_code(returncode)
-    how = f"killed by {name}" if name else f"exit code {returncode}"
-    how += "" if returncode else ", but rank 0 did not complete"
-    last = lines[-1].strip() if lines else ""
-    message = (last if "exit code" in last else f"{how}: {last}" if last else how) + hint(last)
-    return _without_rank(
-        kind=failure.KILLED if name else failure.START,
-        message=message,
-        line=f"the job failed {when}: {message}",
-        signal=name,
-        traceback=lines,
-    )
-
-
-def _signal_of_code(returncode: int) -> str | None:
-    """The name of the signal in an exit code of subprocess (negative) or of a shell (above 128)."""
-    if returncode < 0:
-        return failure.signal_name(-returncode)
-    return failure.signal_name(returncode - 128) if 128 < returncode < 128 + 65 else None
-
-
-def _out_of_time(folder: RunFolder) -> Failure:
-    """The content of `failure.json` for a job that Slurm ended at its time limit."""
-    lines = MetricsReader(folder.metrics).read()
-    step = lines[-1]["step"] if lines else 0
-    config = folder.read_config()
-    minutes = config["launcher"]["time_minutes"]
-    message = f"the time limit of {minutes} min was reached after step {step}"
-    advice = "raise launcher.time_minutes, or train less"
-    if is_script(config):
-        message = f"the time limit of {minutes} min was reached"
-        advice = "raise launcher.time_minutes, or set script.stop_signal"
-    if in_allocation(config["launcher"]):
-        message, advice = "the allocation has reached its time limit", "start the run again in another one"
-    elif _is_packed(folder):
-        message, advice = "the packed job has reached its time limit", "raise sweep.pack_minutes"
-    return _without_rank(kind=failure.TIME_LIMIT, message=message, line=f"{message}: {advice}")
-
-
-def _without_rank(
-    *,
-    kind: str,
-    message: str,
-    line: str,
-    signal: str | None = None,
-    traceback: Sequence[str] = (),
-    followers: Sequence[Record] = (),
-) -> Failure:
-    """A `failure.json` that blames no rank."""
-    return Failure(
-        kind=kind,
-        message=message,
-        signal=signal,
-        time=datetime.now(UTC).isoformat(timespec="microseconds"),
-        traceback=tuple(traceback),
-        followers=_brief(followers),
-        line=line,
-    )
 
 
 def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -404,7 +281,7 @@ def _follow_failure(
     line, config = decision.why, folder.read_config()
     if decision.action not in restart.IN_JOB and config["training"].get("memory_checkpoint_every"):
         host_memory.remove_from_hosts(host_memory.name_of(folder, environment), environment)
-    if decision.action == restart.REQUEUE and _is_packed(folder):
+    if decision.action == restart.REQUEUE and is_packed(folder):
         line = _NEXT_TURN
         write_json(folder.summary, _summary(folder, outcome="preempted", environment=environment))
     elif decision.action == restart.REQUEUE:
@@ -414,6 +291,8 @@ def _follow_failure(
             decision = Decision(restart.END, line)
     elif line and decision.action == restart.END:
         _add_to_line(folder, line)
+    elif decision.action == restart.FEWER:
+        write_text(folder.config, folder.on_nodes(len(decision.hosts)).read_text(encoding="utf-8"))
     return decision, line
 
 
@@ -432,7 +311,7 @@ def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:
         folder,
         f"{event}: {line}",
         about=notify.ENDED,
-        waits=decision.action in (restart.REQUEUE, restart.END),
+        waits=decision.action not in restart.IN_JOB,
     )
 
 

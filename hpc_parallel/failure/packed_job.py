@@ -21,7 +21,7 @@ from typing import Annotated
 from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.failure import restart
 from hpc_parallel.failure.restart import requeue_or_resubmit
-from hpc_parallel.record import attempts, owner
+from hpc_parallel.record import owner
 from hpc_parallel.record.endings import Stop, Summary, has_final_summary
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError
@@ -50,11 +50,15 @@ class QueuedRun:
 
 @dataclass(frozen=True)
 class Queue:
-    """The content of `queue.json`: the room of each node, and the runs in the order of their turns."""
+    """The content of `queue.json`: the room of each node, and the runs in the order of their turns.
+
+    submitter: the process that has claimed the runs, as `Owner.process`.
+    """
 
     room: Room
     grace_s: int  # before the time limit, in which the runs save
     runs: Annotated[tuple[QueuedRun, ...], WHOLE]
+    submitter: str = ""
 
 
 @dataclass
@@ -89,6 +93,7 @@ class _PackedJob:
         if queue is None:
             raise FileNotFoundError(folder / QUEUE)
         self._places = FreePlaces(len(self._hosts), queue.room)
+        self._submitter = queue.submitter
         turns = [_Turn(run, _folder(folder / str(number))) for number, run in enumerate(queue.runs)]
         self._waiting = [turn for turn in turns if self._is_left(turn.folder)]
         self._active: list[_Turn] = []
@@ -121,8 +126,9 @@ class _PackedJob:
         except (UntrustedError, DamagedError, FileNotFoundError) as error:
             print(f"{folder.path} is left out: {error}", file=sys.stderr, flush=True)
             return False
-        is_new = self._environment.get(_KEPT, "0") == "0" and attempts.history(folder).started is None
-        if is_new and before is not None and before.job_id is None:  # the submission names the job next
+        if (
+            before is not None and before.process and before.process == self._submitter
+        ):  # it names the job next
             owner.queue_in_job(folder, Job(self._id, submitted_s=time.time()))
             return True
         if before is None or before.job_id != self._id or before.over:

@@ -26,8 +26,8 @@ TIME_LIMIT, PREEMPTED, CANCELLED = "time_limit", "preempted", "cancelled"
 REQUEUED = "requeued"  # a script asked for it by its exit code
 NO_START = ("not requeued", "neither requeued")  # the beginnings of lines that say that none follows
 # What follows the end of a start.
-IN_PLACE, SPARE, REQUEUE, END = "in place", "spare", "requeue", "end"
-IN_JOB = (IN_PLACE, SPARE)  # the ranks start again in their job
+IN_PLACE, SPARE, FEWER, REQUEUE, END = "in place", "spare", "fewer nodes", "requeue", "end"
+IN_JOB = (IN_PLACE, SPARE, FEWER)  # the ranks start again in their job
 # A restart, perhaps on other hosts, may repair these; an error in the code or a full disk would recur.
 RECOVERABLE = frozenset({
     failure.KILLED, failure.LOST_PEER, failure.COLLECTIVE_TIMEOUT, failure.NODE_LOST, failure.START,
@@ -83,20 +83,21 @@ def _is_requeued(fields: Mapping[str, str], *, environment: Mapping[str, str]) -
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a job with spares, in Slurm's order.
+    """The hosts of a job that chooses them for each start, in Slurm's order.
 
-    used: those of this start. held: those that the job still has. nodes: that a start needs.
+    used: those of this start. held: those that the job still has. sizes: the numbers of hosts of which a
+    start can take one, largest first.
     """
 
     used: tuple[str, ...]
     held: tuple[str, ...]
-    nodes: int
+    sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], *, environment: Mapping[str, str]) -> Hosts | None:
-        """Ask Slurm; None for a job without spares, and if Slurm does not answer."""
-        job = job_of(environment)
-        if job is None or not config["launcher"].get("spares"):
+    def of(cls, folder: RunFolder, *, environment: Mapping[str, str]) -> Hosts | None:
+        """Ask Slurm; None for a job that does not choose its hosts, and if Slurm does not answer."""
+        job, config, sizes = job_of(environment), folder.read_config(), folder.node_counts()
+        if job is None or not (sizes or config["launcher"].get("spares")):
             return None
         held = expand_hosts((job_fields(job) or {}).get("NodeList", ""))
         if not held:
@@ -104,12 +105,12 @@ class Hosts:
         used = expand_hosts(environment.get("SLURM_JOB_NODELIST", ""))
         if environment.get("SLURMD_NODENAME") not in held:
             held = ()  # Slurm takes the host of this script for lost
-        return cls(used, held, config["nodes"])
+        return cls(used, held, sizes or (config["nodes"],))
 
     def next(self, unfit: Set[str]) -> tuple[str, ...]:
         """The hosts of the next start, the first ones that are fit; empty if too few are left."""
         fit = tuple(host for host in self.held if host not in unfit)
-        return fit[: self.nodes] if len(fit) >= self.nodes else ()
+        return fit[: next((size for size in self.sizes if size <= len(fit)), 0)]
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class RestartLimits:
 
     start: the number of this start in its job, from 0; None: nothing can start the ranks again in the job.
     is_own_job: false in an allocation, which Slurm would start again with all that the user does there.
-    hosts: None in a job without spares.
+    hosts: None in a job that does not choose them for each start.
     """
 
     max_restarts: int
@@ -141,7 +142,7 @@ class RestartLimits:
 class Decision:
     """What follows the end of a start, and why; the reason is empty if the end itself says it.
 
-    hosts: those of the next start in a job with spares.
+    hosts: those of the next start, if the job chooses them.
     """
 
     action: str  # one of IN_JOB, REQUEUE or END
@@ -202,7 +203,7 @@ def _decided(
 
 
 def _in_job(ends: Sequence[attempts.End], *, hosts: Hosts | None, which: str) -> Decision:
-    """A start on the same hosts, or with spares in place of those that are gone or unfit; else a requeue."""
+    """A start without the hosts that are gone or unfit: on the same, on spares, on fewer; else a requeue."""
     again = "the ranks start again in the same job"
     if hosts is None or _without_ranks(ends[-1]):  # nobody knows which host is gone
         same = f"{again}, on the same hosts, {which}"
@@ -213,6 +214,9 @@ def _in_job(ends: Sequence[attempts.End], *, hosts: Hosts | None, which: str) ->
     if not following:
         return Decision(REQUEUE)
     new, old = _without(following, hosts.used), _without(hosts.used, following)
+    if len(following) < len(hosts.used):
+        place = f"on {len(following)} of {hosts.sizes[0]} nodes, without {', '.join(old)}"
+        return Decision(FEWER, f"{again}, {place}, {which}", following)
     spares = f"the spare{'s' * (len(new) > 1)} {', '.join(new)}"
     return Decision(SPARE, f"{again}, on {spares} in place of {', '.join(old)}, {which}", following)
 
@@ -290,7 +294,8 @@ def requeue_or_resubmit(
     job = job_of(environment)
     assert job is not None  # the caller runs in a job
     excluded = hosts_to_exclude(folder)
-    if excluded and (shortage := _shortage(excluded, launcher=launcher, environment=environment)):
+    place: dict[str, Any] = {"launcher": launcher, "environment": environment, "sizes": folder.node_counts()}
+    if excluded and (shortage := _shortage(excluded, **place)):
         return f"not requeued: {shortage}. Start it again with fewer nodes, or when these hosts are repaired"
     exclude = ",".join([*filter(None, [launcher["exclude"]]), *excluded]) if excluded else ""
     if (refusal := requeue(job, exclude=exclude)) is None:
@@ -316,7 +321,11 @@ def requeue_or_resubmit(
 
 
 def _shortage(
-    excluded: Sequence[str], *, launcher: Mapping[str, Any], environment: Mapping[str, str]
+    excluded: Sequence[str],
+    *,
+    launcher: Mapping[str, Any],
+    environment: Mapping[str, str],
+    sizes: Sequence[int] = (),
 ) -> str | None:
     """Why the job would wait forever without the excluded hosts; None if enough are left, or it is not known.
 
@@ -324,7 +333,7 @@ def _shortage(
     """
     partition = launcher["partition"] or environment.get("SLURM_JOB_PARTITION", "")
     used = set(expand_hosts(environment.get("SLURM_JOB_NODELIST", "")))
-    needed = len(used) + launcher.get("spares", 0)
+    needed = max([len(used), *sizes]) + launcher.get("spares", 0)
     hosts = hosts_of(partition) if partition else set()
     left = hosts.difference(excluded)
     with suppress(ValueError):  # sbatch may accept more than expand_hosts

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from string import Template
@@ -74,12 +74,11 @@ def sbatch_flags(run: PreparedRun) -> Flags:
         "ntasks-per-node": run.processes_per_node,
         "cpus-per-task": run.cpus_per_process,
         "time": launcher.time_minutes,
-        # A short job keeps half of its time, because Slurm may send this signal up to a minute early.
-        "signal": f"{receiver}USR2@{min(launcher.grace_s, 30 * launcher.time_minutes)}",
+        "signal": f"{receiver}{_signal(launcher.grace_s, minutes=launcher.time_minutes)}",
         "requeue": True,  # some sites disable it by default
         **gpu_flags(run),
     }
-    if launcher.spares:
+    if chooses_hosts(launcher):
         flags["no-kill"] = True
     if launcher.memory_gb is not None:
         flags["mem"] = (
@@ -92,6 +91,11 @@ def sbatch_flags(run: PreparedRun) -> Flags:
     if extra.get("no-requeue"):
         del flags["requeue"]
     return flags | _set_flags(extra)
+
+
+def _signal(grace_s: int, *, minutes: int) -> str:
+    """A short job keeps half of its time, because Slurm may send this signal up to a minute early."""
+    return f"USR2@{min(grace_s, 30 * minutes)}"
 
 
 def _set_flags(flags: Mapping[str, Any]) -> Flags:
@@ -127,8 +131,8 @@ def srun_arguments(run: PreparedRun, *, packed: Need | None = None) -> list[str]
     """
     ranks = run.processes_per_node if run.config.cluster.start == "torchrun" else 1
     tasks: Flags = {"ntasks": run.config.nodes, "ntasks-per-node": 1} if ranks > 1 else {}
-    if run.config.launcher.spares:
-        tasks = _place_beside_spares(1 if ranks > 1 else run.processes_per_node)
+    if chooses_hosts(run.config.launcher):
+        tasks = _chosen_place(1 if ranks > 1 else run.processes_per_node)
     flags: Flags = {
         **tasks,
         "cpus-per-task": run.cpus_per_process * ranks,
@@ -146,7 +150,12 @@ def _word(flag: str, value: str | int | bool) -> str:
     return ShellWord(text) if isinstance(value, ShellWord) else text
 
 
-def _place_beside_spares(tasks_per_node: int) -> Flags:
+def chooses_hosts(launcher: LauncherConfig) -> bool:
+    """Whether each start in the job chooses its hosts: it has spares, or goes on with fewer."""
+    return launcher.spares > 0 or launcher.min_nodes is not None
+
+
+def _chosen_place(tasks_per_node: int) -> Flags:
     """The flags of a step on the hosts that the script has chosen for this start."""
     return {
         "nodes": ShellWord('"$SLURM_JOB_NUM_NODES"'),
@@ -215,15 +224,20 @@ def render_packed(run: PreparedRun, need: Need) -> str:
     return _templates().get_template("job.sh.j2").render({**_values(run, ".out"), **values})
 
 
-def render_pack(runs: Sequence[PreparedRun], *, queue: Path, name: str, nodes: int, room: Room) -> str:
-    """The batch script of a job of whole nodes that runs the queue in the folder `queue`."""
-    first = runs[0]
+def render_pack(
+    first: PreparedRun, *, queue: Path, name: str, nodes: int, room: Room, minutes: int, grace_s: int
+) -> str:
+    """The batch script of a job of whole nodes that runs the queue in the folder `queue`.
+
+    first: one of the runs. minutes: the time limit. grace_s: before it, in which the runs save.
+    """
     flags: Flags = sbatch_flags(first) | {
         "job-name": name,
         "nodes": nodes,
         "ntasks-per-node": 1,
         "cpus-per-task": room.cpus,
-        "time": first.config.sweep.pack_minutes or max(run.config.launcher.time_minutes for run in runs),
+        "time": minutes,
+        "signal": _signal(grace_s, minutes=minutes),
         "exclusive": True,
         "mem": 0,
         "output": f"{queue}/%j.out",
@@ -294,14 +308,19 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "again": AGAIN,
         "packed": False,
         "notify": launcher.notify is not None,
+        "frees_hosts": chooses_hosts(launcher) and run.config.training.memory_checkpoint_every is not None,
         "srun_arguments": srun_arguments(run),
         "mpirun_arguments": cluster.mpirun,
         "torchrun_arguments": run.config.script.torchrun,
-        "nodes": run.config.nodes,
+        "nodes": ShellWord('"$SLURM_JOB_NUM_NODES"') if chooses_hosts(launcher) else run.config.nodes,
+        "all_nodes": run.config.nodes,
+        "smaller": bool(run.smaller),
         "hosts": ",".join(hosts_here(run)),
-        "spares": launcher.spares,
+        "chooses_hosts": chooses_hosts(launcher),
         "processes_per_node": run.processes_per_node,
-        "processes": run.processes,
+        "processes": ShellWord(f'"$((SLURM_JOB_NUM_NODES * {run.processes_per_node}))"')
+        if chooses_hosts(launcher)
+        else run.processes,
         "cpus_per_process": run.cpus_per_process,
         "master_suffix": cluster.master_suffix,
         "port": cluster.port,

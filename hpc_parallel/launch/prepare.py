@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -58,6 +58,7 @@ class PreparedRun:
     import_note: str | None = None  # why the user's classes were not imported
     predicted: Mapping[str, Any] | None = None  # planned figures, by the names of `summary.json`
     plan_notes: Sequence[str] = ()  # the choice of `strategy=auto`, and the plan's warnings
+    smaller: Mapping[int, Any] = field(default_factory=dict)  # `values` on fewer nodes, by their number
     command: Sequence[str] | None = None  # that started it; None: the command line of this process
 
     @property
@@ -121,9 +122,10 @@ class PreparedRun:
 
     def __str__(self) -> str:
         nodes, devices = self.config.nodes, self.config.gpus_per_node
-        spares = self.config.launcher.spares
-        hosts = f"{nodes} node{'s' * (nodes > 1)}"
-        hosts += f" (and {spares} spare{'s' * (spares > 1)})" if spares else ""
+        spares, least = self.config.launcher.spares, self.config.launcher.min_nodes
+        besides = [f"and {spares} spare{'s' * (spares > 1)}"] if spares else []
+        besides += [] if least is None else [f"at least {least}"]
+        hosts = f"{nodes} node{'s' * (nodes > 1)}" + (f" ({', '.join(besides)})" if besides else "")
         start = f"; continues after step {self._checkpoint_step}" if self.resumes else ""
         if self.is_script:
             kind = kind_of(self.values["script"]) or TASK
@@ -185,11 +187,26 @@ def prepare(
     notes += [] if planned is None else planned.warnings
     recorded = values | _places(config, values, folder, snapshot)
     notes += _notes_of_resume(config, recorded, folder)
+    smaller = {}
+    if config.launcher.min_nodes is not None:
+        from hpc_parallel.launch.fewer_nodes import smaller_runs
+
+        smaller = smaller_runs(composed, config, preset=preset, check=partial(_checked, hardware=hardware))
+        smaller = {nodes: run | _places(config, run, folder, snapshot) for nodes, run in smaller.items()}
     return PreparedRun(
         config, recorded, plan=plan, folder=folder, snapshot=snapshot, overrides=overrides,
         config_dir=user_folder, launcher_reason=launcher_reason, import_note=imports.note,
-        predicted=None if planned is None else planned.figures, plan_notes=notes,
+        predicted=None if planned is None else planned.figures, plan_notes=notes, smaller=smaller,
     )  # fmt: skip
+
+
+def _checked(config: RunConfig, *, hardware: Hardware | None) -> Plan:
+    """The plan of the run on fewer nodes. Raises ConfigError."""
+    if problems := find_problems(config):
+        raise ConfigError(problems)
+    plan = Plan.of(config)
+    _forecast(config, plan, hardware)
+    return plan
 
 
 def _with_strategy(

@@ -107,6 +107,7 @@ def _write_files(run: PreparedRun, copied: Snapshot | None, git_state: GitState 
     text = yaml.dump(run.values, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)
     _require_readable(run, text)
     write_text(run.folder.config, text)
+    _write_smaller(run, text)
     provenance = origin(
         run.folder, overrides=run.overrides, config_dir=run.config_dir, snapshot=run.snapshot,
         command=run.command, state=git_state,
@@ -118,6 +119,19 @@ def _write_files(run: PreparedRun, copied: Snapshot | None, git_state: GitState 
         attempts.resumed_by_hand(run.folder)
     else:
         attempts.note(run.folder, "submitted")
+
+
+def _write_smaller(run: PreparedRun, text: str) -> None:
+    """Write the configurations on fewer nodes, and that of all nodes, which the next job takes again."""
+    folder = run.folder
+    shutil.rmtree(folder.smaller, ignore_errors=True)  # of an earlier start
+    if not run.smaller:
+        return
+    folder.smaller.mkdir(mode=0o700)
+    write_text(folder.on_nodes(run.config.nodes), text)
+    for nodes, values in run.smaller.items():
+        text = yaml.dump(values, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)
+        write_text(folder.on_nodes(nodes), text)
 
 
 def _require_readable(run: PreparedRun, text: str) -> None:

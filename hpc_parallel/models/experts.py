@@ -33,16 +33,14 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(count, dim, hidden))
         self.widen: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_product
         self.narrow: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_product
-        self.on_counts: Callable[[Tensor], None] | None = None
+        self.on_counts: Callable[[Tensor], Any] | None = None
 
-    def announce(self, counts: Tensor) -> None:
-        """Optional: pass the `counts` of the next forward pass before its rows are sorted.
+    def announce(self, counts: Tensor) -> Any:
+        """Optional: tell `counts` before the rows are sorted; returns what the forward pass takes for them.
 
-        Devices that split the experts exchange the counts while the rows are sorted. Pass the same tensor to
-        the forward pass.
+        Devices that split the experts exchange the counts while the rows are sorted.
         """
-        if self.on_counts is not None:
-            self.on_counts(counts)
+        return counts if self.on_counts is None else self.on_counts(counts)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Returns the outputs of `rows` [row, dim], which are sorted by expert; `counts` [expert], int64."""
@@ -177,7 +175,7 @@ class LoadBalance(nn.Module):
         A pipeline learns its shapes from a pass in evaluation mode, with gradients.
         """
         if self.training and torch.is_grad_enabled():
-            self.expert_load += counts
+            self.expert_load.add_(counts)  # `+=` would set an attribute, which compiled recomputation can't
 
     @torch.no_grad()
     def move(self, load: Tensor) -> None:

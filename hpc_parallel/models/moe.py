@@ -165,12 +165,12 @@ class MixtureOfExperts(nn.Module):
         # Unlike bincount, scatter_add does not make the host wait for the device.
         zeros, ones = assignments.new_zeros(self.experts.count), torch.ones_like(assignments)
         counts = zeros.scatter_add(0, assignments, ones)
-        self.experts.announce(counts)
+        announced = self.experts.announce(counts)
         if self.load is not None:
             self.load.count(counts)
         order = assignments.argsort(stable=True)  # by expert
         inverse = order.argsort()
-        outputs = self.experts(Reorder.apply(tokens, order, inverse, self.per_token), counts)
+        outputs = self.experts(Reorder.apply(tokens, order, inverse, self.per_token), announced)
         by_token = Reorder.apply(outputs, inverse, order).unflatten(0, (-1, self.per_token))
         return torch.sum(by_token * gates.to(outputs.dtype).unsqueeze(-1), dim=1)
 

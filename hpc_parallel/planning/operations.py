@@ -176,8 +176,9 @@ class Rounding:
         A scale for each row needs only the ranks that have parts of this row. splits_inputs: whether `tensor`
         splits the inputs of the layer, and not its outputs.
         """
-        if not self.by_rows:
-            return 2  # of one or two matrices
+        if not self.by_rows:  # of the inputs or of the gradient; one message a step has the weights'
+            exchanged = axis == "context" or splits_inputs != is_backward
+            return 1 if exchanged else 0
         if axis == "context":
             return (product.depth + product.columns) * (is_backward and not product.experts)
         if splits_inputs:

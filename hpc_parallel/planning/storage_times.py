@@ -12,10 +12,10 @@ from functools import cached_property
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.counts import class_path
 from hpc_parallel.layout.holdings import ALL, Setup, first_holdings, model_facts
-from hpc_parallel.layout.layout import PARAMETER_SERVER, Layout, layout_of
+from hpc_parallel.layout.layout import PARAMETER_SERVER, Layout, layout_of, processes_per_node
 from hpc_parallel.layout.model_data_schema import TextDataConfig, TokensDataConfig
 from hpc_parallel.layout.model_weights import ModelWeights, sample_shape_of, weights_of
-from hpc_parallel.layout.step_facts import weight_bytes
+from hpc_parallel.layout.step_facts import memory_copies, weight_bytes
 from hpc_parallel.planning.hardware import CPU, MEASURED_BY, Hardware, contended
 from hpc_parallel.planning.planned_state import Division, StateBytes, States
 from hpc_parallel.planning.work import Work
@@ -56,7 +56,7 @@ class StorageTimes:
 
     def training_s(self, steps: float) -> float:
         """The time of this number of steps, with the waits that are known."""
-        waits = (self.checkpoints(steps), self.input(steps))
+        waits = (self.checkpoints(steps), self.memory_copies(steps), self.input(steps))
         return steps * self.step_s + sum(wait.seconds or 0.0 for wait in waits)
 
     def checkpoints(self, steps: float) -> Wait:
@@ -76,6 +76,36 @@ class StorageTimes:
         share = seconds / (steps * self.step_s + seconds)
         share_text = f"{100 * share:.1f} % of the time: {size(sizes.total)} each {every} steps"
         return Wait(seconds, share_text, f"{saves - 1} x {text} + the last one, {self._write_s(sizes):.4g} s")
+
+    def memory_copies(self, steps: float) -> Wait:
+        """One each `training.memory_checkpoint_every` steps, which another host receives beside the steps.
+
+        The training waits for the copy from the device, and for the message before if that takes longer.
+        """
+        every, copied_bytes = self.config.training.memory_checkpoint_every, self._copied_bytes
+        if every is None:
+            return Wait(0.0, "none (training.memory_checkpoint_every=null)", "no copy")
+        if copied_bytes is None:
+            return _not_counted("the optimizer's state is not known")
+        config, network = self.config, self.hardware.network.bytes_per_s
+        ranks = processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
+        held = memory_copies(config) * ranks * copied_bytes
+        sent_s = ranks * copied_bytes / network if config.nodes > 1 else 0.0
+        busy = f"{size(copied_bytes)} a rank each {every} steps; a node holds up to {size(held)}"
+        busy += f", its links send {100 * sent_s / (every * self.step_s):.1f} % of the time"
+        if not self.hardware.device.is_cpu and self.hardware.storage.copy_bytes_per_s is None:
+            return Wait(
+                None, f"{busy}; not counted: {_unmeasured('copy_bytes_per_s')}", "0 in the figures below"
+            )
+        rate = self._copy_bytes_per_s
+        waited_s = copied_bytes / rate + max(0.0, sent_s - every * self.step_s)
+        seconds = max(0, math.ceil(steps / every) - 1) * waited_s
+        formula = (
+            f"each ({copied_bytes:.4g} B / {rate / 1e9:.4g} GB/s + max(0, {ranks} x {copied_bytes:.4g} B / "
+            f"{network / 1e9:.4g} GB/s - {every} x {self.step_s:.4g} s))"
+        )
+        share = seconds / (steps * self.step_s + seconds)
+        return Wait(seconds, f"{100 * share:.1f} % of the time: {busy}", formula)
 
     def input(self, steps: float) -> Wait:
         """A batch is read while the step before it runs. If reading takes longer, the run waits for it."""
@@ -115,6 +145,17 @@ class StorageTimes:
     @cached_property
     def _checkpoint(self) -> CheckpointBytes | None:
         return checkpoint_bytes(self.config)
+
+    @cached_property
+    def _copied_bytes(self) -> int | None:
+        """The weights and the optimizer's state of the fullest rank; None if they are not known."""
+        config = self.config
+        shape = sample_shape_of(config.model, config.data)
+        model = None if shape is None else weights_of(config.model, sample_shape=shape)
+        is_server = config.strategy.execution == PARAMETER_SERVER  # it has the whole state
+        layout = Layout() if is_server else layout_of(config.strategy, devices=config.devices)
+        states = None if model is None else _states_of(config, layout, model)
+        return None if states is None else max(state.parameters + state.optimizer for state in states)
 
     def _missing_rate(self) -> str | None:
         storage = self.hardware.storage

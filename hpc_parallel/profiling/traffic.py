@@ -17,8 +17,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from hpc_parallel.strategies.context.ring import OPERATORS
+from hpc_parallel.strategies import expert
+from hpc_parallel.strategies.context import ring
 from hpc_parallel.torch_internals import DispatchMode, group_of, operator_arguments, operator_name
+
+SENDING = ring.OPERATORS | expert.OPERATORS
+"""Operators that send, and what each runs."""
 
 
 class Moved(NamedTuple):
@@ -72,9 +76,9 @@ class Traffic(DispatchMode):
                 self.unknown.add(name)
         elif name.startswith(COLLECTIVES) and name not in WITHOUT_BYTES:
             self.unknown.add(name)
-        if function in OPERATORS:  # else this mode would not see what they send
+        if function in SENDING:  # else this mode would not see what they send
             with self:
-                return OPERATORS[function](*args, **(kwargs or {}))
+                return SENDING[function](*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 
 

@@ -222,9 +222,10 @@ RECIPES = (
     Recipe("DeepSeek, FSDP + EP, no auxiliary loss", "torchtitan (DeepSeek V3)",
         "model=deepseek_v2_lite strategy=fsdp strategy.expert=8",
         TWO_BY_TWO, "deepseek"),
-    Recipe("Qwen3 30B A3B, FSDP, compiled", "torchtitan",
-        "model=qwen3_30b_a3b strategy=fsdp training.compile=true training.activation_checkpointing=full",
-        TWO, "qwen3"),
+    Recipe("Qwen3 30B A3B, FSDP + EP, compiled", "torchtitan",
+        "model=qwen3_30b_a3b strategy=fsdp strategy.expert=8 training.compile=true "
+        "training.activation_checkpointing=full",
+        TWO_BY_TWO, "qwen3"),
     Recipe("FSDP + TP in fp8", "torchtitan (70B)",
         "strategy=fsdp strategy.tensor=8 training.precision=bfloat16 training.fp8=tensorwise",
         TWO_BY_TWO),

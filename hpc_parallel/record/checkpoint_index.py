@@ -231,9 +231,12 @@ def _refuses(folder: Path, size_bytes: int) -> str | None:
     """
     reserve = ctypes.CDLL(None, use_errno=True).fallocate
     reserve.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        failed = reserve(file.fileno(), _KEEP_SIZE, 0, size_bytes) != 0
-        number = ctypes.get_errno() if failed else 0
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            failed = reserve(file.fileno(), _KEEP_SIZE, 0, size_bytes) != 0
+            number = ctypes.get_errno() if failed else 0
+    except OSError as error:  # no room for one more file
+        number = error.errno or 0
     return os.strerror(number) if number in (errno.EDQUOT, errno.ENOSPC) else None
 
 

@@ -18,7 +18,8 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import is_real_folder, list_folder, read_lines
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.slurm import client
-from hpc_parallel.slurm.jobs import Job, job_of, job_states
+from hpc_parallel.slurm.jobs import Job, job_fields, job_of, job_states
+from hpc_parallel.slurm.short_forms import expand_hosts
 
 ROOT = Path("/dev/shm")
 LOCAL = "local"  # in place of a job
@@ -58,8 +59,10 @@ def remove(name: str) -> None:
 
 def remove_from_hosts(name: str, environment: Mapping[str, str]) -> None:
     """The same on each host of this job. A host that does not answer keeps them until `remove_leftovers`."""
-    nodes = environment.get("SLURM_JOB_NUM_NODES", environment.get("SLURM_NNODES", "1"))
-    on_each = (f"--jobid={environment['SLURM_JOB_ID']}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}")
+    job = environment["SLURM_JOB_ID"]
+    hosts = (job_fields(job) or {}).get("NodeList")  # the variables leave out spares
+    nodes = len(expand_hosts(hosts)) if hosts else environment.get("SLURM_JOB_NUM_NODES", "1")
+    on_each = (f"--jobid={job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}")
     share = ("--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0", "--quiet")
     client.run("srun", *on_each, *share, "rm", "-rf", "--", str(ROOT / name), waits_s=(_PATIENCE_S,))
 

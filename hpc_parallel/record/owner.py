@@ -91,9 +91,10 @@ class Owner:
         values = {key: value for key, value in vars(self).items() if value is not None}
         write_json(folder.owner, values)
 
-    def is_process(self, other: Owner) -> bool:
-        """Whether both are the same process."""
-        return (self.host, self.pid, self.began) == (other.host, other.pid, other.began)
+    @property
+    def process(self) -> str:
+        """Another text for each process; empty for a job."""
+        return "" if self.pid is None else f"{self.host} {self.pid} {self.began}"
 
 
 def this_process() -> Owner:
@@ -174,7 +175,7 @@ def end_turn(folder: RunFolder) -> None:
 def release(folder: RunFolder) -> None:
     """Give up ownership if this process is the owner."""
     with locked(folder.path):
-        if (owner := Owner.read(folder)) is not None and owner.is_process(this_process()):
+        if (owner := Owner.read(folder)) is not None and owner.process == this_process().process:
             folder.owner.unlink()
 
 
@@ -196,12 +197,13 @@ def hold_by_job(folder: RunFolder, job_id: str, *, step: str | None = None) -> N
             return
         if before.job_id is not None and (other := living_owner(folder)) is not None:
             raise OwnedError(f"the run is going on already, as {other}")
-        hand_to_job(folder, Job(job_id, submitted_s=time.time()))
+        _of_job(Job(job_id, submitted_s=time.time())).write(folder)
 
 
 def hand_to_job(folder: RunFolder, job: Job) -> None:
     """Make the job the owner of the run until Slurm reports its end."""
-    _of_job(job).write(folder)
+    with locked(folder.path):  # the job may write that it has started
+        _of_job(job).write(folder)
 
 
 def _of_job(job: Job, *, waits: bool | None = None) -> Owner:

@@ -37,6 +37,7 @@ from hpc_parallel.record.sweep_folder import MANIFEST, sweep_of
 from hpc_parallel.record.time_use import Interval, intervals, time_use, useful_share
 from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import integer, table, text
+from hpc_parallel.slurm.allocation import in_allocation
 from hpc_parallel.slurm.jobs import Job
 
 T = TypeVar("T")
@@ -187,6 +188,13 @@ class RecordedRun:
         if not ids or (owner is not None and owner.pid is not None):
             return None
         return owner.job if owner is not None and owner.job_id == ids[-1] else Job(ids[-1])
+
+    @property
+    def shares_jobs(self) -> bool:
+        """Whether its jobs have other runs too, so that what Slurm accounts for them is not of this run."""
+        is_packed = self.owner is not None and self.owner.is_packed
+        launcher, sweep = (table((self.config or {}).get(key)) for key in ("launcher", "sweep"))
+        return is_packed or in_allocation(launcher) or sweep.get("pack") == "auto"
 
     @property
     def damaged(self) -> dict[str, str]:

@@ -31,6 +31,19 @@ class RunFolder:
         return self.path / "config.yaml"
 
     @property
+    def smaller(self) -> Path:
+        """The configuration for each number of nodes that `launcher.min_nodes` allows: `nodes/3.yaml`."""
+        return self.path / "nodes"
+
+    def on_nodes(self, nodes: int) -> Path:
+        return self.smaller / f"{nodes}.yaml"
+
+    def node_counts(self) -> tuple[int, ...]:
+        """The numbers of nodes on which the run may go on, largest first; empty without `smaller`."""
+        names = (path.stem for path in self.smaller.glob("*.yaml"))
+        return tuple(sorted((int(name) for name in names if name.isdecimal()), reverse=True))
+
+    @property
     def environment(self) -> Path:
         return self.path / "environment.json"
 

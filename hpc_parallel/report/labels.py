@@ -15,7 +15,7 @@ from hpc_parallel.record.values import flatten
 # Keys of `training` that change how long a run trains or what it writes, but not the speed of a step.
 SPEEDLESS = (
     "steps", "log_every", "validate_every", "validation_samples", "measure_steps", "checkpoint_every",
-    "checkpoint_async", "keep_last", "keep_every", "tensorboard", "wandb",
+    "checkpoint_async", "memory_checkpoint_every", "keep_last", "keep_every", "tensorboard", "wandb",
 )  # fmt: skip
 # Keys of `optimizer` that change the loss, but not the speed of a step.
 OPTIMIZER_SPEEDLESS = (

@@ -28,12 +28,13 @@ from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.written_buffers import versions_of, written_since
 from hpc_parallel.torch_internals import buffers_of, tree_leaves, written_arguments
 
-EXPENSIVE = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "product_of_groups", "convolution"}
-# These operations return what devices exchange or compute from it, counts on the host, and products in
-# float8. No operation overwrites these results, not even inside a custom autograd function, as DTensor's.
+EXPENSIVE = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution"}
+# These operations return what devices exchange or compute from it, counts on the host, products in float8,
+# and what compiled code has of experts' products. No operation overwrites these results, not even inside a
+# custom autograd function, as DTensor's.
 KEPT_EVERYWHERE = {
-    "_scaled_mm", "scaled_product", "scaled_product_of_groups",
-    "all_to_all_single", "exchange_counts", "wait_for_copy", "sequence_attention",
+    "_scaled_mm", "scaled_product", "scaled_product_of_groups", "product_of_groups",
+    "all_to_all_single", "exchange_counts", "wait_for_copy", "exchange_rows", "sequence_attention",
     "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce",
 }  # fmt: skip
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

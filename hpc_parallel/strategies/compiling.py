@@ -19,6 +19,7 @@ from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.written_buffers import versions_of, written_since
 from hpc_parallel.torch_internals import (
     allow_recompiles,
+    allow_unknown_sizes,
     graph_break,
     save_meshes_behind_random_states,
     set_memory_budget,
@@ -37,6 +38,7 @@ def apply(model: LayeredModel, *, memory_budget: float | None = None, whole: boo
     """
     set_memory_budget(1.0 if memory_budget is None else memory_budget)
     allow_recompiles(SHAPES * len(model.blocks))
+    allow_unknown_sizes()
     save_meshes_behind_random_states()
     wrap_integers()
     run = partial(run_compiled, cache(partial(torch.compile, fullgraph=True, dynamic=False)), set())

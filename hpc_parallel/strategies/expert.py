@@ -33,8 +33,8 @@ from hpc_parallel.strategies.gradients import local_gradients
 from hpc_parallel.strategies.mesh import name_of
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
-from hpc_parallel.strategies.row_counts import RowCounts
-from hpc_parallel.torch_internals import all_to_all_rows
+from hpc_parallel.strategies.row_counts import Announced, begin, wait_for_copy
+from hpc_parallel.torch_internals import all_to_all_rows, group_of
 
 
 def find_problems(model: LayeredModel, *, layout: Layout) -> Problems:
@@ -63,9 +63,8 @@ def apply(model: LayeredModel, *, axis: DeviceMesh) -> LayeredModel:
                     local, axis, [Shard(0)], run_check=False, shape=weight.shape, stride=weight.stride()
                 )
                 setattr(module, name, Parameter(split.detach(), requires_grad=weight.requires_grad))
-            row_counts = RowCounts(axis)
-            module.on_counts = row_counts.begin
-            forward = partial(_with_tokens_of_all, axis, row_counts, OriginalForward(module))
+            module.on_counts = partial(begin, axis)
+            forward = partial(_with_tokens_of_all, axis, OriginalForward(module))
             replace_forward(module, forward, technique="Split")
     return model
 
@@ -81,25 +80,24 @@ def split_experts(model: Module) -> dict[Parameter, int]:
 
 def _with_tokens_of_all(
     axis: DeviceMesh,
-    row_counts: RowCounts,
     original: OriginalForward,
     _: Forward,
     module: Module,
     rows: Tensor,
-    counts: Tensor,
+    counts: Tensor | Announced,
 ) -> Tensor:
     """Send `rows` [row, dim], sorted by expert, to the devices of their experts, and the outputs back."""
-    group, degree = axis.get_group(), axis.size()
-    received_counts, sent, received = row_counts.finish(counts)
-    by_device = received_counts.view(degree, -1)
-    arrived = RowExchange.apply(rows, group, sent, received)
+    name, degree = axis.get_group().group_name, axis.size()
+    received, copy = counts if isinstance(counts, Announced) else begin(axis, counts)
+    sizes, by_device = wait_for_copy(copy), received.view(degree, -1)
+    arrived = exchange_rows(rows, sizes, name, False, None)
     experts = torch.arange(by_device.shape[1], device=rows.device).repeat(degree)
-    order = experts.repeat_interleave(received_counts, output_size=sum(received)).argsort(stable=True)
+    order = experts.repeat_interleave(received, output_size=len(arrived)).argsort(stable=True)
     inverse = order.argsort()
     by_expert = Reorder.apply(arrived, order, inverse)
     outputs = functional_call(original, _local_weights(module, degree), (by_expert, by_device.sum(0)))
     by_sender = Reorder.apply(outputs, inverse, order)
-    return RowExchange.apply(by_sender, group, received, sent)  # type: ignore[no-any-return]
+    return exchange_rows(by_sender, sizes, name, True, len(rows))  # type: ignore[no-any-return]
 
 
 def _local_weights(module: Module, degree: int) -> dict[str, Tensor]:
@@ -111,20 +109,40 @@ def _local_weights(module: Module, degree: int) -> dict[str, Tensor]:
     }
 
 
-class RowExchange(torch.autograd.Function):
-    """Sends `sent[i]` rows to device i of the group and receives `received[i]` rows from it, in order."""
+def send_rows(rows: Tensor, sizes: Tensor, group_name: str, back: bool, total: int | None) -> Tensor:
+    """Send `rows` [row, dim] to the devices of a group; returns those that arrive, by device.
 
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]
-    ) -> Tensor:
-        ctx.group, ctx.sent, ctx.received = group, sent, received
-        with marked("all_to_all expert"):
-            return all_to_all_rows(rows.contiguous(), sent=sent, received=received, group=group)
+    sizes: rows to and from each device, [2, device], on the host. back: return what came. total: the number
+    of rows that arrive, if it is known before the exchange; compiled code asks.
+    """
+    sent, received = reversed(sizes.tolist()) if back else sizes.tolist()
+    with marked("all_to_all expert"):
+        return all_to_all_rows(rows.contiguous(), sent=sent, received=received, group=group_of(group_name))
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return RowExchange.apply(gradients[0], ctx.group, ctx.received, ctx.sent), None, None, None
+
+# An operator, so that compiled code needs no size of a message.
+exchange_rows = torch.library.custom_op("hpc_parallel::exchange_rows", send_rows, mutates_args=())
+OPERATORS = {torch.ops.hpc_parallel.exchange_rows.default: send_rows}
+
+
+@exchange_rows.register_fake
+def _(rows: Tensor, sizes: Tensor, group_name: str, back: bool, total: int | None) -> Tensor:
+    arriving = torch.library.get_ctx().new_dynamic_size() if total is None else total
+    return rows.new_empty(arriving, rows.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, sizes, ctx.group_name, ctx.back, _ = inputs
+    ctx.save_for_backward(sizes)
+    ctx.total = rows.shape[0]
+
+
+def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    (sizes,) = ctx.saved_tensors
+    return exchange_rows(gradient, sizes, ctx.group_name, not ctx.back, ctx.total), None, None, None, None
+
+
+exchange_rows.register_autograd(_gradients, setup_context=_keep)
 
 
 class DivideGradient(torch.autograd.Function):

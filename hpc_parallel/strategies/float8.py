@@ -10,7 +10,8 @@ The recipes are torchao's, but here the scales of `tensorwise` are powers of two
 to the same significant bits in every part of a batch, although the parts have different largest values.
 
 A scale is for one microbatch. Ranks that hold parts of a tensor exchange its largest values (`LayerSplits`),
-so a layout rounds as one device with the same microbatches does.
+so a layout rounds as one device with the same microbatches does. The largest values of weights that
+`tensorwise` needs are the same in all microbatches: `WeightScales` finds them once a step, with one message.
 
 Experts multiply by rows: the output and the gradient of the input, whose scales are for one token. The sum of
 the gradient by a weight runs over tokens, and an expert has tokens of several devices' microbatches. A scale
@@ -19,7 +20,8 @@ for them would depend on the layout, so this gradient is not in float8.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,6 +37,7 @@ from hpc_parallel.layout.step_facts import ALIGNED, BY_ROWS, EXPERTS_BY_ROWS, MU
 from hpc_parallel.models.experts import Experts, SharedExperts, weight_gradients_of_groups
 from hpc_parallel.models.layered import Column, LayeredModel
 from hpc_parallel.problems import ConfigError, Problem, Problems
+from hpc_parallel.strategies.forward_backward import ForwardBackward
 from hpc_parallel.strategies.mesh import name_of
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
@@ -43,6 +46,7 @@ from hpc_parallel.torch_internals import largest_of_group, scaled_product, scale
 
 KEY = "training.fp8"
 INPUT, GRADIENT = torch.float8_e4m3fn, {True: torch.float8_e4m3fn, False: torch.float8_e5m2}
+LARGEST = "float8_largest"  # of a layer: the largest value of its weight, which the layout may split
 CAPABILITY = (8, 9)  # the first GPUs with float8
 TINIEST = 1e-12  # a factor whose largest value is smaller is not scaled up to the full range
 ROUNDING_OF_HALF = 2.0**-8  # of a bfloat16
@@ -91,8 +95,10 @@ def apply(
             raise ConfigError([problem])
     by_rows, rows, over = recipe == BY_ROWS, ScaleAxis.of(context), ScaleAxis.of(tensor)
     forward = partial(multiply, by_rows=by_rows, context=rows, tensor=over)
-    for layer in layers_of(model):
+    for layer in list(layers_of(model)):
         replace_forward(layer, forward, technique="Float8")
+        if not by_rows:
+            setattr(layer, LARGEST, None)
     for part in experts:
         product = product_of_groups if isinstance(part, Experts) else partial(shared_product, by_rows=by_rows)
         part.widen = partial(product, splits=LayerSplits(rows, outputs=over))
@@ -222,15 +228,15 @@ def multiply(
     rows = x.shape[:-1].numel()
     if rows == 0 or rows % ALIGNED:
         return original(layer, x)
-    weight: Tensor = layer.weight
+    weight, largest = layer.weight, getattr(layer, LARGEST, None)
     if not isinstance(weight, DTensor):
-        output = product(x, weight, by_rows=by_rows, splits=LayerSplits(rows=context))
+        output = product(x, weight, by_rows=by_rows, splits=LayerSplits(rows=context), largest=largest)
     else:
         assert isinstance(x, DTensor)
         columns = weight.placements == (Shard(0),)  # of the output; otherwise the inputs are split
         split = LayerSplits(context, outputs=tensor) if columns else LayerSplits(context, inputs=tensor)
         local = x.to_local(grad_placements=[Partial()]) if columns else x.to_local()
-        output = product(local, weight.to_local(), by_rows=by_rows, splits=split)
+        output = product(local, weight.to_local(), by_rows=by_rows, splits=split, largest=largest)
         placement = Shard(output.dim() - 1) if columns else Partial()
         output = DTensor.from_local(output, weight.device_mesh, [placement], run_check=False)
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
@@ -249,11 +255,16 @@ def product_of_groups(rows: Tensor, weights: Tensor, ends: Tensor, *, splits: La
     return ProductOfGroups.apply(rows.to(dtype), weights.to(dtype), ends, splits)  # type: ignore[no-any-return]
 
 
-def product(x: Tensor, weight: Tensor, *, by_rows: bool, splits: LayerSplits) -> Tensor:
-    """This rank's `x` [..., in] times the transpose of its `weight` [out, in]."""
+def product(
+    x: Tensor, weight: Tensor, *, by_rows: bool, splits: LayerSplits, largest: Tensor | None = None
+) -> Tensor:
+    """This rank's `x` [..., in] times the transpose of its `weight` [out, in].
+
+    largest: the largest absolute value of the whole weight, if it is known.
+    """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.bfloat16
     flat = x.reshape(-1, x.shape[-1]).to(dtype)
-    output: Tensor = Product.apply(flat, weight.to(dtype), by_rows, splits)
+    output: Tensor = Product.apply(flat, weight.to(dtype), by_rows, splits, largest)
     return output.reshape(*x.shape[:-1], len(weight))
 
 
@@ -266,26 +277,36 @@ class Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, by_rows: bool, splits: LayerSplits) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        by_rows: bool,
+        splits: LayerSplits,
+        largest: Tensor | None = None,
+    ) -> Tensor:
         ctx.by_rows, ctx.splits = by_rows, splits
         inner = -1 if by_rows else None
-        (x8, of_x), (weight8, of_weight) = quantise_all(
+        factors = with_largest(
             Factor(x, INPUT, inner, (splits.rows, splits.inputs)),
-            Factor(weight, INPUT, inner, (splits.outputs, splits.inputs)),
+            Factor(weight, INPUT, inner, (splits.outputs, splits.inputs), largest),
         )
+        # With a scale for a tensor, the backward pass needs the same values.
+        ctx.save_for_backward(x, weight, *(factor.largest for factor in factors if not by_rows))
+        (x8, of_x), (weight8, of_weight) = quantise_all(*factors)
         return scaled_product(x8, weight8.t(), scales=(of_x, of_weight.t()), dtype=x.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x, weight, *known = ctx.saved_tensors
+        largest_x, largest_weight = known or (None, None)
         by_rows: bool = ctx.by_rows
         splits: LayerSplits = ctx.splits
         inner, columns = (-1, -2) if by_rows else (None, None)
         along_rows = Factor(gradient, GRADIENT[by_rows], inner, (splits.rows, splits.outputs))
         (weight8, of_weight), (x8, of_x), *gradients = quantise_all(
-            Factor(weight, INPUT, columns, (splits.outputs, splits.inputs)),
-            Factor(x, INPUT, columns, (splits.rows, splits.inputs)),
+            Factor(weight, INPUT, columns, (splits.outputs, splits.inputs), largest_weight),
+            Factor(x, INPUT, columns, (splits.rows, splits.inputs), largest_x),
             along_rows,
             # The rows of the gradient's transpose have their own scales.
             *([along_rows._replace(dim=columns)] if by_rows else []),
@@ -296,7 +317,7 @@ class Product(torch.autograd.Function):
         gradient8, of_gradient = gradients[-1]
         scales = of_gradient.t(), of_x
         by_weight = scaled_product(gradient8.t(), x8, scales=scales, dtype=x.dtype, fast=False)
-        return by_x, by_weight, None, None
+        return by_x, by_weight, None, None, None
 
 
 class ProductOfGroups(torch.autograd.Function):
@@ -336,23 +357,38 @@ class Factor(NamedTuple):
 
     With `dim`, a matrix of each group is rounded too ([group, rows, columns]).
 
-    split: the axes that split the rows and the columns of the matrix.
+    split: the axes that split the rows and the columns of the matrix. largest: the result of `largest_of` for
+    the whole matrix, if it is known.
     """
 
     matrix: Tensor
     dtype: torch.dtype
     dim: int | None
     split: tuple[tuple[ScaleAxis, ...], tuple[ScaleAxis, ...]]
+    largest: Tensor | None = None
 
     @property
     def over(self) -> tuple[ScaleAxis, ...]:
-        """The axes that split what one scale is for."""
+        """The axes that split what one scale is for, and whose ranks have other largest values."""
+        if self.largest is not None:
+            return ()
         return (*self.split[0], *self.split[1]) if self.dim is None else self.split[self.dim]
 
 
 def quantise_all(*factors: Factor) -> list[tuple[Tensor, Tensor]]:
-    """As `quantise`, with the scales of the whole matrices: one message for each axis that splits some."""
-    largest = [largest_of(factor.matrix, dim=factor.dim) for factor in factors]
+    """As `quantise`, with the scales of the whole matrices."""
+    return [
+        quantise(factor.matrix, factor.dtype, dim=factor.dim, largest=factor.largest)
+        for factor in with_largest(*factors)
+    ]
+
+
+def with_largest(*factors: Factor) -> list[Factor]:
+    """The factors with the largest values of the whole matrices: a message for each axis that splits some."""
+    largest = [
+        largest_of(factor.matrix, dim=factor.dim) if factor.largest is None else factor.largest
+        for factor in factors
+    ]
     for axis in dict.fromkeys(axis for factor in factors for axis in factor.over):
         places = [place for place, factor in enumerate(factors) if axis in factor.over]
         message = torch.cat([largest[place].flatten() for place in places])
@@ -362,10 +398,7 @@ def quantise_all(*factors: Factor) -> list[tuple[Tensor, Tensor]]:
             places, message.split([largest[place].numel() for place in places]), strict=True
         ):
             largest[place] = part.view_as(largest[place])
-    return [
-        quantise(factor.matrix, factor.dtype, dim=factor.dim, largest=whole)
-        for factor, whole in zip(factors, largest, strict=True)
-    ]
+    return [factor._replace(largest=whole) for factor, whole in zip(factors, largest, strict=True)]
 
 
 def largest_of(x: Tensor, *, dim: int | None) -> Tensor:
@@ -392,3 +425,58 @@ def quantise(
     scale = torch.finfo(dtype).max / largest.clamp(min=TINIEST)
     scale = (scale.view(torch.int32) & EXPONENT).view(torch.float32)
     return (x.float() * scale).to(dtype), scale.reciprocal()
+
+
+class WeightScales:
+    """The `inner` schedule; before a step, one message finds the largest values of all its float8 weights.
+
+    axes: those that split weights: `tensor`, and the one over which fully_shard slices them.
+    """
+
+    def __init__(
+        self, inner: ForwardBackward, *, layers: Sequence[Linear], axes: Sequence[DeviceMesh | None]
+    ) -> None:
+        self._inner, self._layers = inner, layers
+        self._axes = [axis for one in axes for axis in ScaleAxis.of(one)]
+        self.copies = inner.copies
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self._found():
+            return self._inner.train(inputs, targets)
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self._found():
+            return self._inner.evaluate(inputs, targets)
+
+    @contextmanager
+    def _found(self) -> Iterator[None]:
+        """Let each layer know its value, until an update changes the weights."""
+        try:
+            for layer, largest in zip(self._layers, self._largest().unbind(), strict=True):
+                setattr(layer, LARGEST, largest)
+            yield
+        finally:
+            for layer in self._layers:
+                setattr(layer, LARGEST, None)
+
+    @torch.no_grad()
+    def _largest(self) -> Tensor:
+        """The values of the layers' weights as the products have them, in bfloat16 or float64."""
+        weights = [layer.weight for layer in self._layers]
+        parts = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+        largest = torch.stack(
+            [
+                largest_of(part, dim=None) if part.numel() else torch.zeros((), device=part.device)
+                for part in parts
+            ]
+        )
+        for axis in self._axes:
+            with marked(f"all_reduce {axis.name}"):
+                largest = largest_of_group(largest, group=axis.group)
+        return largest if weights[0].dtype == torch.float64 else largest.bfloat16().float()
+
+
+def scaled_layers(parts: Sequence[LayeredModel]) -> list[Linear]:
+    """The layers of `parts` with one scale for their weight."""
+    modules = (module for part in parts for module in part.modules())
+    return [module for module in modules if isinstance(module, Linear) and hasattr(module, LARGEST)]

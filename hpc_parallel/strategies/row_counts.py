@@ -19,39 +19,21 @@ from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.torch_internals import group_of
 
 
-class Sizes(NamedTuple):
+class Announced(NamedTuple):
     """How many rows the devices send to each other.
 
-    received_counts: rows for each expert of this device from each device, [device * expert].
-    sent, received: rows to and from each device, on the host.
+    received: rows for each expert of this device from each device, [device * expert]. sizes: rows to and from
+    each device, [2, device], on the host; complete when `wait_for_copy` returns.
     """
 
-    received_counts: Tensor
-    sent: list[int]
-    received: list[int]
+    received: Tensor
+    sizes: Tensor
 
 
-class RowCounts:
-    """The exchange of one layer's counts over `axis`."""
-
-    def __init__(self, axis: DeviceMesh) -> None:
-        self._group = axis.get_group()
-        self._begun: tuple[Tensor, Tensor, Tensor] | None = None  # counts, received counts, copy of the sizes
-
-    def begin(self, counts: Tensor) -> None:
-        """Start to exchange `counts` [expert], int64: the rows of this device for every expert."""
-        with marked("all_to_all expert"):
-            self._begun = counts, *exchange_counts(counts.contiguous(), self._group.group_name)
-
-    def finish(self, counts: Tensor) -> Sizes:
-        """Wait for the sizes; their exchange begins here if `begin` was not called with `counts`."""
-        if self._begun is None or self._begun[0] is not counts:
-            self.begin(counts)
-        assert self._begun is not None
-        _, received_counts, copy = self._begun
-        self._begun = None
-        sent, received = wait_for_copy(copy).tolist()
-        return Sizes(received_counts, sent, received)
+def begin(axis: DeviceMesh, counts: Tensor) -> Announced:
+    """Start to exchange `counts` [expert], int64: the rows of this device for every expert."""
+    with marked("all_to_all expert"):
+        return Announced(*exchange_counts(counts.contiguous(), axis.get_group().group_name))
 
 
 # The functions below are operators, so that selective checkpointing keeps their results and a recomputation
@@ -78,6 +60,12 @@ def exchange_counts(counts: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
     return received, copy
 
 
+@exchange_counts.register_fake
+def _(counts: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    sizes = counts.new_empty((2, group_of(group_name).size()), device="cpu")
+    return torch.empty_like(counts), sizes
+
+
 @torch.library.custom_op("hpc_parallel::wait_for_copy", mutates_args=())
 def wait_for_copy(copy: Tensor) -> Tensor:
     """Returns the numbers of `copy`, which `exchange_counts` returned, when they are complete."""
@@ -85,3 +73,6 @@ def wait_for_copy(copy: Tensor) -> Tensor:
     if event is not None:
         event.synchronize()
     return copy.clone()
+
+
+wait_for_copy.register_fake(torch.empty_like)

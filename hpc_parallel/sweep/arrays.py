@@ -83,8 +83,8 @@ def _packed(plan: SweepPlan, packs: Sequence[Pack]) -> list[Array]:
     for number, pack in enumerate(packs, start=_first_number(plan)):
         runs, tasks = [plan.runs[at] for at in pack.positions], plan.folder / "arrays" / str(number)
         script = render_pack(
-            [planned.run for planned in runs], queue=tasks, name=plan.folder.name, nodes=pack.nodes,
-            room=pack.queue.room,
+            runs[0].run, queue=tasks, name=plan.folder.name, nodes=pack.nodes, room=pack.queue.room,
+            minutes=pack_runs.minutes_of([planned.run for planned in plan.runs]), grace_s=pack.queue.grace_s,
         )  # fmt: skip
         jobs.append(Array(runs, tasks, script, pack.queue))
     return jobs

@@ -13,6 +13,7 @@ from hpc_parallel.failure.packed_job import Queue, QueuedRun
 from hpc_parallel.launch.batch_script import gpu_flags
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import Problem, Problems
+from hpc_parallel.record.owner import this_process
 from hpc_parallel.slurm.limits import node_kinds
 from hpc_parallel.slurm.node_room import FreePlaces, Need, Room, least_nodes, makespan_s
 from hpc_parallel.slurm.short_forms import gpu_count
@@ -88,7 +89,11 @@ def _pack(
     needs = [work[at][0] for at in positions]
     queued = tuple(QueuedRun(work[at][0], runs[at].processes_per_node) for at in positions)
     grace_s = max(runs[at].config.launcher.grace_s for at in positions)
-    return Pack(positions, least_nodes(needs, most=nodes, room=room), Queue(room, grace_s, queued))
+    return Pack(
+        positions,
+        least_nodes(needs, most=nodes, room=room),
+        Queue(room, grace_s, queued, this_process().process),
+    )
 
 
 def minutes_of(runs: Sequence[PreparedRun]) -> int:
@@ -153,6 +158,7 @@ def find_problems(runs: Sequence[PreparedRun]) -> Problems:
         yield Problem("sweep.pack", settings.pack, rule, ("off",))
         return
     yield from _job_problems(runs)
+    yield from _host_problems(runs)
     yield from _room_problems(runs)
 
 
@@ -194,6 +200,13 @@ def _job_problems(runs: Sequence[PreparedRun]) -> Problems:
     if settings.pack_minutes is not None and longest > settings.pack_minutes:
         rule = f"is less than launcher.time_minutes={longest} of a run"
         yield Problem("sweep.pack_minutes", settings.pack_minutes, rule, (longest,))
+
+
+def _host_problems(runs: Sequence[PreparedRun]) -> Problems:
+    """Hosts that one run alone would keep ready, or leave."""
+    for key, off in (("spares", 0), ("min_nodes", None)):
+        if chosen := {getattr(run.config.launcher, key) for run in runs} - {off}:
+            yield Problem(f"launcher.{key}", max(chosen), "is for a job that has one run", (off,))
 
 
 def _room_problems(runs: Sequence[PreparedRun]) -> Iterator[Problem]:

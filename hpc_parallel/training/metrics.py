@@ -80,8 +80,12 @@ class Energy:
 class Metrics:
     """Collects a step's tensors on every rank and computes the keys of `metrics.jsonl`."""
 
-    def __init__(self, scale: Scale, *, device: torch.device, energy: Energy | None = None) -> None:
+    def __init__(
+        self, scale: Scale, *, device: torch.device, compiles: bool = False, energy: Energy | None = None
+    ) -> None:
+        """compiles: whether the first step compiles, so that its time belongs to the start."""
         self._scale = scale
+        self._compiles = compiles
         self._energy = energy
         self.energy: dict[str, dict[str, float]] = {}  # `energy` of the last line, on GPUs
         self._device = device
@@ -97,6 +101,8 @@ class Metrics:
         self.rank_memory_bytes: list[int] | None = None  # peaks up to the last line, by rank
 
     def note(self, result: StepResult) -> None:
+        if self._result is None and self._compiles:
+            self._began, self._others_s = time.perf_counter(), dict.fromkeys(self._others_s, 0.0)
         self._result = result
         self._steps += 1
 

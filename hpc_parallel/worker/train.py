@@ -80,7 +80,8 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     check = replicas_check(session)
     check(steps_done)
     samples = samples_of(session)
-    metrics = Metrics(scale_of(session, replicas=samples.validation.replicas), device=device, energy=energy)
+    scale = scale_of(session, replicas=samples.validation.replicas)
+    metrics = Metrics(scale, device=device, compiles=config.training.compile, energy=energy)
     profilers: Profilers = resolve_name(PROFILERS)(session, folder, metrics=metrics, steps_done=steps_done)
     observers = open_observers(
         session, context, metrics=metrics, profilers=profilers.on, steps_done=steps_done

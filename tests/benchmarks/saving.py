@@ -1,6 +1,6 @@
 """What keeping a run costs: saves, their rate against the disk's, their plans and checks, resuming, stopping.
 
-    python tests/benchmarks/saving.py [loop|disk|replicas|plans|resume|stop ...]
+    python tests/benchmarks/saving.py [loop|disk|replicas|memory|plans|resume|stop ...]
 
 Ways take turns within one run, since a machine and a disk that others use change by the minute. Takes 4 GiB
 of memory and 5 GiB of the temporary folder (TMPDIR).
@@ -154,6 +154,49 @@ def checksum_shares(folder: str) -> list[str]:
     return [*lines, f"comparing 0.4 GB of weights: {median} of saving 1.2 GB (median of {ROUNDS})"]
 
 
+def memory_costs(folder: str) -> list[str]:
+    """How long a training waits for a copy of 0.3 GB to two memories: against the whole copy, and a memcpy.
+
+    Two ranks, each on a host of its own, wait for the whole copy before they begin the next one.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from hpc_parallel.training.memory_copies import MemoryCopies
+
+    rank = dist.get_rank()
+    path = Path(folder, f"n{rank}")
+    path.mkdir()
+    state = {f"weights/{index}": torch.rand(STATE_BYTES // 16 // TENSORS) for index in range(TENSORS)}
+    plain = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    memory = MemoryCopies(
+        path, host=f"n{rank}", every=1, layout=1, device=torch.device("cpu"), start="a",
+        group=dist.new_group(backend="gloo"), state=lambda: state,
+    )  # fmt: skip
+    lines, shares, factors = [], [], []
+    for step in range(1, ROUNDS + 3):
+        dist.barrier()
+        began = time.perf_counter()
+        for name, tensor in state.items():
+            plain[name].copy_(tensor)
+        plain_s = time.perf_counter() - began
+        dist.barrier()
+        began = time.perf_counter()
+        memory.keep(step)
+        kept_s = time.perf_counter() - began
+        memory._finish(lambda: None)
+        whole_s = time.perf_counter() - began
+        if step > 2:  # the first of each slot take their memory
+            shares.append(kept_s / whole_s)
+            factors.append(kept_s / plain_s)
+            lines.append(f"  waits {kept_s:.3f} s of {whole_s:.3f} s; a memcpy {plain_s:.3f} s")
+    memory.close()
+    size = f"{sum(tensor.nbytes for tensor in state.values()) / 1e9:.2f} GB"
+    share, factor = f"{statistics.median(shares):.0%}", f"{statistics.median(factors):.1f}"
+    waits = f"the training waits for {share} of it, {factor} times a memcpy (medians of {ROUNDS})"
+    return [*lines, f"{size} a rank to two memories: {waits}"]
+
+
 def plan_costs() -> None:
     """Planning a save of 512 ranks that hold the same 1,000 tensors, anew and again; in one process."""
     import pickle
@@ -233,7 +276,7 @@ QUIET = {"stdout": subprocess.DEVNULL, "cwd": ROOT, "env": {**os.environ, "PYTHO
 
 
 def main() -> None:
-    chosen = sys.argv[1:] or ["loop", "disk", "replicas", "plans", "resume", "stop"]
+    chosen = sys.argv[1:] or ["loop", "disk", "replicas", "memory", "plans", "resume", "stop"]
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         workers = Workers(folder / "workers")
@@ -241,6 +284,10 @@ def main() -> None:
             if name in chosen:
                 print(*workers.run(1, job, made)[0], sep="\n", flush=True)
                 workers.close()  # and its memory
+        if "memory" in chosen:
+            with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+                print(*workers.run(2, memory_costs, shared)[0], sep="\n", flush=True)
+            workers.close()
         if "plans" in chosen:
             plan_costs()
         if "stop" in chosen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -21,10 +22,11 @@ from hpc_parallel import torch_internals
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models import transformer
 from hpc_parallel.models.layered import materialise
+from hpc_parallel.models.moe import MoeTransformer
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.profiling.traffic import Traffic
-from hpc_parallel.strategies import checkpointing, compiling, float8, precision, working_weights
+from hpc_parallel.strategies import checkpointing, compiling, expert, float8, precision, working_weights
 from hpc_parallel.strategies.context import split_sequence
 from hpc_parallel.strategies.context.ring import slices_of
 from hpc_parallel.strategies.dropout import counted_dropout
@@ -40,6 +42,7 @@ MIXTURE = (
     "model=moe_tiny", "model.ffn_dim=48", "model.balance=0.1", "model.gate=sigmoid",
     "model.shared_experts=1", "model.dense_layers=1",
 )  # fmt: skip
+BALANCED = ("model.balance=0", "model.balance_step=0.1", "model.renormalise=true")
 LAYOUTS = {
     "fsdp over 2, recomputing": ("float64", "strategy=fsdp", "training.activation_checkpointing=selective"),
     "tensor over 2": ("float32", "strategy=tensor"),
@@ -64,6 +67,16 @@ LAYOUTS = {
         "float64", "strategy=fsdp", "training.activation_checkpointing=full", *MIXTURE,
     ),
     "a mixture, data over 2": ("float64", "strategy=data", "training.microbatch_size=4", *MIXTURE),
+    "a mixture, pipeline over 2": ("float64", "strategy=pipeline", *MIXTURE),
+    "a mixture, tensor over 2, recomputing": (
+        "float64", "strategy=tensor", *MIXTURE, "training.activation_checkpointing=selective",
+    ),
+    "a mixture, context over 2": ("float64", "strategy=context", *MIXTURE),
+    "a mixture, expert over 2": ("float64", "strategy=expert", *MIXTURE),
+    "a mixture without a loss, expert over 2, shard over 2, recomputing all": (
+        "float64", "strategy=fsdp", "gpus_per_node=2", "strategy.expert=2", *MIXTURE, *BALANCED,
+        "training.microbatch_size=2", "training.activation_checkpointing=full",
+    ),
     "data over 2, in one graph": ("float64", "strategy=data", "training.compile_whole=true"),
 }  # fmt: skip
 
@@ -176,6 +189,82 @@ def test_compiled_blocks_that_are_split_send_no_more_than_they_must(
             torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-11)
             pieces = SPLITS[split][1]
             assert sent == {kind: counts[keeps == "full"] * piece for kind, counts in pieces.items()}
+
+
+OF_EXPERTS = {  # the operators of experts in one pass through a block, without and with repetition
+    "product_of_groups": (6, 9), "weight_gradients_of_groups": (3, 3), "exchange_rows": (4, 6),
+    "exchange_counts": (1, 2), "wait_for_copy": (1, 2),
+}  # fmt: skip
+
+
+class Operators(Traffic):
+    """Counts the operators of experts too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = (torch_internals.operator_name(function) or "").partition("::")[2]
+        self.counts.update({name} & OF_EXPERTS.keys())
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+def mixture_block(keeps: str, *, compiled: bool, per_token: int, axis: DeviceMesh | None) -> torch.nn.Module:
+    model = MoeTransformer(
+        layers=1, dim=16, heads=2, kv_heads=2, ffn_dim=24, vocab_size=8, experts=4,
+        experts_per_token=per_token, balance=0.1, balance_step=0.1, gate="sigmoid",
+    )  # fmt: skip
+    if axis is not None:
+        expert.apply(model, axis=axis)
+    checkpointing.apply(model, keeps=keeps, compiled=compiled)
+    if compiled:
+        compiling.apply(model)
+    materialise(model, seed=0, device="cpu", dtype=torch.float64)
+    return model.distinct_blocks[0]
+
+
+def pass_through_split_experts(
+    keeps: str, per_token: int
+) -> tuple[dict[str, int], list[tuple[Tensor, Tensor]]]:
+    """On each of two ranks: the operators of a pass, and pairs of a result and of one device's."""
+    rank, axis = dist.get_rank(), init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
+    x, gradient = torch.randn(2, 2, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    if per_token == 1:  # all tokens are equal, so one device gets none
+        x = x[:1, :1].expand_as(x)
+    whole = mixture_block("none", compiled=False, per_token=per_token, axis=None)
+    inputs = x.clone().requires_grad_()
+    whole(inputs).backward(gradient)
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
+        block = mixture_block(keeps, compiled=True, per_token=per_token, axis=axis)
+        mine = x[rank : rank + 1].clone().requires_grad_()
+        with Operators() as operators:
+            block(mine).backward(gradient[rank : rank + 1])
+    torch._dynamo.reset()
+    pairs = [(mine.grad, inputs.grad[rank : rank + 1])]
+    for name, weight in block.named_parameters():
+        expected = whole.get_parameter(name).grad
+        if isinstance(weight.grad, DTensor):  # a mean over devices
+            pairs.append((2 * weight.grad.to_local(), expected.chunk(2)[rank]))
+        else:
+            dist.all_reduce(weight.grad)
+            pairs.append((weight.grad, expected))
+    load = block.get_buffer("feed_forward.load.expert_load")
+    dist.all_reduce(load)
+    return operators.counts, [*pairs, (load, whole.get_buffer("feed_forward.load.expert_load"))]
+
+
+@pytest.mark.parametrize(
+    ("keeps", "per_token"), [("selective", 2), *in_full([("none", 2), ("full", 2), ("selective", 1)])]
+)
+def test_compiled_experts_on_other_devices_are_one_graph(
+    compiling_workers: Workers, keeps: str, per_token: int
+) -> None:
+    """Rows travel to experts and back in it. `selective` repeats no product and no message."""
+    for counts, pairs in compiling_workers.run(2, pass_through_split_experts, keeps, per_token):
+        assert counts == {name: number[keeps == "full"] for name, number in OF_EXPERTS.items()}
+        for found, expected in pairs:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
 def float8_differences(name: str, recipe: str, keeps: str) -> float:

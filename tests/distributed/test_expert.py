@@ -18,7 +18,6 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.auxiliary_loss import AuxiliaryLoss, SequenceSum
 from hpc_parallel.models.experts import Experts, LoadBalance, SharedExperts, grouped_product
 from hpc_parallel.models.moe import MixtureOfExperts, imbalance
-from hpc_parallel.profiling.traffic import KINDS
 from hpc_parallel.strategies.balance_experts import BalanceExperts, balances_of
 from hpc_parallel.strategies.expert import ExpertReplicas
 from hpc_parallel.torch_internals import group_of, operator_arguments, operator_name
@@ -354,7 +353,7 @@ def _collectives_of_a_step(config: RunConfig) -> list[tuple[str, int]]:
     class Noting(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name, given = operator_name(function) or "", operator_arguments(function, args, kwargs)
-            if KINDS.get(name, ("",))[0] == "all_to_all":
+            if name in ("hpc_parallel::exchange_counts", "hpc_parallel::exchange_rows"):
                 calls.append(("all_to_all", 0))
             elif name == "c10d::allreduce_" and group_of(given["process_group"]) == replicas:
                 calls.append(("all_reduce", given["tensors"][0].numel()))
@@ -425,7 +424,7 @@ def test_replicas_may_use_different_experts(workers: Workers) -> None:
 
 
 OF_INTEREST = {
-    "_grouped_mm": "product", "all_to_all_single": "all_to_all", "wait_for_copy": "wait", "sort": "sort",
+    "_grouped_mm": "product", "exchange_rows": "all_to_all", "wait_for_copy": "wait", "sort": "sort",
     "exchange_counts": "counts", "index": "gather",
 }  # fmt: skip
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
-from hpc_parallel.strategies.float8 import LayerSplits, Product, ScaleAxis
+from hpc_parallel.strategies.float8 import LARGEST, LayerSplits, Product, ScaleAxis, WeightScales
 from tests.marks import in_full
 from tests.parity import COMMON, assert_follows, largest_difference
 from tests.workers import Train, Workers
@@ -172,3 +173,42 @@ def test_a_layout_rounds_as_one_device(trained: Train, layout: str) -> None:
         trained(*words_of_both, *words), trained(*words_of_both, *model, "strategy=single"),
         losses=1e-10, weights=1e-10,
     )  # fmt: skip
+
+
+def test_one_message_a_step_has_the_scales_of_all_weights(trained: Train) -> None:
+    """Per block and microbatch: an input of two layers forward, a gradient of five layers backward."""
+    words = (*COMMON, *EXACT, "strategy=tensor", "nodes=2", "training.microbatch_size=8")
+    without, float8 = (
+        trained(*words, f"training.fp8={recipe}").collectives["all_reduce", (0, 1)]
+        for recipe in ("off", "tensorwise")
+    )
+    blocks, microbatches = 2, 2
+    assert float8 - without == blocks * microbatches * (2 + 5) + 1
+
+
+def steps_of_weight_scales() -> list[bool]:
+    """Whether layers know the largest value of their split weight in each step, and forget it afterwards."""
+    rank, outcomes = dist.get_rank(), []
+    axis = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    layer = torch.nn.Linear(16, 16)
+    setattr(layer, LARGEST, None)
+
+    class Inner:
+        copies = ()
+
+        def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+            outcomes.append(float(getattr(layer, LARGEST)) == float(targets))
+            return inputs
+
+        evaluate = train
+
+    schedule = WeightScales(Inner(), layers=[layer], axes=[None, axis])
+    for run, step in ((schedule.train, 1.0), (schedule.train, 2.0), (schedule.evaluate, 3.0)):
+        torch.nn.init.constant_(layer.weight, -step if rank else step / 2)
+        run(torch.zeros(1), torch.tensor(step))
+        outcomes.append(getattr(layer, LARGEST) is None)
+    return outcomes
+
+
+def test_scales_of_weights_are_those_of_each_step(workers: Workers) -> None:
+    assert workers.run(2, steps_of_weight_scales) == [[True] * 6] * 2

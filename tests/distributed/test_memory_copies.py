@@ -27,8 +27,11 @@ from tests.workers import Train, Trained, Workers, agreed
 CPU = torch.device("cpu")
 
 
-def restored(folder: str, harm: str) -> tuple[int, list[float]] | None:
-    """This rank's state from memory, after copies of steps 2, 4 and 6 on two hosts and a harm of step 6."""
+def restored(folder: str, harm: str) -> tuple[int, list[float], bool] | None:
+    """This rank's state from memory, and whether its generator goes on as after that step.
+
+    After copies of steps 2, 4 and 6 on two hosts, and a harm of step 6.
+    """
     rank, weight = dist.get_rank(), torch.zeros(3)
     host = f"n{rank}"
     path = Path(folder, host)
@@ -41,9 +44,11 @@ def restored(folder: str, harm: str) -> tuple[int, list[float]] | None:
         )  # fmt: skip
 
     memory = copies("first")
+    drawn = {}
     for step in (2, 4, 6):
         weight.fill_(10 * step + rank)
         memory.keep(step)
+        drawn[step] = torch.rand(1)
         weight.fill_(-1)  # the copy was taken
     memory.close()
     newest = {kind: path / f"{kind}-1-1" for kind in ("own", "copy")}  # rank 1's part of step 6
@@ -64,7 +69,7 @@ def restored(folder: str, harm: str) -> tuple[int, list[float]] | None:
     if part is None:
         return None
     part.fill({"weights/a": weight}, device=CPU)
-    return part.record.step, weight.tolist()
+    return part.record.step, weight.tolist(), torch.equal(torch.rand(1), drawn[part.record.step])
 
 
 @pytest.mark.parametrize(
@@ -84,7 +89,7 @@ def restored(folder: str, harm: str) -> tuple[int, list[float]] | None:
 def test_the_newest_step_that_is_whole_is_restored(
     workers: Workers, tmp_path: Path, harm: str, step: int | None
 ) -> None:
-    expected = [None if step is None else (step, [10.0 * step + rank] * 3) for rank in range(2)]
+    expected = [None if step is None else (step, [10.0 * step + rank] * 3, True) for rank in range(2)]
     assert workers.run(2, restored, str(tmp_path / "memory"), harm) == expected
 
 

@@ -127,10 +127,11 @@ def test_trust_that_is_typed_reaches_plain_settings(shared: Path, canary: Path) 
     plain = ["model=tiny", "strategy.microbatches=4", "nodes=2", "data.path=/data/x.npy"]
     folder = plant(shared / "theirs", *plain, "launcher.shared_folder=true", canary=canary)
     environment = json.loads(folder.environment.read_text())
-    write_json(folder.environment, environment | {"overrides": [*plain, "launcher.shared_folder=true"]})
+    typed = ["launcher.shared_folder=true", "launcher.notify=https://h.org"]
+    write_json(folder.environment, environment | {"overrides": [*plain, *typed]})
     os.chown(folder.environment, ATTACKER, ATTACKER)
     start = read_start(folder, key="resume", shared_folder=True)
-    assert list(start.overrides) == plain  # trust itself is never inherited
+    assert list(start.overrides) == plain  # neither trust nor who is told is ever inherited
 
 
 def test_resume_auto_takes_no_planted_run(

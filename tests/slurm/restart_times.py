@@ -3,7 +3,7 @@
     PYTHONPATH=. python tests/slurm/restart_times.py [TIMES]
 
 Each run has a fresh start (from its first process to its first step), a start in place (from the kill of a
-rank to the next step), and a requeue, which the second failure of a host causes.
+rank to the next step), and what the second failure of a host causes: a requeue, a spare, or fewer nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from test_jobs import SMALL, Site, worker_of
 
 from tests.waiting import wait_for
 
-STARTS = ("fresh", "in place", "requeue")
+AFTER_TWO = {"requeue": (), "spare": ("launcher.spares=1",), "fewer nodes": ("launcher.min_nodes=2",)}
 WORDS = (
     "strategy=data", "nodes=3", *SMALL, "training.steps=100000", "training.global_batch_size=6",
     "training.checkpoint_every=20", "training.validate_every=null", "strategy.verify=never",
@@ -32,23 +32,23 @@ WORDS = (
 )  # fmt: skip
 
 
-def seconds_of_one_run(site: Site, folder: Path) -> list[float]:
-    """Seconds of the starts in STARTS."""
-    submitted = site.run(*WORDS, f"run_dir={folder}")
+def seconds_of_one_run(site: Site, folder: Path, following: str) -> dict[str, float]:
+    """Seconds of each start by its kind. following: a key of AFTER_TWO."""
+    submitted = site.run(*WORDS, *AFTER_TWO[following], f"run_dir={folder}")
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     job = json.loads((folder / "owner.json").read_text())["job_id"]
     last = list(site.cluster.hosts)[2]  # without the batch script, so the first process there is a rank's
     wait_for(lambda: len(site.cluster.pids(last)) > 1)
-    found = [seconds_until(lambda: step_of(folder) > 0)]
-    for _ in STARTS[1:]:
+    found = {"fresh": seconds_until(lambda: step_of(folder) > 0)}
+    for kind in ("in place", following):
         before = step_of(folder)
         wait_for(lambda before=before: step_of(folder) > before + 30)  # past a checkpoint
         worker = worker_of(folder, rank=2)
         assert worker is not None
         began = starts_of(folder)
         worker.send_signal(signal.SIGKILL)
-        found.append(seconds_until(lambda began=began: steps_since_start(folder, began + 1)))
-    assert site.record(job)["Restarts"] == "1"
+        found[kind] = seconds_until(lambda began=began: steps_since_start(folder, began + 1))
+    assert site.record(job)["Restarts"] == str(int(following == "requeue"))
     site.cluster.run("scancel", job)
     site.ended(job)
     return found
@@ -84,14 +84,14 @@ def main() -> None:
     os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])  # the tests' own model
     with Cluster.start() as cluster, tempfile.TemporaryDirectory() as home:
         site = Site(cluster, Path(home))
-        rows = []
-        for number in range(times):
-            rows.append(seconds_of_one_run(site, Path(home) / f"run{number}"))
-            print(
-                *(f"{name} {value:.1f} s" for name, value in zip(STARTS, rows[-1], strict=True)), flush=True
-            )
-    for name, values in zip(STARTS, zip(*rows, strict=True), strict=True):
-        print(f"{name}: median {median(values):.1f} s")
+        rows: dict[str, list[float]] = {}
+        for number, following in enumerate([*AFTER_TWO] * times):
+            seconds = seconds_of_one_run(site, Path(home) / f"run{number}", following)
+            for name, value in seconds.items():
+                rows.setdefault(name, []).append(value)
+            print(*(f"{name} {value:.1f} s" for name, value in seconds.items()), flush=True)
+    for name, values in rows.items():
+        print(f"{name}: median {median(values):.1f} s of {len(values)}")
 
 
 if __name__ == "__main__":

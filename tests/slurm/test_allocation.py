@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import getpass
+import os
+import pty
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from test_jobs import SHELL, SMALL, Site, losses, read
+from test_jobs import SHELL, SMALL, Site, losses, read, worker_of
 
 from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1600)]
+MANY = ("training.steps=60", "training.precision=float64")
 LONG = ("strategy=pipeline", "nodes=2", *SMALL, "training.steps=100000")
 SCRIPT = """
 import time
@@ -136,6 +139,27 @@ def test_cancel_on_another_host_ends_the_step_and_not_the_allocation(site: Site)
 
 
 @pytest.mark.full
+def test_ranks_start_again_in_an_allocation(site: Site, alone: Callable[..., list[float]]) -> None:
+    """After a kill they go on where they were, and the allocation and its other steps stay."""
+    with allocation(site) as here:
+        words = ("strategy=data", "nodes=2", *SMALL, *MANY, "run_dir=run")
+        long = here.start(*words, "training.checkpoint_every=10", "launcher.max_restarts=1")
+        wait_for(lambda: any(here.folder("run").glob("checkpoints/step-*")), within_s=PATIENCE_S)
+        worker = worker_of(here.folder("run"), rank=1)
+        assert worker is not None
+        worker.send_signal(signal.SIGKILL)
+        output, _ = long.communicate(timeout=PATIENCE_S)
+        assert long.returncode == 0, output
+        log = (here.folder("run") / "slurm" / f"{here.job}.out").read_text()
+        assert "the ranks start again in the same job, on the same hosts, 1 of 1\n" in log
+        summary = read(here.folder("run"), "summary.json")
+        assert (summary["outcome"], summary["restarts"], summary["job_ids"]) == ("completed", 1, [here.job])
+        assert losses(here.folder("run")) == pytest.approx(alone(*SMALL, *MANY), rel=1e-10)
+        assert (here.state(), here.site.record(here.job)["Restarts"]) == ("RUNNING", "0")
+        wait_for(lambda: steps(here) == [])
+
+
+@pytest.mark.full
 def test_a_second_ctrl_c_ends_at_once_and_leaves_no_step(site: Site) -> None:
     with allocation(site) as here:
         long = here.start(*LONG, "run_dir=long")
@@ -202,3 +226,33 @@ def test_a_sweep_and_a_notebook_in_an_allocation(site: Site) -> None:
         notebook = [sys.executable, "-c", code]
         assert subprocess.check_output(notebook, cwd=site.home, env=environment, text=True) == "2\n"
         assert len(set(here.hosts("notebook"))) == 2
+
+
+@pytest.mark.full
+def test_the_line_of_the_guide_inside_srun_pty(site: Site, alone: Callable[..., list[float]]) -> None:
+    """The shell is a step of its own on the first host, with a terminal."""
+    with allocation(site) as here:
+        leader, terminal = pty.openpty()
+        line = ("-m", "hpc_parallel.run", "strategy=pipeline", "nodes=2", *SMALL, "run_dir=run")
+        step = subprocess.Popen(
+            ["srun", f"--jobid={here.job}", "--nodes=1", "--ntasks=1", "--pty", sys.executable, *line],
+            cwd=site.home, env=site.environment, stdin=terminal, stdout=terminal, stderr=terminal,
+            start_new_session=True,
+        )  # fmt: skip
+        os.close(terminal)
+        output = printed_on(leader)
+        assert step.wait(PATIENCE_S) == 0, output
+        assert f"runs in job {here.job} (the allocation you are in)" in output
+        assert losses(here.folder("run")) == pytest.approx(alone(*SMALL), rel=1e-5)
+        assert len(set(here.hosts("run"))) == 2
+        wait_for(lambda: steps(here) == [])
+        assert here.state() == "RUNNING"
+
+
+def printed_on(leader: int) -> str:
+    """Everything that is printed on a terminal, until nobody has it open."""
+    output = b""
+    with suppress(OSError), os.fdopen(leader, "rb", buffering=0) as terminal:
+        while part := terminal.read(4096):
+            output += part
+    return output.decode()

@@ -5,11 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import chaos
 import pytest
 from chaos import DATA, EVERY, Case
 from cluster import Cluster
+from test_jobs import read
+
+from hpc_parallel.record.host_memory import ROOT
 
 pytestmark = [pytest.mark.slurm, pytest.mark.chaos, pytest.mark.chaos_slow]
+COPIED_EVERY = 2
 
 
 @pytest.fixture
@@ -33,6 +38,13 @@ def test_a_host_is_lost(case: Case, host: str) -> None:
     case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
 
 
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The losses and the weights of one device, up to the order of sums in float64."""
+    monkeypatch.setattr(chaos, "EQUAL", 1e-10)
+
+
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize(("host", "requeues"), [("n2", 0), ("n1", 1)])
 def test_a_spare_takes_the_place_of_a_lost_host(case: Case, host: str, requeues: int) -> None:
     """Slurm requeues the job only if the host of the batch script is lost, when a guard asks it to."""
@@ -50,6 +62,37 @@ def test_a_spare_takes_the_place_of_a_lost_host(case: Case, host: str, requeues:
     if not requeues:
         again = "the ranks start again in the same job, on the spare n3 in place of n2, 1 of 3"
         case.assert_said(job, again)
+
+
+@pytest.mark.usefixtures("exact")
+def test_the_run_goes_on_with_fewer_nodes(case: Case) -> None:
+    """Eight samples can't be split over the three hosts that are left."""
+    job = case.submit("strategy=data", "nodes=4", "launcher.min_nodes=1")
+    case.reach(EVERY + 1, 60)
+    case.note("n2 lost")
+    case.site.cluster.cut("n2")
+    case.site.cluster.kill("n2")
+    assert case.ended(job) == "COMPLETED"
+    assert case.site.record(job)["Restarts"] == "0"
+    case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
+    case.assert_said(job, r"the ranks start again in the same job, on 2 of 4 nodes, without n2, n4, 1 of 3")
+    assert read(case.folder, "summary.json")["world_size"] == 2
+
+
+def test_a_spare_goes_on_from_the_memory_of_the_lost_host_s_partner(case: Case) -> None:
+    """The spare has nothing in its memory: n1 sends it the part that n2 had."""
+    job = case.submit(*DATA, "launcher.spares=1", f"training.memory_checkpoint_every={COPIED_EVERY}")
+    case.reach(EVERY + COPIED_EVERY + 1, 60)
+    case.note("n2 lost")
+    case.site.cluster.cut("n2")
+    case.site.cluster.kill("n2")
+    assert case.ended(job) == "COMPLETED"
+    case.assert_completed(restarts=1, lost=(0, 2 * COPIED_EVERY))
+    case.assert_said(job, "the ranks start again in the same job, on the spare n3 in place of n2, 1 of 3")
+    after_step = case.starts[1].after_step
+    said = f"continuing from the copy in memory of step {after_step}"
+    assert said in (case.folder / "logs/rank-0.out").read_text()
+    assert not list(ROOT.glob(f"hpc_parallel-*-{job}-*"))
 
 
 def test_a_link_is_cut_for_a_while(case: Case, patient: None) -> None:

@@ -105,6 +105,7 @@ def test_signals_and_deaths(start: str, site: Site) -> None:
     assert site.ended(job)["Restarts"] == "1"
     ends = [(end.how, end.host) for end in attempts.ends(folder)]
     assert ends[:2] == [("time_limit", None), ("killed", "n2")]
+    assert ends[2][0] == "cancelled"
     assert (len(ends), len(attempts.starts(folder))) == (3, 3)
     line = "the ranks start again in the same job, on the same hosts, 1 of 3\n"
     assert sum(log.read_text().count(line) for log in folder.slurm.glob("*.out")) == 1

@@ -128,6 +128,9 @@ def test_show_has_the_energy(
     shown = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith(titles)]
     assert [re.split("  +", line)[1] for line in shown] == lines
     assert [words[-1] for words in asked if words[0] == "sacct"] == ["7,8"]
+    write_json(folder.owner, {"job_id": "8", "waits": False, "over": True})  # a packed job
+    show.main([str(folder.path)])
+    assert "energy by Slurm" not in capsys.readouterr().out
 
 
 def test_of_a_script_each_rank_has_a_file(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ SUMMARY_KEYS = {
     "exposed_communication_share", "bubble_share", "step_parts_s", "traffic_bytes",
     "busiest_rank_traffic_bytes", "traffic", "unknown_collectives", "ring_all_reduce", "predicted",
     "restarts", "lost_steps", "skipped_steps", "started", "ended", "job_ids",
-    "time_use_s", "useful_share",
+    "time_use_s", "useful_share", "energy",
 }  # fmt: skip
 MS = 1_000_000
 
@@ -452,6 +452,36 @@ def test_a_time_limit_is_named_and_no_cancellation(folder: RunFolder) -> None:
         "the time limit of 60 min was reached after step 0: raise launcher.time_minutes, or train less"
     )
     assert read_json(folder.failure)["kind"] == "time_limit"
+    assert read_json(folder.summary)["outcome"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("slurm", "lost_peer", "outcome"),
+    [
+        ("JOB 3 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***", False, "cancelled"),
+        ("JOB 3 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***", True, "cancelled"),
+        ("JOB 3 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION ***", True, "preempted"),
+        ("JOB 3 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO NODE FAILURE, SEE LOG ***", True, "failed"),
+        ("STEP 3.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***", True, "failed"),  # srun's own
+    ],
+)  # fmt: skip
+def test_an_end_of_mpirun_that_slurm_explains(
+    folder: RunFolder, slurm: str, lost_peer: bool, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mpirun ends with code 1 while it starts the ranks; later the ranks lose each other."""
+    monkeypatch.setattr(restart, "job_fields", lambda job: {
+        "JobState": "COMPLETING", "PreemptTime": "now" if "PREEMPTION" in slurm else "None"
+    })  # fmt: skip
+    monkeypatch.setattr(restart, "requeue", lambda job, *, exclude: None)
+    if lost_peer:
+        failure.record_exception(folder, world=world(1), error=RuntimeError("Connection closed by peer"))
+    start = "hpc_parallel attempt 0 of job 3 on n[1-2]\n"
+    text = f"{start}slurmstepd-n1: error: *** {slurm}\n"
+    conclude(folder, returncode=1, text=text, environment={"SLURM_JOB_ID": "3"})
+    assert read_json(folder.summary)["outcome"] == outcome
+    folder.begin_anew()
+    again = f"{text}{start}"  # Slurm's words of an earlier start
+    conclude(folder, returncode=1, text=again, environment={"SLURM_JOB_ID": "3"})
     assert read_json(folder.summary)["outcome"] == "failed"
 
 

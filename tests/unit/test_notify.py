@@ -11,6 +11,7 @@ import shlex
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -121,15 +122,19 @@ def test_each_end_of_a_start_is_told_once(folder: RunFolder, ways: list[str], li
     assert sorted(told(folder, count=len(lines))) == sorted(line.format(folder.path) for line in lines)
 
 
-def test_an_answer_that_is_new_to_the_policy_is_told_too(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("action", [restart.SPARE, restart.FEWER, "an answer of tomorrow"])
+def test_each_answer_of_the_policy_is_told(
+    folder: RunFolder, action: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fewer = folder.on_nodes(1)
+    fewer.parent.mkdir(exist_ok=True)
+    fewer.write_text(folder.config.read_text())
     attempts.note(folder, "launched")
     end_by(folder, "killed")
-    decision = restart.Decision("fewer nodes", "the run goes on on 3 of 4 nodes")
+    decision = restart.Decision(action, "the run goes on on n1", ("n1",))
     monkeypatch.setattr(conclude_run, "after_failure", lambda *_, **__: decision)
     conclude(folder, "killed")
-    assert told(folder) == [f"restart, fewer nodes: {DIED}; the run goes on on 3 of 4 nodes"]
+    assert told(folder) == [f"restart, {action}: {DIED}; the run goes on on n1"]
 
 
 def test_a_job_that_was_lost_with_its_host_is_told_by_the_next_start(folder: RunFolder) -> None:
@@ -176,7 +181,7 @@ def test_a_folder_that_others_may_write_runs_no_command(
 
 @pytest.mark.parametrize(
     ("command", "problem"),
-    [("sleep 60 & sleep 60", "the command did not end within 0.3 s"),
+    [("sleep 600 & sleep 600", "the command did not end within 0.3 s"),
      ("echo no such list >&2; exit 3", "the command ended with 3: no such list"),
      ("exec 0<&-; true", None), ("sleep 60 & true", None)],
 )  # fmt: skip
@@ -211,10 +216,14 @@ def test_a_notifier_that_hangs_delays_no_restart(folder: RunFolder) -> None:
     os.mkfifo(fifo)
     use(folder, f"cat {shlex.quote(str(fifo))} - >> {shlex.quote(str(folder.path.parents[1] / 'told'))}")
     attempts.note(folder, "launched")
-    end_by(folder, "killed")
-    assert conclude(folder, "killed", "--start", "0") == 4
+    code = (
+        "import sys; from hpc_parallel.failure.notify import *\n"
+        "tell(RunFolder(Path(sys.argv[1])), 'x', about=ENDED, waits=False)"
+    )
+    # As the batch script reads the hosts of the next start: to the end of the output.
+    subprocess.run([sys.executable, "-c", code, folder.path], stdout=subprocess.PIPE, check=True)
     fifo.write_text("")  # only now can the command end
-    assert told(folder) == [f"restart, in place: {DIED}; {IN_PLACE}"]
+    assert told(folder) == ["x"]
 
 
 @pytest.fixture
@@ -304,12 +313,16 @@ def test_only_what_is_typed_is_used(folder: RunFolder, capsys: pytest.CaptureFix
     assert "launcher.notify is not used: only what is typed now counts" in capsys.readouterr().err
 
 
-def test_the_batch_script_concludes_a_run_that_completed_only_for_a_notifier(here: Path) -> None:
+def test_the_batch_script_concludes_a_run_that_completed_if_it_must(here: Path) -> None:
     plain = render(prepared("launcher=script", "launcher.snapshot=false"))
     script = render(prepared("launcher=script", "launcher.snapshot=false", "launcher.notify=mail me"))
     assert "job notify" not in plain
     assert "mail me" not in script
     assert [line for line in script.splitlines() if line not in plain.splitlines() and "true" in line]
+    copies = ("training.checkpoint_every=100", "training.memory_checkpoint_every=10")
+    frees = render(prepared("launcher=script", "launcher.snapshot=false", "launcher.spares=1", *copies))
+    assert "|| true; then" in frees  # hosts of earlier starts may have copies
+    assert "|| true; then" not in plain
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
@@ -352,6 +365,16 @@ def test_a_quota_shows_when_space_is_reserved(
     assert bool(reason) == bool(checkpoint_index._refuses(tmp_path, 4096))
     assert refusing.fallocate.asked == [(1, 0, 4096)] * 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_for_one_more_file_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: Any) -> None:
+        raise OSError(errno.EDQUOT, "it is full")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    assert checkpoint_index._refuses(tmp_path, 4096) == os.strerror(errno.EDQUOT)
 
 
 class Refusing:

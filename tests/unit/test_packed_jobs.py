@@ -8,8 +8,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +21,11 @@ from hpc_parallel.failure import packed_job
 from hpc_parallel.failure.run_state import states
 from hpc_parallel.launch.batch_script import render_pack, render_packed
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.record import owner
+from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.record.typed import write_record
+from hpc_parallel.record.typed import read_record, write_record
 from hpc_parallel.run import main
 from hpc_parallel.slurm import limits
 from hpc_parallel.slurm.jobs import Job
@@ -116,7 +118,8 @@ def test_the_planned_time_counts() -> None:
 def test_all_refusals_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("launcher.partition=gpu,cpu", "nodes=1,4", "sweep.pack_nodes=2", "sweep.pack_minutes=30",
              "cluster.start=torchrun", "cluster.port=29500", "sweep.parallelism=2",
-             "+launcher.extra.mem-per-cpu=1G", "launcher.cpus_per_device=50")  # fmt: skip
+             "+launcher.extra.mem-per-cpu=1G", "launcher.cpus_per_device=50", "launcher.spares=1",
+             "launcher.min_nodes=1", "launcher.max_restarts=1")  # fmt: skip
     assert main(["-m", *WORDS, "strategy=data", *words]) == 2
     error = capsys.readouterr().err
     for text in (
@@ -126,6 +129,8 @@ def test_all_refusals_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "cluster.start = torchrun can't give a run its place in a packed job. Try cluster.start=srun.",
         "cluster.port = 29500 is one port, which runs side by side can't share. Try cluster.port=null.",
         "sweep.parallelism = 2 is for arrays",
+        "launcher.spares = 1 is for a job that has one run. Try launcher.spares=0.",
+        "launcher.min_nodes = 1 is for a job that has one run. Try launcher.min_nodes=null.",
         "launcher.extra.mem-per-cpu = 1G contradicts a packed job",
         "launcher.cpus_per_device = 50 needs 50 CPUs of a node, and nodes of partition gpu have 48. Try "
         "launcher.cpus_per_device=48.",
@@ -154,13 +159,14 @@ def test_what_has_no_packed_job_is_refused(
 
 
 def test_the_scripts_take_whole_nodes_and_a_place(tmp_path: Path) -> None:
-    run = runs(1, "strategy=data", "nodes=2", "gpus_per_node=2", "sweep.pack_minutes=90")[0]
+    run = runs(1, "strategy=data", "nodes=2", "gpus_per_node=2")[0]
     room, need = Room(48, 4, 256000), Need(2, Room(24, 2, 1000))
-    pack = render_pack([run], queue=tmp_path / "a b", name="study", nodes=3, room=room)
+    words = {"queue": tmp_path / "a b", "name": "study", "nodes": 3, "room": room}
+    pack = render_pack(run, **words, minutes=90, grace_s=600)
     flags = {line.removeprefix("#SBATCH --") for line in pack.splitlines() if line.startswith("#SBATCH")}
     assert flags >= {
         "job-name=study", "nodes=3", "ntasks-per-node=1", "cpus-per-task=48", "time=90", "exclusive", "mem=0",
-        "gpus-per-node=4", f"output='{tmp_path}/a b/%j.out'", "requeue",
+        "gpus-per-node=4", "signal=USR2@600", f"output='{tmp_path}/a b/%j.out'", "requeue",
     }  # fmt: skip
     assert f"-m hpc_parallel.job pack '{tmp_path}/a b'" in pack
     script = render_packed(run, need)
@@ -342,6 +348,41 @@ def test_at_the_time_limit_the_unfinished_go_on_in_the_next_job(here: Path, queu
     again = [line.split() for line in events(here, "began")[2:]]
     assert sorted(name for name, _, _ in again) == [f"run{number}" for number in range(5)]
     assert {count for _, _, count in again} == {"1"}
+
+
+def test_a_resumed_run_has_its_turn_though_its_job_starts_before_it_is_named(
+    here: Path, queue: list[RunFolder]
+) -> None:
+    """The submission names its job only after all of a sweep's jobs are submitted."""
+    record = read_record(packed_job.Queue, here / "queue.json")
+    assert record is not None
+    write_record(here / "queue.json", replace(record, submitter=owner.this_process().process))
+    for folder in queue:
+        attempts.begin(folder, step=0, environment={})
+    owner.take(queue[0])  # as the submission has claimed it
+    write_json(queue[1].owner, {"host": "elsewhere", "pid": 5, "began": "x"})  # resumed there since
+    assert job(here) == 0
+    assert sorted(line.split()[0] for line in events(here, "began")) == ["run0", "run2", "run3", "run4"]
+
+
+def test_a_job_that_starts_while_it_is_named_stays_the_owner(
+    here: Path, queue: list[RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read = queue[0], owner.Owner.read
+    owner.take(folder)
+    submission = threading.Thread(target=owner.hand_to_job, args=(folder, Job("7")))
+
+    def slowly(of: RunFolder) -> owner.Owner | None:
+        found = read(of)
+        if submission.ident is None:
+            submission.start()
+            submission.join(0.5)
+        return found
+
+    monkeypatch.setattr(owner.Owner, "read", slowly)
+    owner.hold_by_job(folder, "7", step="3")
+    submission.join()
+    assert (read(folder) or owner.Owner()).job_id == "7"
 
 
 def test_nothing_starts_near_the_time_limit_or_in_another_job(here: Path, queue: list[RunFolder]) -> None:

@@ -36,6 +36,42 @@ def times(*words: str, step_s: float, name: str = A100, storage: Storage = RATES
     return StorageTimes(config, work_of_run(config), step_s, hardware)
 
 
+def test_copies_in_memory_wait_for_the_device_and_for_a_slow_network() -> None:
+    """12 bytes a weight, 1/8 on each of 8 ranks of 2 nodes; the links of a node send 100 GB/s."""
+    words = ("training.memory_checkpoint_every=10", "strategy=hsdp", "nodes=2")
+    own = 12 * WEIGHTS_1B / 8
+    wait = times(*words, step_s=1.0).memory_copies(1000)
+    assert wait.seconds == pytest.approx(99 * own / 20e9, rel=1e-6)
+    assert wait.text == (
+        "0.9 % of the time: 1.7 GiB a rank each 10 steps; a node holds up to 55.2 GiB, its links send 1.5 % "
+        "of the time"
+    )
+    short = times(*words, step_s=0.001).memory_copies(1000).seconds
+    assert short == pytest.approx(99 * (own / 20e9 + 8 * own / 100e9 - 10 * 0.001), rel=1e-6)
+    alone = times(*words, "nodes=1", step_s=0.001).memory_copies(1000)
+    assert alone.seconds == pytest.approx(99 * own / 20e9, rel=1e-6)
+    assert "27.6 GiB, its links send 0.0 %" in alone.text
+    both = times(*words, step_s=1.0)
+    assert both.training_s(1000) == pytest.approx(1000 + (both.checkpoints(1000).seconds or 0) + wait.seconds)
+    unmeasured = times(*words, step_s=1.0, storage=Storage()).memory_copies(1000)
+    assert unmeasured.seconds is None
+    assert "a node holds up to 55.2 GiB" in unmeasured.text
+    assert times(step_s=1.0).memory_copies(1000).seconds == 0
+
+
+def test_the_cost_of_1_gb_a_rank_over_10_gigabit() -> None:
+    """At most 2 % of steps of 1 s: 1 GB is copied from the device, and sent beside ten steps."""
+    words = ("training.memory_checkpoint_every=10", "strategy=fsdp", "nodes=16", "gpus_per_node=1")
+    found = times(*words, step_s=1.0)
+    slow = replace(found.hardware, network=replace(found.hardware.network, bytes_per_s=10e9 / 8))
+    wait = replace(found, hardware=slow).memory_copies(1000)
+    own = 12 * WEIGHTS_1B / 16
+    assert own == pytest.approx(0.93e9, rel=0.01)
+    assert wait.seconds is not None
+    assert wait.seconds / 1000 < 0.02
+    assert "its links send 7.4 % of the time" in wait.text
+
+
 def test_a_blocking_save_is_waited_for_as_a_whole() -> None:
     """12 bytes a weight: 8 ranks write 1/8 each at 1 GB/s, which 8 GB/s together does not slow down."""
     wait = times("training.checkpoint_async=false", step_s=1.0).checkpoints(1000)

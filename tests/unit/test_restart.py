@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+import yaml
 
 from hpc_parallel.config.resolve import resolve
+from hpc_parallel.config.typed_config import typed
 from hpc_parallel.failure import conclude_run, failure, restart
 from hpc_parallel.failure.restart import Hosts, RestartLimits
-from hpc_parallel.layout.layout import Layout
+from hpc_parallel.launch import run_files
+from hpc_parallel.launch.batch_script import ScriptLauncher
+from hpc_parallel.layout.layout import Layout, layout_of
 from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record import attempts, owner
@@ -124,6 +130,14 @@ IN_JOB = [  # how the starts ended; the hosts of the last one; those that the jo
     ("node_lost -@n1 30", "n1 n2", "n3 n4", "spare",
      "on the spares n3, n4 in place of n1, n2, 1 of 3", "n3 n4"),
     ("node_lost -@n1 30", "n1 n2", "n3", "requeue", "", ""),  # no spare is left
+    # A layout of four hosts, or of two.
+    ("node_lost -@n2 30", "n1 n2 n3 n4", "n1 n3 n4", "fewer nodes", "on 2 of 4 nodes, without n2, n4, 1 of 3",
+     "n1 n3"),
+    ("node_lost -@n2 30", "n1 n2 n3 n4", "n1 n3 n4 n5", "spare", "on the spare n5 in place of n2, 1 of 3",
+     "n1 n3 n4 n5"),
+    (TWICE, "n1 n2 n3 n4", "n1 n2 n3 n4", "fewer nodes", "on 2 of 4 nodes, without n2, n4, 2 of 3", "n1 n3"),
+    ("node_lost -@n3 30", "n1 n3", "n1 n4", "spare", "on the spare n4 in place of n3, 1 of 3", "n1 n4"),
+    ("node_lost -@n1 30", "n1 n2 n3 n4", "n4", "requeue", "", ""),
     (f"{TWICE}, node_lost -@n3 50", "n1 n3", "n1 n2", "requeue", "", ""),
     (KILLED, "n1 n2", "", "requeue", "", ""),  # Slurm takes the host of the batch script for lost
     (f"{KILLED}, start - 30", "n1 n2", "n1 n2 n3", "requeue", "", ""),  # nobody knows which host is gone
@@ -135,7 +149,8 @@ IN_JOB = [  # how the starts ended; the hosts of the last one; those that the jo
 def test_the_hosts_of_the_next_start(
     history: str, used: str, held: str, action: str, why: str, hosts: str
 ) -> None:
-    place = Hosts(tuple(used.split()), tuple(held.split()), nodes=2)
+    sizes = (4, 2) if used.endswith("4") else (2,)
+    place = Hosts(tuple(used.split()), tuple(held.split()), sizes=sizes)
     limits = RestartLimits(max_restarts=3, max_requeues=2, rolls_back=False, start=1, hosts=place)
     line = f"the ranks start again in the same job, {why}" if why else ""
     wanted = restart.Decision(action, line, tuple(hosts.split()))
@@ -149,13 +164,90 @@ def test_the_hosts_of_the_next_start(
     [("n[1,3]", "n1", ("n1", "n3")), ("n[2-3]", "n1", ()), ("", "n1", None)],
 )
 def test_the_hosts_of_a_job_are_those_that_slurm_has_left_it(
-    listed: str, batch: str, held: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, listed: str, batch: str, held: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restart, "job_fields", lambda job: {"NodeList": listed})
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1,n2", "SLURMD_NODENAME": batch}
-    found = Hosts.of({"nodes": 2, "launcher": {"spares": 1}}, environment=environment)
-    assert found == (None if held is None else Hosts(("n1", "n2"), held, nodes=2))
-    assert Hosts.of({"nodes": 2, "launcher": {}}, environment=environment) is None
+
+    def found(**launcher: int) -> Hosts | None:
+        folder.config.write_text(json.dumps({"nodes": 2, "launcher": launcher}))
+        return Hosts.of(folder, environment=environment)
+
+    assert found() is None
+    assert found(spares=1) == (None if held is None else Hosts(("n1", "n2"), held, sizes=(2,)))
+    folder.smaller.mkdir()
+    for nodes in (1, 10, 2):
+        folder.on_nodes(nodes).write_text("")
+    assert found(min_nodes=1) == (None if held is None else Hosts(("n1", "n2"), held, sizes=(10, 2, 1)))
+
+
+FEWER = ("launcher=script", "strategy=data", "nodes=4", "training.global_batch_size=8")
+
+
+def test_a_run_keeps_its_configurations_on_fewer_nodes(here: Path) -> None:
+    """Those that its layout allows: eight samples can't be split over three."""
+    run = prepared(*FEWER, "launcher.min_nodes=1", "launcher.spares=1", "run_dir=run")
+    assert ": 4 nodes (and 1 spare, at least 1) x 1 device = replicate 4" in str(run)
+    ScriptLauncher().start(run)
+    assert run.folder.node_counts() == (4, 2, 1)
+    assert run.folder.on_nodes(4).read_text() == run.folder.config.read_text()
+    whole = run.folder.read_config()
+    small = yaml.safe_load(run.folder.on_nodes(2).read_text())
+    assert small == whole | {"nodes": 2}
+    assert "cp run/nodes/4.yaml".replace("run/", f"{run.folder.path}/") in run.folder.batch_script.read_text()
+    run_files._write_smaller(replace(run, smaller={}), "")  # resumed without launcher.min_nodes
+    assert run.folder.node_counts() == ()
+
+
+def test_degrees_are_resolved_again_on_fewer_nodes(here: Path) -> None:
+    run = prepared(*FEWER, "strategy=hsdp", "gpus_per_node=2", "launcher.min_nodes=2", "model=tiny")
+    plans = {nodes: typed(values).strategy for nodes, values in run.smaller.items()}
+    layouts = {nodes: layout_of(strategy, devices=2 * nodes).degrees for nodes, strategy in plans.items()}
+    assert [(nodes, of["replicate"], of["shard"]) for nodes, of in layouts.items()] == [(2, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (("launcher.min_nodes=3",),
+         "= 3 is not possible with this layout. On 3 nodes: training.global_batch_size = 8"),
+        (("launcher.min_nodes=2", "strategy.replicate=4"),
+         "= 2 is not possible with this layout. On 2 nodes: strategy.replicate"),
+        (("launcher.min_nodes=5",), "= 5 must be at most nodes=4, and at most 64 fewer"),
+        (("launcher.min_nodes=2", "task=script", "script.command=sleep",
+          "script.resume_arguments='--resume {run}/x'"),
+         "= 2 is for our own training: only your script knows how it splits its batch"),
+        (("launcher.min_nodes=0",), "= 0 must be at least 1"),
+        (("launcher.min_nodes=2", "launcher=local"), "= 2 needs a job of the run's own"),
+    ],
+)  # fmt: skip
+def test_a_layout_that_can_not_shrink_is_refused(words: tuple[str, ...], refusal: str) -> None:
+    line = ("launcher=script", "nodes=4") if "task=script" in words else FEWER
+    with pytest.raises(ConfigError) as refused:
+        prepared(*line, *words)
+    (problem,) = refused.value.problems
+    assert str(problem).startswith(f"launcher.min_nodes {refusal}"), problem
+    advised = re.search(r"Try launcher.min_nodes=(\w+)\.$", str(problem))
+    assert advised, problem
+    prepared(*line, *words, f"launcher.min_nodes={advised[1]}")  # the last one counts
+
+
+def test_a_run_that_goes_on_with_fewer_nodes_takes_their_configuration(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"nodes": 2, "training": {"on_nonfinite": "stop"}, "launcher": LAUNCHER | {"min_nodes": 1}}
+    folder.config.write_text(json.dumps(config))
+    folder.smaller.mkdir()
+    for nodes in (1, 2):
+        folder.on_nodes(nodes).write_text(json.dumps(config | {"nodes": nodes}))
+    attempts.end(folder, how="node_lost", host="n2", step=30)
+    folder.failure.write_text('{"kind": "node_lost", "host": "n2", "line": "node n2 was lost"}')
+    monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "RUNNING", "NodeList": "n1"})
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1"}
+    followed = conclude_run._follow_failure(folder, start=0, environment=environment)
+    said = "the ranks start again in the same job, on 1 of 2 nodes, without n2, 1 of 1"
+    assert followed == (restart.Decision("fewer nodes", said, ("n1",)), said)
+    assert folder.read_config() == config | {"nodes": 1}
 
 
 SCRIPT = ("task=script", "script.command=true")
@@ -182,10 +274,10 @@ def test_a_job_that_can_go_on_restarts_by_default(words: tuple[str, ...], most: 
     [
         (("launcher=local",), "= 1 needs a job of the run's own, and launcher.kind=local submits none"),
         (("launcher=script", "launcher.max_restarts=0"),
-         "= 1 would only wait: launcher.max_restarts=0 lets no start follow a failure"),
+         "= 1 has no use: launcher.max_restarts=0 lets no start follow a failure"),
         (("launcher=script", "launcher.spares=-1"), "= -1 must be at least 0"),
         (("launcher=script", "task=infer"),  # which starts anew
-         "= 1 would only wait: launcher.max_restarts=0 lets no start follow a failure"),
+         "= 1 has no use: launcher.max_restarts=0 lets no start follow a failure"),
     ],
 )  # fmt: skip
 def test_spares_that_could_not_be_used_are_refused(words: tuple[str, ...], refusal: str) -> None:

@@ -208,10 +208,6 @@ HALF = "training.weights=bfloat16"
             "training.weights = bfloat16 is for classes that update each number alone",
         ),
         (("optimizer.state=bfloat16", "optimizer=adafactor"), "not for torch.optim.Adafactor. Try opt"),
-        (
-            (HALF, "training.fp8=rowwise"),
-            "training.weights = bfloat16 can't be combined with training.fp8 = row",
-        ),
         ((HALF, "strategy=parameter_server", "nodes=3"), "with strategy.execution = parameter_server"),
         ((HALF, "training.global_batch_size=130", "training.microbatch_size=1"), "adds up 130 microbatches"),
     ],

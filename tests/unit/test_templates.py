@@ -150,6 +150,15 @@ def test_a_job_with_spares_places_its_ranks(start: str, tmp_path: Path) -> None:
         ]  # fmt: skip
 
 
+def test_the_guard_of_an_array_task_ends_no_other_run(tmp_path: Path) -> None:
+    """The number of an array's last task is that of the whole array."""
+    script = render_array(started("srun", "none", "launcher.spares=1"), tasks=tmp_path, name="n", count=2)
+    guard = script[script.index("hpc_parallel_guard() {") : script.index("hpc_parallel_guard_pid=$!")]
+    assert 'scancel "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in guard
+    assert guard.count('--jobs="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"') == 2
+    assert "$SLURM_JOB_ID" not in guard
+
+
 def test_arguments_of_the_container() -> None:
     words = last_command(render(started("srun", "apptainer", "cluster.container_arguments=[--rocm]")))
     assert words[words.index("exec") + 1] == "--rocm"

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from hpc_parallel.record.time_use import (
     energy_use,
@@ -17,6 +18,7 @@ from hpc_parallel.record.time_use import (
     useful_share,
     work_of_killed,
 )
+from hpc_parallel.training import metrics
 
 BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -100,6 +102,24 @@ def test_a_run_that_is_not_over_and_records_that_are_incomplete(
     newest = LINES[-1] if FIRST[0] in events else None
     use = time_use(events, last_line=newest, until=after(until))
     assert {cause: seconds for cause, seconds in use.items() if seconds} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("compiles", "steps_s", "validation_s"), [(False, 52.0, 8.0), (True, 9.0, 1.0)])
+def test_a_first_step_that_compiles_belongs_to_the_start(
+    compiles: bool, steps_s: float, validation_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 0.0
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock)
+    scale = metrics.Scale(1, None, 1.0, 1, 1, None)
+    kept = metrics.Metrics(scale, device=torch.device("cpu"), compiles=compiles)
+    kept.leave_out(7.0, cause="validation")
+    clock = 50.0  # the first step ends
+    kept.note(metrics.StepResult(torch.zeros(()), torch.zeros(())))
+    clock = 55.0
+    kept.note(metrics.StepResult(torch.zeros(()), torch.zeros(())))
+    kept.leave_out(1.0, cause="validation")
+    clock = 60.0
+    assert kept.spent_s == {"steps": steps_s, "validation": validation_s, "saving": 0.0}
 
 
 @pytest.mark.parametrize(("kept_step", "repeated_s"), [(0, 30), (60, 30), (75, 15), (90, 0), (100, 0)])

@@ -177,13 +177,12 @@ def _memory(config: RunConfig, layout: Layout) -> Problems:
 def _host_memory(config: RunConfig, layout: Layout) -> Problems:
     """Refuse copies in memory for which the memory of the job on each node is too small."""
     every, memory_gb = config.training.memory_checkpoint_every, config.launcher.memory_gb
-    least = least_bytes(config, layout, gradients=False)
-    if every is None or memory_gb is None or least is None or config.launcher.kind == "local":
+    if every is None or memory_gb is None or config.launcher.kind == "local":
         return
-    ranks, copies = (
-        processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node),
-        memory_copies(config),
-    )
+    if (least := least_bytes(config, layout, gradients=False)) is None:
+        return
+    copies = memory_copies(config)
+    ranks = processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
     if (needed := copies * ranks * least) > memory_gb * GIB:
         state = f"{copies} copies of the {least / GIB:.1f} GB of {ranks} rank{'s' * (ranks > 1)}"
         rule = (

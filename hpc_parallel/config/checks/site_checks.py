@@ -11,13 +11,14 @@ from typing import Any
 
 from hpc_parallel.config.job_python import HOOK, find_environment, named
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.script import absolute
+from hpc_parallel.config.script import TASK, absolute
 from hpc_parallel.config.site_schema import HERE
 from hpc_parallel.problems import Problem, Problems, nearest, spell
 from hpc_parallel.record.run_folder import is_run_folder, unreadable
 from hpc_parallel.record.safe_read import list_folder
 from hpc_parallel.slurm.short_forms import minutes_of
 
+MOST_FEWER = 64  # than `nodes`: each number of nodes is checked as a run of its own
 # Flags of sbatch that the launchers set, with their configuration key (None: there is no key).
 LAUNCHER_FLAGS = {
     "nodes": "nodes", "ntasks-per-node": "gpus_per_node", "ntasks": "gpus_per_node",
@@ -36,8 +37,7 @@ _WEBHOOK = re.compile(r"https://[A-Za-z0-9.-]+(:\d{1,5})?([/?]\S*)?", re.ASCII)
 def find_problems(config: RunConfig) -> Problems:
     yield from _names(config)
     yield from _launcher(config)
-    if config.launcher.spares > 0:
-        yield from _spares(config)
+    yield from _spares(config)
 
 
 def _names(config: RunConfig) -> Problems:
@@ -105,14 +105,25 @@ def _launcher(config: RunConfig) -> Problems:
 
 
 def _spares(config: RunConfig) -> Problems:
-    """A spare needs a job of the run's own, and a start after a failure."""
+    """Spares and fewer nodes need a job of the run's own, and a start after a failure."""
     launcher = config.launcher
-    if launcher.kind in HERE:
-        rule = f"needs a job of the run's own, and launcher.kind={launcher.kind} submits none"
-        yield Problem("launcher.spares", launcher.spares, rule, (0,))
-    elif not launcher.max_restarts:
-        rule = "would only wait: launcher.max_restarts=0 lets no start follow a failure"
-        yield Problem("launcher.spares", launcher.spares, rule, (0,))
+    for key, value, off in (("spares", launcher.spares, 0), ("min_nodes", launcher.min_nodes, None)):
+        if value is None or value <= 0:
+            continue
+        if launcher.kind in HERE:
+            rule = f"needs a job of the run's own, and launcher.kind={launcher.kind} submits none"
+            yield Problem(f"launcher.{key}", value, rule, (off,))
+        elif not launcher.max_restarts:
+            rule = "has no use: launcher.max_restarts=0 lets no start follow a failure"
+            yield Problem(f"launcher.{key}", value, rule, (off,))
+    least = launcher.min_nodes
+    if least is not None and config.task.name == TASK:
+        rule = "is for our own training: only your script knows how it splits its batch"
+        yield Problem("launcher.min_nodes", least, rule, (None,))
+    elif least is not None and not config.nodes - MOST_FEWER <= least <= config.nodes:
+        rule = f"must be at most nodes={config.nodes}, and at most {MOST_FEWER} fewer"
+        nearest_legal = min(max(1, config.nodes - MOST_FEWER, least), config.nodes)
+        yield Problem("launcher.min_nodes", least, rule, (nearest_legal,))
 
 
 def _extra_flag(extra: str, flag: str, value: Any) -> Problems:
