@@ -17,14 +17,12 @@ from xxhash import xxh3_64 as Digest
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import is_real_folder, list_folder, read_lines
 from hpc_parallel.record.trust import require_private
-from hpc_parallel.slurm import client
-from hpc_parallel.slurm.jobs import Job, job_fields, job_of, job_states
-from hpc_parallel.slurm.short_forms import expand_hosts
+from hpc_parallel.slurm.allocation import run_on_hosts
+from hpc_parallel.slurm.jobs import Job, job_of, job_states
 
 ROOT = Path("/dev/shm")
 LOCAL = "local"  # in place of a job
 _NAME = re.compile(r"hpc_parallel-(\d+)-(\d+(?:_\d+)?|local)-([0-9a-f]{16})-(\d+)\.(\d+)")
-_PATIENCE_S = 20.0  # a lost host does not answer
 
 
 def name_of(run: RunFolder, environment: Mapping[str, str]) -> str:
@@ -59,12 +57,7 @@ def remove(name: str) -> None:
 
 def remove_from_hosts(name: str, environment: Mapping[str, str]) -> None:
     """The same on each host of this job. A host that does not answer keeps them until `remove_leftovers`."""
-    job = environment["SLURM_JOB_ID"]
-    hosts = (job_fields(job) or {}).get("NodeList")  # the variables leave out spares
-    nodes = len(expand_hosts(hosts)) if hosts else environment.get("SLURM_JOB_NUM_NODES", "1")
-    on_each = (f"--jobid={job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}")
-    share = ("--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0", "--quiet")
-    client.run("srun", *on_each, *share, "rm", "-rf", "--", str(ROOT / name), waits_s=(_PATIENCE_S,))
+    run_on_hosts("rm", "-rf", "--", str(ROOT / name), environment=environment)
 
 
 def remove_leftovers(name: str) -> None:

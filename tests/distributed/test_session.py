@@ -41,7 +41,7 @@ METRICS = {
     "spent_s",
 }  # fmt: skip
 SUMMARY = {
-    "outcome", "strategy", "layout", "nodes", "gpus_per_node", "world_size", "steps", "samples",
+    "outcome", "strategy", "layout", "nodes", "spares", "gpus_per_node", "world_size", "steps", "samples",
     "final_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
     "exposed_communication_share", "bubble_share", "step_parts_s", "traffic_bytes",
     "busiest_rank_traffic_bytes", "traffic", "unknown_collectives", "ring_all_reduce", "predicted",
