@@ -51,19 +51,21 @@ def compare(collectives: Mapping[int, Sequence[Mapping[str, Any]]], *, world_siz
     # If two ranks wait for each other, blame the one that left its usual sequence of collectives.
     blocked = {rank for finding in findings for rank in finding.waiting}
 
-    def innocence(finding: Desync) -> tuple[bool, bool]:
+    def innocence(finding: Desync) -> tuple[bool, bool, bool]:
         rank = finding.ranks[0]
         # Leave out the groups that agree: a group that is used rarely would break any usual sequence.
         used = [group for group in collectives.get(rank, ()) if group["group"] in disagreeing]
-        return rank in blocked, not breaks_sequence(used)
+        # A new size breaks a sequence too (a message of figures has one more, for example). So if both ranks
+        # left theirs, the names alone decide.
+        return rank in blocked, not breaks_sequence(used), not breaks_sequence(used, by_size=False)
 
     return min(findings, key=innocence, default=None)
 
 
-def breaks_sequence(groups: Sequence[Mapping[str, Any]]) -> bool:
+def breaks_sequence(groups: Sequence[Mapping[str, Any]], *, by_size: bool = True) -> bool:
     """Whether a rank's last collective has never followed the collective before it in earlier steps."""
     calls = sorted(
-        (time, group["group"], name, str(sizes))
+        (time, group["group"], name, str(sizes) if by_size else "")
         for group in groups
         for _, name, sizes, time in group["calls"]
     )

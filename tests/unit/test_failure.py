@@ -775,6 +775,22 @@ def test_of_two_that_wait_for_each_other_the_one_that_left_its_habit_is_to_blame
     assert swapped.ranks == (0,)
 
 
+def test_sizes_that_are_new_do_not_hide_who_left_its_habit() -> None:
+    """The gather of figures grew by one; after it the sum of group 1 is usual, and rank 1 leaves it out."""
+    order = ["gather 5", "1 sum", "0 sum", "gather 6", "0 broadcast", "1 sum", "0 sum", "gather 6"]
+
+    def standing(last: str) -> list[dict[str, object]]:
+        groups: dict[str, list[list[object]]] = {"0": [], "1": []}
+        for time, word in enumerate([*order, last]):
+            first, second = word.split()
+            group, name, size = ("0", first, second) if first == "gather" else (first, second, "4")
+            groups[group].append([len(groups[group]) + 1, name, [[int(size)]], time])
+        return [{"group": group, "ranks": [0, 1], "calls": found} for group, found in groups.items()]
+
+    assert compare({0: standing("1 sum"), 1: standing("0 sum")}, world_size=2).ranks == (1,)
+    assert compare({1: standing("1 sum"), 0: standing("0 sum")}, world_size=2).ranks == (0,)
+
+
 def test_a_host_that_runs_ahead_does_not_blame_one_that_waits() -> None:
     """Rank 0 needs the result of the 15th all-reduce, ranks 1 and 3 queue more of them; rank 2 has 14."""
     last = {0: 15, 1: 60, 2: 14, 3: 60}
