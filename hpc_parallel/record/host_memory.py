@@ -17,8 +17,7 @@ from xxhash import xxh3_64 as Digest
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import is_real_folder, list_folder, read_lines
 from hpc_parallel.record.trust import require_private
-from hpc_parallel.slurm.allocation import run_on_hosts
-from hpc_parallel.slurm.jobs import Job, job_of, job_states
+from hpc_parallel.slurm.jobs import Job, job_of, job_states, run_on_hosts
 
 ROOT = Path("/dev/shm")
 LOCAL = "local"  # in place of a job

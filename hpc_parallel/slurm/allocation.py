@@ -11,13 +11,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.slurm.client import KEPT, UNANSWERED, Inquiry, minute, run
-from hpc_parallel.slurm.jobs import job_fields
+from hpc_parallel.slurm.client import KEPT, UNANSWERED, Inquiry, minute
 from hpc_parallel.slurm.short_forms import expand_hosts, expand_numbers, gpu_count
 
 ALLOCATION = "allocation"  # the `launcher.kind` of a run inside a job that is not its own
 _JOB = "SLURM_JOB_ID"
-_PATIENCE_S = 20.0  # a lost host does not answer
 _FIELD = re.compile(r"(?:^|\s)(JobState|NodeList|NumCPUs|UserId)=(\S+)")
 _NODES = re.compile(r"\sNodes=\S+ CPU_IDs=(\S+) Mem=\S* GRES\w*=(\S*)")
 # Facts of the job that runs record. Each other SLURM_* of a shell in a job describes a step or a request of
@@ -92,16 +90,6 @@ def step_runs(step: str) -> bool:
     """Whether Slurm says that a step (`123.4`) runs. False also if it does not answer."""
     answer = Inquiry().ask("squeue", "--all", "-h", "-o", "%i", f"--steps={step}")
     return step in answer.stdout.split()
-
-
-def run_on_hosts(*command: str, environment: Mapping[str, str]) -> None:
-    """Run a command once on each host of this job, spares included. A lost host ends the wait for it."""
-    job = environment[_JOB]
-    hosts = (job_fields(job) or {}).get("NodeList")  # the variables leave out spares
-    nodes = len(expand_hosts(hosts)) if hosts else environment.get("SLURM_JOB_NUM_NODES", "1")
-    on_each = (f"--jobid={job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}")
-    share = ("--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0", "--quiet")
-    run("srun", *on_each, *share, *command, waits_s=(_PATIENCE_S,))
 
 
 @lru_cache(maxsize=1)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from subprocess import CompletedProcess
 
-from hpc_parallel.slurm.client import Inquiry
-from hpc_parallel.slurm.short_forms import expand_numbers, seconds_of
+from hpc_parallel.slurm.client import Inquiry, run
+from hpc_parallel.slurm.short_forms import expand_hosts, expand_numbers, seconds_of
 
 ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
@@ -33,6 +33,7 @@ _SQUEUE = ("squeue", "--all", "-h", "-r", "-t", "all", "-o")
 _SHOW = ("scontrol", "--oneliner", "--all", "show", "job")
 _ROW = re.compile(r"\d+[^|]*\|\d+\|")  # job id and raw id
 _PIECE = 1000  # jobs in one question: Linux limits an argument to 128 KiB
+_PATIENCE_S = 20.0  # a lost host does not answer
 _MIN_JOB_AGE_S = 300.0  # how long a controller lists a job after its end, by default
 _CLOCKS_S = 300.0  # munge refuses a host whose clock differs by more
 _REQUEUED = {"BOOT_FAIL", "NODE_FAIL", "PREEMPTED"}  # ends after which Slurm may start the job again
@@ -297,3 +298,13 @@ def _tasks(job: str) -> list[str]:
 
 def _fields(line: str) -> dict[str, str]:
     return dict(field.split("=", 1) for field in line.split() if "=" in field)
+
+
+def run_on_hosts(*command: str, environment: Mapping[str, str]) -> None:
+    """Run a command once on each host of this job, spares included. A lost host ends the wait for it."""
+    job = environment["SLURM_JOB_ID"]
+    hosts = (job_fields(job) or {}).get("NodeList")  # the variables leave out spares
+    nodes = len(expand_hosts(hosts)) if hosts else environment.get("SLURM_JOB_NUM_NODES", "1")
+    on_each = (f"--jobid={job}", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}")
+    share = ("--ntasks-per-node=1", "--cpus-per-task=1", "--mem=0", "--quiet")
+    run("srun", *on_each, *share, *command, waits_s=(_PATIENCE_S,))
