@@ -198,7 +198,7 @@ class Struck:
         case.hold_while.unlink(missing_ok=True)
         shown = case.site.command("status", str(case.folder), "--json")
         (status,) = json.loads(shown.stdout)
-        assert (status["state"], status["job"]) == ("cancelled", job), status
+        assert (status["state"], status["job_id"]) == ("cancelled", job), status
         if self.fault.ends[-1].then == END:
             assert read(case.folder, "summary.json")["outcome"] == "cancelled"
             assert not (case.folder / "failure.json").exists()
