@@ -48,7 +48,9 @@ def test_the_run_goes_on_with_fewer_nodes(case: Case) -> None:
     assert case.ended(job) == "COMPLETED"
     assert case.site.record(job)["Restarts"] == "0"
     case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
-    case.assert_said(job, r"the ranks start again in the same job, on 2 of 4 nodes, without n2, n4, 1 of 3")
+    case.assert_said(
+        job, r"the ranks start again in the same job, on 2 of 4 nodes \(failed: n2; waiting: n4\), 1 of 3"
+    )
     assert read(case.folder, "summary.json")["world_size"] == 2
 
 
