@@ -164,7 +164,8 @@ class TrainingConfig:
     # Steps between two copies of the state to the memory of the rank's host and of another host, from which a
     # restart in the same job continues ([Survive](survive.md#copies-in-memory)); null: none.
     memory_checkpoint_every: int | None = key(None, count())
-    compare_replicas: bool = True  # Replicas compare their weights at the start and before each checkpoint.
+    # Replicas compare their weights at the start, and before each checkpoint and each copy in memory.
+    compare_replicas: bool = True
     keep_last: int = key(2, count())  # The number of checkpoints that are kept.
     # Checkpoints of every n-th step are never deleted; null: none of them.
     keep_every: int | None = key(None, count())

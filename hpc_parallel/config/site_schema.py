@@ -58,7 +58,7 @@ class LauncherConfig:
     # `script.resume_arguments`); otherwise 0.
     max_restarts: int | None = key(None, at_least(0), legal=0)
     # Hosts that the job has beside `nodes`. A spare takes the place of a host that is lost, that failed twice
-    # or that the checks at the start accuse.
+    # within 24 h, or that the checks at the start accuse.
     spares: int = key(0, at_least(0))
     # The fewest nodes on which the training may go on in its job, if no spare is left; null: `nodes`.
     min_nodes: int | None = key(None, count())

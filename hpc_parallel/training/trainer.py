@@ -151,6 +151,7 @@ class Trainer:
         self._progress.mark("save", step)
         self._step.raise_if_nonfinite(step, batches=self._samples.train)
         started = time.perf_counter()
+        self._saver.check(step)
         memory.keep(step, on_wait=lambda: self._progress.mark("save", step))
         self._metrics.leave_out(time.perf_counter() - started, cause="saving")
 

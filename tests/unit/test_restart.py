@@ -6,6 +6,7 @@ import json
 import re
 from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -131,13 +132,19 @@ IN_JOB = [  # how the starts ended; the hosts of the last one; those that the jo
      "on the spares n3, n4 in place of n1, n2, 1 of 3", "n3 n4"),
     ("node_lost -@n1 30", "n1 n2", "n3", "requeue", "", ""),  # no spare is left
     # A layout of four hosts, or of two.
-    ("node_lost -@n2 30", "n1 n2 n3 n4", "n1 n3 n4", "fewer nodes", "on 2 of 4 nodes, without n2, n4, 1 of 3",
-     "n1 n3"),
+    ("node_lost -@n2 30", "n1 n2 n3 n4", "n1 n3 n4", "fewer nodes",
+     "on 2 of 4 nodes (failed: n2; waiting: n4), 1 of 3", "n1 n3"),
     ("node_lost -@n2 30", "n1 n2 n3 n4", "n1 n3 n4 n5", "spare", "on the spare n5 in place of n2, 1 of 3",
      "n1 n3 n4 n5"),
-    (TWICE, "n1 n2 n3 n4", "n1 n2 n3 n4", "fewer nodes", "on 2 of 4 nodes, without n2, n4, 2 of 3", "n1 n3"),
+    (TWICE, "n1 n2 n3 n4", "n1 n2 n3 n4", "fewer nodes",
+     "on 2 of 4 nodes (failed: n2; waiting: n4), 2 of 3", "n1 n3"),
+    ("node_lost -@n1 30, node_lost -@n2 40", "n1 n2 n3 n4", "n3 n4", "fewer nodes",
+     "on 2 of 4 nodes (failed: n1, n2), 2 of 3", "n3 n4"),
     ("node_lost -@n3 30", "n1 n3", "n1 n4", "spare", "on the spare n4 in place of n3, 1 of 3", "n1 n4"),
     ("node_lost -@n1 30", "n1 n2 n3 n4", "n4", "requeue", "", ""),
+    # A host that is fit again waits, and so does one that the layout leaves over.
+    (KILLED, "n1 n3", "n1 n2 n3", "in place", "on the same hosts, 1 of 3", "n1 n3"),
+    (KILLED, "n2 n4", "n1 n2 n3 n4", "in place", "on the same hosts, 1 of 3", "n2 n4"),
     (f"{TWICE}, node_lost -@n3 50", "n1 n3", "n1 n2", "requeue", "", ""),
     (KILLED, "n1 n2", "", "requeue", "", ""),  # Slurm takes the host of the batch script for lost
     (f"{KILLED}, start - 30", "n1 n2", "n1 n2 n3", "requeue", "", ""),  # nobody knows which host is gone
@@ -245,7 +252,7 @@ def test_a_run_that_goes_on_with_fewer_nodes_takes_their_configuration(
     monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "RUNNING", "NodeList": "n1"})
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1"}
     followed = conclude_run._follow_failure(folder, start=0, environment=environment)
-    said = "the ranks start again in the same job, on 1 of 2 nodes, without n2, 1 of 1"
+    said = "the ranks start again in the same job, on 1 of 2 nodes (failed: n2), 1 of 1"
     assert followed == (restart.Decision("fewer nodes", said, ("n1",)), said)
     assert folder.read_config() == config | {"nodes": 1}
 
@@ -343,6 +350,33 @@ def test_ends_count_from_the_last_resume(folder: RunFolder) -> None:
     assert (first.rank, first.step, first.line) == (1, 0, "why")
 
 
+@pytest.mark.parametrize(
+    ("failed", "now", "exclude"),  # in hours; of the requeued job, None: as before
+    [
+        ((0, 23), 23, "n2"), ((0, 25), 25, None), ((0, 1), 25, "n2"), ((0, 1), 26, ""),
+        ((0, 30, 53), 53, "n2"), ((0, 1, 26), 26, ""), ((0,), 1, None),
+    ],
+)  # fmt: skip
+def test_a_host_that_failed_twice_in_a_day_is_left_out_for_a_day(
+    failed: tuple[int, ...], now: int, exclude: str | None, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requeued: list[str | None] = []
+    monkeypatch.setattr(restart, "requeue", lambda job, *, exclude: requeued.append(exclude))
+    for host, hour in (*(("n2", hour) for hour in failed), ("n1", now)):
+        at = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(hours=hour)
+        attempts.append_line(folder.attempts, {"ended": at.isoformat(), "how": "killed", "host": host})
+    restart.requeue_or_resubmit(folder, launcher=LAUNCHER, environment={"SLURM_JOB_ID": "7"})
+    assert requeued == [exclude]
+
+
+@pytest.mark.parametrize(("days", "action"), [(0, "end"), (1, "end"), (2, "requeue")])
+def test_hosts_that_the_checks_leave_out_do_not_end_a_run_of_weeks(days: int, action: str) -> None:
+    limits = RestartLimits(max_restarts=0, max_requeues=0, rolls_back=False, start=0)
+    accused = [End("2026-01-01", "preflight", "n2", ("n2",))] * restart.MOST_EXCLUSIONS
+    last = End(f"2026-01-0{1 + days}", "preflight", "n3", ("n3",))
+    assert restart.decide([*accused, last], limits=limits).action == action
+
+
 def test_a_host_that_failed_twice_is_left_out(folder: RunFolder) -> None:
     for how, host in (("killed", "n2"), ("hang", "n3"), ("time_limit", "n3"), ("node_lost", "n2"),
                       ("killed", None), ("killed", None)):  # fmt: skip
@@ -434,6 +468,8 @@ def test_a_job_that_slurm_has_requeued_is_not_submitted_again(
         ({"JobState": "COMPLETING", "PreemptTime": "None", "Restarts": "1"}, "1", "cancelled"),
         ({"JobState": "CANCELLED", "PreemptTime": "None", "Restarts": "1"}, None, "cancelled"),
         ({"JobState": "TIMEOUT", "PreemptTime": "None", "Restarts": "0"}, None, "time_limit"),
+        ({"JobState": "COMPLETING", "Reason": "TimeLimit", "Restarts": "0"}, None, "time_limit"),
+        ({"JobState": "COMPLETING", "Reason": "None", "Restarts": "0"}, None, "cancelled"),
         ({}, None, "cancelled"),
         ({}, "1", "cancelled"),
     ],
