@@ -93,7 +93,7 @@ def conclude(
     """
     failure.remove_partial_files(folder)
     summary = Summary.read(folder)
-    if summary is not None and summary.outcome in ("completed", "preempted"):
+    if summary is not None and (summary.ended_well or summary.outcome == "preempted"):
         return None
     if (stopped := Stop.read(folder)) is not None:
         asked = replace(stopped, signal=asked_by or stopped.signal)
@@ -299,7 +299,7 @@ def _follow_failure(
 def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:
     """Tell how a start ended and what follows, if the user wants to be told; line: what `conclude` found."""
     summary = Summary.read(folder) or Summary()
-    event = {"completed": "end", "cancelled": "end", "preempted": "restart"}.get(
+    event = {"completed": "end", "pruned": "end", "cancelled": "end", "preempted": "restart"}.get(
         str(summary.outcome), "failure"
     )
     if decision.starts_again:
@@ -307,6 +307,8 @@ def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:
     if summary.completed:
         loss = "" if summary.final_loss is None else f", final loss {figure(summary.final_loss)}"
         line = f"completed{f' {summary.steps} steps' if summary.steps else ''}{loss}"
+    elif summary.ended_well:
+        line = str(summary.ended_early)
     notify.tell(
         folder,
         f"{event}: {line}",

@@ -132,7 +132,7 @@ class RunFollower:
             self._validation.append(line.validation_loss)
 
     def finish(self, signals: Sequence[int] = ()) -> int:
-        """Show the outcome; after a failure the cause comes last. Returns the exit code: 0 if completed.
+        """Show the outcome; after a failure the cause comes last. Returns the exit code: 0 if it ended well.
 
         signals: the signals with which the user ended the run.
         """
@@ -154,7 +154,7 @@ class RunFollower:
             self._say(f"plots: {self._plots()}")
         if not summary.completed:
             self._say_how_to_go_on(failure)
-        return int(not summary.completed)
+        return int(not summary.ended_well)
 
     def _say_how_to_go_on(self, failure: Failure | None) -> None:
         """Print the command that continues from the newest checkpoint, then the cause."""
@@ -260,7 +260,7 @@ def wait_for_job(run: PreparedRun, job: Job) -> int:
     if not owner.is_job(run.folder, job_id):
         print(f"job {job_id} {state}; the run has been resumed since: {run.folder.path}")
         summary = Summary.read(run.folder)  # the job may also have ended with code 0 to go on as another job
-        return DONE if summary is not None and summary.completed else FAILED
+        return DONE if summary is not None and summary.ended_well else FAILED
     if not has_summary(run):
         conclude_job(run.folder, job_id, state)
     return follower.finish()
@@ -292,7 +292,7 @@ def has_ended(folder: RunFolder, state: JobState) -> bool:
     """
     if state.state == SILENT:
         summary = Summary.read(folder)
-        return summary is not None and summary.completed
+        return summary is not None and summary.ended_well
     if (holder := owner.Owner.read(folder)) is not None and holder.over:
         return True
     return state.ended or (state.state == UNKNOWN and has_final_summary(folder))

@@ -249,7 +249,7 @@ def _ended_early(folder: RunFolder, *, callbacks: Any) -> str | None:
         summary = Summary.read(folder)
     except DamagedError:
         return None
-    return summary.ended_early if summary is not None and callbacks else None
+    return summary.ended_early if summary is not None and summary.completed and callbacks else None
 
 
 def _replaced(key: str, typed: set[str]) -> bool:

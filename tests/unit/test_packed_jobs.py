@@ -358,6 +358,7 @@ def test_a_place_is_free_while_the_script_concludes(here: Path, queue: list[RunF
     queue[0].batch_script.write_text(text)
     waits = queue[1].batch_script.read_text().replace("sleep 0.5\n", late)
     queue[1].batch_script.write_text(waits)
+    (queue[3].path / "plan").write_text("pruned")  # which is no failure
     assert job(here) == 0
     assert len(events(here, "began")) == 5
 
