@@ -281,14 +281,14 @@ def _follow_failure(
     line, config = decision.why, folder.read_config()
     if decision.action not in restart.IN_JOB and config["training"].get("memory_checkpoint_every"):
         host_memory.remove_from_hosts(host_memory.name_of(folder, environment), environment)
-    if decision.action == restart.REQUEUE and is_packed(folder):
-        line = _NEXT_TURN
+    if decision.action == restart.REQUEUE:  # before Slurm is asked, which may end this process at once
         write_json(folder.summary, _summary(folder, outcome="preempted", environment=environment))
-    elif decision.action == restart.REQUEUE:
-        launcher = config["launcher"]
-        line = _start_again(folder, launcher=launcher, environment=environment)
+        line = _NEXT_TURN
+        if not is_packed(folder):
+            line = _start_again(folder, launcher=config["launcher"], environment=environment)
         if line.startswith(restart.NO_START):
             decision = Decision(restart.END, line)
+            write_json(folder.summary, _summary(folder, outcome="failed", environment=environment))
     elif line and decision.action == restart.END:
         _add_to_line(folder, line)
     elif decision.action == restart.FEWER:

@@ -325,6 +325,7 @@ def test_the_end_of_a_start_says_that_the_ranks_start_again(
         assert [end.line for end in attempts.recent_ends(folder)] == [cause]
         assert [folder.failure.exists(), folder.summary.exists()] == [not words] * 2
         assert (failure.records(folder) == []) == bool(words)
+    assert json.loads(folder.summary.read_text())["outcome"] == "preempted"  # so a user may still cancel it
 
 
 def test_why_no_start_follows_is_in_the_line_of_the_failure(
