@@ -376,7 +376,7 @@ class TestShow:
 
 
 def test_show_has_the_warnings_of_rank_0(tmp_path: Path, capsys: Capture) -> None:
-    """Those of the first start and of the last one; a job that nobody followed has printed them to its log."""
+    """Those of the first start and of the last one, which a job that nobody followed has in its log only."""
     folder = finished(tmp_path / "runs/a/1")
     folder.logs.mkdir(exist_ok=True)
     noise = "WARNING:root:of a library\n" + "step 1 of 2\n" * 5000
