@@ -6,8 +6,10 @@ import shutil
 import subprocess
 import sys
 
+import chaos
 import psutil
 import pytest
+from chaos import DATA, EVERY, Case
 from cluster import PMIX
 from test_jobs import SMALL, Site, losses, read
 
@@ -109,6 +111,34 @@ def test_signals_and_deaths(start: str, site: Site) -> None:
     assert (len(ends), len(attempts.starts(folder))) == (3, 3)
     line = "the ranks start again in the same job, on the same hosts, 1 of 3\n"
     assert sum(log.read_text().count(line) for log in folder.slurm.glob("*.out")) == 1
+
+
+@pytest.mark.parametrize("start", ["torchrun", "openmpi", "mpich"])
+@pytest.mark.parametrize(
+    ("nodes", "keys", "place"),
+    [
+        (DATA, "launcher.spares=1", "on the spare n3 in place of n2"),
+        (
+            ("strategy=data", "nodes=4"),
+            "launcher.min_nodes=1",
+            r"on 2 of 4 nodes \(failed: n2; waiting: n4\)",
+        ),
+    ],
+)
+def test_a_job_goes_on_without_a_lost_host(
+    start: str, nodes: tuple[str, ...], keys: str, place: str, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses and the weights stay those of one device, up to the order of sums in float64."""
+    monkeypatch.setattr(chaos, "EQUAL", 1e-10)
+    job = case.submit(*nodes, keys, *words_of(start, case.site))
+    case.reach(EVERY + 1, 60)
+    case.note("n2 lost")
+    case.site.cluster.cut("n2")
+    case.site.cluster.kill("n2")
+    assert case.ended(job) == "COMPLETED"
+    assert case.site.record(job)["Restarts"] == "0"
+    case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
+    case.assert_said(job, rf"the ranks start again in the same job, {place}, 1 of 3")
 
 
 def steps(folder: RunFolder) -> list[int]:
