@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
@@ -56,6 +57,15 @@ def lasting_line(line: MetricsLine, parts: list[str], *, columns: int) -> str:
     return fitting(parts, columns=columns)
 
 
+class _Console(Console):
+    """Raises BrokenPipeError if nobody reads the output any more, where rich would end this process."""
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):
+            super().on_broken_pipe()  # discards all later output
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 class RunFollower:
     """Shows the progress of a run step by step, and its outcome.
 
@@ -75,7 +85,7 @@ class RunFollower:
         self._is_starting = not is_script
         self._folder = folder
         self._steps = steps
-        self._console = console or Console()
+        self._console = console or _Console()
         self._reader = MetricsReader(folder.metrics)
         self._last: MetricsLine | None = None
         self._validation: list[float] = []
