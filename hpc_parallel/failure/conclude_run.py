@@ -65,7 +65,7 @@ _KINDS = {
     restart.PREEMPTED: failure.KILLED,
 }
 _NEXT_TURN = "it goes on when it has its next turn, in this job or in the next one"
-_UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a preempted run that could not save
+_UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a run that could not save
 # Of the job, not of a step: srun ends its step after a failure.
 _SCANCEL = re.compile(
     r"^slurmstepd\S*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ (?:DUE TO PREEMPTION )?\*\*\*",
@@ -109,7 +109,7 @@ def conclude(
     if cancelled or (cancelled is None and _looks_cancelled(cause, returncode=returncode, text=text)):
         name = asked_by or (cause.signal if cause else None)
         by = name or signal_of_code(returncode) or "SIGTERM"
-        if not cancelled and restart.why_stopped(by, environment=environment) == restart.PREEMPTED:
+        if not cancelled and restart.why_stopped(by, environment=environment) != restart.CANCELLED:
             return _conclude_stop(folder, stopped=_UNSAVED, environment=environment)
         first = f", first rank {cause.rank} on {cause.host}" if cause and cause.signal else ""
         line, outcome, how = f"{cancelled_by(name)}{first}", "cancelled", "cancelled"

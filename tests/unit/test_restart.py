@@ -470,6 +470,7 @@ def test_a_job_that_slurm_has_requeued_is_not_submitted_again(
         ({"JobState": "CANCELLED", "PreemptTime": "None", "Restarts": "1"}, None, "cancelled"),
         ({"JobState": "TIMEOUT", "PreemptTime": "None", "Restarts": "0"}, None, "time_limit"),
         ({"JobState": "COMPLETING", "Reason": "TimeLimit", "Restarts": "0"}, None, "time_limit"),
+        ({"JobState": "COMPLETING", "Reason": "TimeLimit", "Restarts": "1"}, "1", "time_limit"),
         ({"JobState": "COMPLETING", "Reason": "None", "Restarts": "0"}, None, "cancelled"),
         ({}, None, "cancelled"),
         ({}, "1", "cancelled"),
