@@ -91,7 +91,9 @@ SCANCEL_LATER = Harm(SCANCEL, when=RESTART)
 N2_KILLED, N1_KILLED = End(KILLED, "n2", IN_PLACE), End(KILLED, "n1", IN_PLACE)
 N2_TO_SPARE, N2_TO_FEWER = End(NODE_LOST, "n2", SPARE), End(NODE_LOST, "n2", FEWER)
 ENDED_BY_USER, TAKEN = End(CANCELLED, None, END), End(PREEMPTED, None, REQUEUE)
-ONE_SPARE, SHRINKS = ("launcher.spares=1",), ("launcher.min_nodes=1",)
+ONE_SPARE = ("launcher.spares=1",)
+# On any number of nodes the microbatches have one size: the model could have BatchNorm.
+SHRINKS = ("launcher.min_nodes=1", "training.microbatch_size=1")
 
 FAULTS = (
     Fault("a rank is killed", (KILL_N2,), (N2_KILLED,), in_gate=True),

@@ -168,7 +168,7 @@ class Struck:
             cluster.run("scancel", self.job)
         elif harm.what == LIMIT:
             cluster.run("scontrol", "update", f"JobId={self.job}", "TimeLimit=1")
-            wait_for(lambda: case.state(self.job) != "RUNNING", within_s=2 * PATIENCE_S)
+            wait_for(lambda: case.state(self.job) == "PENDING", within_s=2 * PATIENCE_S)
             cluster.run("scontrol", "update", f"JobId={self.job}", "TimeLimit=60")
 
     # --- what must hold
