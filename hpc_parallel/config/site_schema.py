@@ -122,6 +122,8 @@ class ClusterConfig:
     # the job.
     scratch: str | None = key(None, line("must be the path of a folder of each node"))
     max_array_size: int | None = key(None, count())  # The most runs in a job array; null: ask `scontrol`.
+    # `sweep.pack` of sweeps on Slurm, if it is not set: `auto` for a site that gives whole nodes.
+    pack: str = key("off", one_of("off", "auto"))
     resubmit: bool = False  # The site does not requeue jobs, so a run continues in a new one.
     # Appended to the host name of rank 0 (some sites name the fast network this way).
     master_suffix: str = key("", matches(r"[A-Za-z0-9.-]*", "can't end a host name"), legal="i")

@@ -65,7 +65,8 @@ def shapes(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
 
 def arrays(plan: SweepPlan) -> list[Array]:
     """The arrays to submit. A group larger than Slurm's limit is split into several arrays."""
-    if plan.settings.pack == "auto" and (packs := pack_runs.packs([planned.run for planned in plan.runs])):
+    runs = [planned.run for planned in plan.runs]
+    if pack_runs.choice(runs[0].config) == "auto" and (packs := pack_runs.packs(runs)):
         return _packed(plan, packs)
     groups = shapes(plan.runs)
     limit = max_tasks(plan.runs[0].run.config.cluster) if any(len(group) > 1 for group in groups) else 1

@@ -144,21 +144,6 @@ def test_a_script_with_torch_prints_the_losses_of_an_undisturbed_run(start: str,
 
 
 @pytest.mark.full
-def test_scancel_of_a_job_whose_ranks_start_again(site: Site) -> None:
-    """They import torch then, and have no handler yet."""
-    folder, job = killed(site)
-    wait_for(lambda: AGAIN.format(1) in log_of(folder, job))
-    site.cluster.run("scancel", job)
-    assert site.ended(job)["JobState"] == "CANCELLED"
-    wait_for(folder.summary.exists)
-    summary = read(folder.path, "summary.json")
-    assert (summary["outcome"], summary["restarts"]) == ("cancelled", 0)
-    assert [end.how for end in attempts.ends(folder)] == ["killed", "cancelled"]
-    assert AGAIN.format(2) not in log_of(folder, job)
-    assert site.record(job)["Restarts"] == "0"
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("lost", [None, "n2"])
 def test_a_training_goes_on_from_the_memory_of_its_hosts(site: Site, lost: str | None) -> None:
     """A rank is killed; the memory of its host may be lost too. The curve is that of one device."""

@@ -249,6 +249,36 @@ def test_ranks_that_a_preemption_ended_before_a_save_are_not_cancelled(
     assert summary["outcome"] == ("cancelled" if preempted == "None" else "preempted")
 
 
+@pytest.mark.parametrize(("reason", "outcome"), [("None", "cancelled"), ("TimeLimit", "preempted")])
+def test_ranks_that_saved_only_at_sigterm_of_the_time_limit_are_requeued(
+    folder: RunFolder, reason: str, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They missed the warning before it, for example while they started."""
+    monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "COMPLETING", "Reason": reason})
+    monkeypatch.setattr(restart, "requeue", lambda job, exclude: None)
+    config = folder.read_config()
+    config["launcher"] |= {"exclude": None, "resubmit": False, "max_requeues": 2}
+    folder.config.write_text(json.dumps(config))
+    write_json(folder.stopped, {"signal": "SIGTERM", "step": 30})
+    line = conclude(folder, returncode=143, environment={"SLURM_JOB_ID": "7"})
+    assert line is not None
+    assert line.endswith("saved at step 30; requeued as job 7") == (outcome == "preempted")
+    assert read_json(folder.summary)["outcome"] == outcome
+    assert attempts.recent_ends(folder)[-1].how == ("time_limit" if outcome == "preempted" else "cancelled")
+
+
+def test_ranks_that_the_time_limit_ended_before_a_save_have_failed(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no line of Slurm in the log says so."""
+    fields = {"JobState": "COMPLETING", "Reason": "TimeLimit"}
+    monkeypatch.setattr(restart, "job_fields", lambda job: fields)
+    failure.record_death(folder, world=world(0), returncode=-15)
+    conclude(folder, returncode=143, environment={"SLURM_JOB_ID": "7"})
+    assert read_json(folder.summary)["outcome"] == "failed"
+    assert read_json(folder.failure)["kind"] == "time_limit"
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("SIGINT", "Ctrl-C"), ("SIGHUP", "the end of its terminal (SIGHUP)"), ("SIGTERM", "SIGTERM")],

@@ -330,6 +330,7 @@ def test_the_end_of_a_start_says_that_the_ranks_start_again(
         assert [end.line for end in attempts.recent_ends(folder)] == [cause]
         assert [folder.failure.exists(), folder.summary.exists()] == [not words] * 2
         assert (failure.records(folder) == []) == bool(words)
+    assert json.loads(folder.summary.read_text())["outcome"] == "preempted"  # so a user may still cancel it
 
 
 def test_why_no_start_follows_is_in_the_line_of_the_failure(
@@ -473,6 +474,9 @@ def test_a_job_that_slurm_has_requeued_is_not_submitted_again(
         ({"JobState": "COMPLETING", "PreemptTime": "None", "Restarts": "1"}, "1", "cancelled"),
         ({"JobState": "CANCELLED", "PreemptTime": "None", "Restarts": "1"}, None, "cancelled"),
         ({"JobState": "TIMEOUT", "PreemptTime": "None", "Restarts": "0"}, None, "time_limit"),
+        ({"JobState": "COMPLETING", "Reason": "TimeLimit", "Restarts": "0"}, None, "time_limit"),
+        ({"JobState": "COMPLETING", "Reason": "TimeLimit", "Restarts": "1"}, "1", "time_limit"),
+        ({"JobState": "COMPLETING", "Reason": "None", "Restarts": "0"}, None, "cancelled"),
         ({}, None, "cancelled"),
         ({}, "1", "cancelled"),
     ],

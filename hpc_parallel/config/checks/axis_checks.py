@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 from hpc_parallel.config.checks import pipeline_checks
@@ -108,14 +107,12 @@ def _mixture(config: RunConfig, layout: Layout) -> Problems:
 
 
 def _compiled_mixture(config: RunConfig, layout: Layout) -> Problems:
-    """Each of these was compared with one device, but no two of them together."""
-    kinds = (
-        [f"strategy.{axis}" for axis in ("pipeline", "context", "tensor") if layout.degrees[axis] > 1],
-        ["strategy.expert"] if layout.expert > 1 else [],
-        [f"training.fp8={config.training.fp8}"] if config.training.fp8 != OFF else [],
-    )
-    if sum(map(bool, kinds)) > 1:
-        rule = f"is not proven for a mixture of experts with {' and '.join(chain(*kinds))} together"
+    """Each of these axes, and float8, was compared with one device, but float8 on none of them."""
+    axes = ("pipeline", "expert", "context", "tensor")
+    split = [f"strategy.{axis}" for axis in axes if layout.degrees[axis] > 1]
+    if split and config.training.fp8 != OFF:
+        together = " and ".join([*split, f"training.fp8={config.training.fp8}"])
+        rule = f"is not proven for a mixture of experts with {together} together"
         yield Problem("training.compile", True, rule, (False,))
 
 
