@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 
-import chaos
 import psutil
 import pytest
 from chaos import DATA, EVERY, Case
@@ -126,10 +125,9 @@ def test_signals_and_deaths(start: str, site: Site) -> None:
     ],
 )
 def test_a_job_goes_on_without_a_lost_host(
-    start: str, nodes: tuple[str, ...], keys: str, place: str, case: Case, monkeypatch: pytest.MonkeyPatch
+    start: str, nodes: tuple[str, ...], keys: str, place: str, case: Case
 ) -> None:
     """The losses and the weights stay those of one device, up to the order of sums in float64."""
-    monkeypatch.setattr(chaos, "EQUAL", 1e-10)
     job = case.submit(*nodes, keys, *words_of(start, case.site))
     case.reach(EVERY + 1, 60)
     case.note("n2 lost")
@@ -141,9 +139,8 @@ def test_a_job_goes_on_without_a_lost_host(
     case.assert_said(job, rf"the ranks start again in the same job, {place}, 1 of 3")
 
 
-def test_the_job_after_a_shrink_has_all_nodes_again(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_after_a_shrink_has_all_nodes_again(case: Case) -> None:
     """It waits in the queue until the lost host is back."""
-    monkeypatch.setattr(chaos, "EQUAL", 1e-10)
     cluster, folder = case.site.cluster, RunFolder(case.folder)
     job = case.submit("strategy=data", "nodes=4", "launcher.min_nodes=1")
     case.reach(EVERY + 1, 30)

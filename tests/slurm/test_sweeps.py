@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from chaos import EVERY, SLOW, TRAINING, heal
+from chaos import EQUAL, EVERY, SLOW, TRAINING, heal
 from cluster import Cluster
 from test_jobs import SMALL, Site, losses, read, worker_of
 
@@ -263,7 +263,7 @@ def test_the_runs_of_an_array_go_on_without_a_lost_host(
         assert f"the ranks start again in the same job, {place}, 1 of 3" in log
         rate = next(word for word in run.overrides if "learning_rate" in word)
         alone = workers.train("strategy=single", *TRAINING, rate).losses
-        assert largest_difference(losses(folder.path), alone) < 1e-10
+        assert largest_difference(losses(folder.path), alone) < EQUAL
 
 
 def saved(folder: RunFolder) -> bool:
