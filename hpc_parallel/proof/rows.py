@@ -234,9 +234,9 @@ RECIPES = (
         "strategy=pipeline strategy.pipeline=2 strategy.tensor=2 training.precision=bfloat16 "
         "training.fp8=tensorwise",
         TWO_BY_TWO),
-    Recipe("FSDP + EP in fp8", "torchtitan (experts in float8 by rows)",
+    Recipe("FSDP + EP in fp8, compiled", "torchtitan (experts in float8 by rows)",
         "model=qwen3_30b_a3b strategy=fsdp strategy.expert=8 training.precision=bfloat16 "
-        "training.fp8=rowwise",
+        "training.fp8=rowwise training.compile=true",
         TWO_BY_TWO, "wide_experts"),
     Recipe("FSDP + CP in fp8", "torchtitan",
         "strategy=fsdp strategy.context=2 training.precision=bfloat16 training.fp8=tensorwise",

@@ -372,10 +372,6 @@ IMAGES = [
           offers="strategy.expert=2 strategy.replicate=-1"),
     wrong("model=moe_tiny strategy=fsdp nodes=12 strategy.expert=2 training.global_batch_size=12",
           "strategy.shard = 6", "their width, 128", offers="strategy.shard=1 strategy.replicate=-1"),
-    wrong("model=moe_tiny strategy=tensor nodes=2 gpus_per_node=2 strategy.tensor=2 strategy.expert=2 "
-          "model.ffn_dim=64 training.fp8=rowwise training.compile=true", "training.compile = true",
-          "strategy.expert and strategy.tensor and training.fp8=rowwise together",
-          offers="training.compile=false"),
     wrong("model=moe_tiny model.experts_per_token=1 model.renormalise=true", "model.renormalise = true",
           "learns nothing", offers="model.renormalise=false"),
     wrong("model=moe_tiny model.balance_step=0.1 strategy=dataparallel", "model.balance_step = 0.1",

@@ -27,7 +27,6 @@ from hpc_parallel.layout.counts import (
 from hpc_parallel.layout.layout import SPMD, Layout, divisors, tile_grid
 from hpc_parallel.layout.model_data_schema import ConvNetConfig, MoeTransformerConfig
 from hpc_parallel.layout.schedules import too_old
-from hpc_parallel.layout.step_facts import OFF
 from hpc_parallel.problems import Problem, Problems
 
 
@@ -102,18 +101,6 @@ def _mixture(config: RunConfig, layout: Layout) -> Problems:
     if isinstance(layers, int) and isinstance(dense, int) and dense >= layers >= 1:
         rule = f"must be less than model.layers = {layers}, or no block would have experts"
         yield Problem("model.dense_layers", dense, rule, (layers - 1,))
-    if config.training.compile:
-        yield from _compiled_mixture(config, layout)
-
-
-def _compiled_mixture(config: RunConfig, layout: Layout) -> Problems:
-    """Each of these axes, and float8, was compared with one device, but float8 on none of them."""
-    axes = ("pipeline", "expert", "context", "tensor")
-    split = [f"strategy.{axis}" for axis in axes if layout.degrees[axis] > 1]
-    if split and config.training.fp8 != OFF:
-        together = " and ".join([*split, f"training.fp8={config.training.fp8}"])
-        rule = f"is not proven for a mixture of experts with {together} together"
-        yield Problem("training.compile", True, rule, (False,))
 
 
 def sequence_problems(config: RunConfig, layout: Layout) -> Problems:
