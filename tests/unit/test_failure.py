@@ -27,12 +27,13 @@ from hpc_parallel.failure.failure import Record
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.record import attempts
+from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.slurm import submit
+from hpc_parallel.slurm.jobs import Job
 from hpc_parallel.user_code import causes_of, hint
 
 SUMMARY_KEYS = {
@@ -265,6 +266,43 @@ def test_ranks_that_saved_only_at_sigterm_of_the_time_limit_are_requeued(
     assert line.endswith("saved at step 30; requeued as job 7") == (outcome == "preempted")
     assert read_json(folder.summary)["outcome"] == outcome
     assert attempts.recent_ends(folder)[-1].how == ("time_limit" if outcome == "preempted" else "cancelled")
+
+
+@pytest.mark.parametrize(
+    ("returncode", "text", "reason", "began", "outcome"),
+    [
+        (140, "", "None", False, "preempted"),  # SIGUSR2, before the rank handles it
+        (
+            1,
+            "slurmstepd: error: *** STEP 7.1 ON n1 CANCELLED AT 1 DUE TO TIME LIMIT ***",
+            "None",
+            False,
+            "preempted",
+        ),
+        (143, "", "TimeLimit", False, "preempted"),
+        (143, "", "None", False, "cancelled"),
+        (1, "", "None", False, "failed"),
+        (143, "", "TimeLimit", True, "failed"),
+    ],
+)
+def test_a_packed_run_that_the_time_limit_ended_while_it_started_has_another_turn(
+    folder: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    returncode: int,
+    text: str,
+    reason: str,
+    began: bool,
+    outcome: str,
+) -> None:
+    monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "COMPLETING", "Reason": reason})
+    owner.queue_in_job(folder, Job("7"))
+    attempts.note(folder, "launched")
+    if began:
+        attempts.begin(folder, step=0, environment={})
+    line = conclude(folder, returncode=returncode, text=text, environment={"SLURM_JOB_ID": "7"})
+    assert read_json(folder.summary)["outcome"] == outcome
+    assert (line or "").endswith("in this job or in the next one") == (outcome == "preempted")
 
 
 def test_ranks_that_the_time_limit_ended_before_a_save_have_failed(

@@ -288,7 +288,7 @@ def test_status_and_cancel_see_runs_and_not_their_job(
     assert names(queue) == ["running", "failed", turn, turn, turn]
     assert command(["cancel", "run0", "run1", "run3", "--yes"]) == 0
     assert "run1 has ended: failed" in capsys.readouterr().err
-    assert events(here, "scancel") == ["--signal=TERM 7.3"]  # never the job
+    assert events(here, "scancel") == ["--ctld --signal=TERM 7.3"]  # never the job
     assert names(queue) == ["running", "failed", turn, "cancelled", turn]
     (here / "state").write_text("PENDING")
     assert names(queue) == ["pending", "failed", "pending", "cancelled", "pending"]
