@@ -222,6 +222,12 @@ class SweepConfig:
     resume: str | None = None  # A sweep folder: start only the runs that are missing or failed.
     # The figure of `summary.json` that another sweeper optimises; a list names several figures.
     objective: Any = "final_loss"
+    # `median` ends a training whose best loss is worse than the median of the other runs' at the same step
+    # ([Sweep](sweep.md#end-runs-that-are-behind)).
+    prune: str = key("off", one_of("off", "median"))
+    # The first step at which `sweep.prune` compares; null: after a fifth of `training.steps`.
+    prune_after: int | None = key(None, count())
+    folder: str | None = None  # The sweep folder, which `-m` writes for `sweep.prune`.
     # More runs, each as overrides in one text; they take precedence over the values of the sweep.
     also: list[str] = field(default_factory=list)
 

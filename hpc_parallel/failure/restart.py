@@ -68,10 +68,11 @@ def ending(environment: Mapping[str, str]) -> str | None:
 
 
 def _why_ending(fields: Mapping[str, str], *, environment: Mapping[str, str]) -> str:
+    state = fields.get("JobState")
     # At its limit a job is COMPLETING while its processes end, and only the reason differs from an scancel.
-    if fields.get("JobState") == "TIMEOUT" or fields.get("Reason") == "TimeLimit":
+    if state == "TIMEOUT" or (state == "COMPLETING" and fields.get("Reason") == "TimeLimit"):
         return TIME_LIMIT
-    preempted = fields.get("PreemptTime", "None") != "None" or fields.get("JobState") == "PREEMPTED"
+    preempted = fields.get("PreemptTime", "None") != "None" or state == "PREEMPTED"
     return PREEMPTED if preempted or _is_requeued(fields, environment=environment) else CANCELLED
 
 

@@ -37,7 +37,6 @@ def test_a_host_is_lost(case: Case, host: str) -> None:
     case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
 
 
-@pytest.mark.usefixtures("exact")
 def test_the_run_goes_on_with_fewer_nodes(case: Case) -> None:
     """Eight samples can't be split over the three hosts that are left."""
     job = case.submit("strategy=data", "nodes=4", "launcher.min_nodes=1")

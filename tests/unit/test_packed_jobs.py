@@ -288,7 +288,7 @@ def test_status_and_cancel_see_runs_and_not_their_job(
     assert names(queue) == ["running", "failed", turn, turn, turn]
     assert command(["cancel", "run0", "run1", "run3", "--yes"]) == 0
     assert "run1 has ended: failed" in capsys.readouterr().err
-    assert events(here, "scancel") == ["--signal=TERM 7.3"]  # never the job
+    assert events(here, "scancel") == ["--ctld --signal=TERM 7.3"]  # never the job
     assert names(queue) == ["running", "failed", turn, "cancelled", turn]
     (here / "state").write_text("PENDING")
     assert names(queue) == ["pending", "failed", "pending", "cancelled", "pending"]
@@ -358,6 +358,7 @@ def test_a_place_is_free_while_the_script_concludes(here: Path, queue: list[RunF
     queue[0].batch_script.write_text(text)
     waits = queue[1].batch_script.read_text().replace("sleep 0.5\n", late)
     queue[1].batch_script.write_text(waits)
+    (queue[3].path / "plan").write_text("pruned")  # which is no failure
     assert job(here) == 0
     assert len(events(here, "began")) == 5
 

@@ -97,15 +97,16 @@ TORCHRUN = ["bash", "-c", 'trap "" TERM USR2; exec "$@"', "torchrun"]
 MODULE = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
           "--rdzv-id=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$hpc_parallel_start",
           "--rdzv-endpoint=$hpc_parallel_firsti:29511", "--module", *RANK[2:]]  # fmt: skip
-MPIRUN = ["mpirun", "-np", "4", "--mca", "btl", "^openib"]
+EARLY = ["sh", "-c", 'trap "" USR2; exec "$@"', "rank"]  # the rank sets its own handler
+MPIRUN = ["mpirun", "-np", "4", "--mca", "btl", "^openib", *EARLY]
 
 
 @pytest.mark.parametrize(
     ("start", "container", "words"),
     [
-        ("srun", "none", [*SRUN, *RANK]),
-        ("srun", "apptainer", [*SRUN, *APPTAINER, "python3", *RANK[1:]]),
-        ("srun", "pyxis", [*SRUN, *PYXIS, "python3", *RANK[1:]]),
+        ("srun", "none", [*SRUN, *EARLY, *RANK]),
+        ("srun", "apptainer", [*SRUN, *EARLY, *APPTAINER, "python3", *RANK[1:]]),
+        ("srun", "pyxis", [*SRUN, *PYXIS, *EARLY, "python3", *RANK[1:]]),
         ("torchrun", "none", [*NODES, *TORCHRUN, "python", *MODULE]),
         ("torchrun", "apptainer", [*NODES, *TORCHRUN, *APPTAINER, "python3", *MODULE]),
         ("torchrun", "pyxis", [*NODES, *PYXIS, *TORCHRUN, "python3", *MODULE]),
