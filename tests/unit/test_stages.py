@@ -129,7 +129,7 @@ def starting(study: Study) -> list[str]:
 
 def edit(path: str) -> None:
     """Change a file long after the stages have ended."""
-    Path(path).write_text("other words")
+    Path(path).write_text("other = 1")
     os.utime(path, (time.time() + 100, time.time() + 100))
 
 
