@@ -274,6 +274,9 @@ class RunConfig:
     script: ScriptConfig = field(default_factory=ScriptConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    # What runs before, beside and after the run: a command, a list, or a table of stages
+    # ([Stages](stages.md)); null: nothing.
+    then: Any = None
     plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property
