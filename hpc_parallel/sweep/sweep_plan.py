@@ -230,7 +230,8 @@ def _require_consistent(runs: Sequence[PreparedRun], settings: SweepConfig) -> N
         ("launcher.kind", {run.config.launcher.kind for run in runs}),
         ("dry_run", {run.config.dry_run for run in runs}),
         *((f"sweep.{key}", {getattr(run.config.sweep, key) for run in runs})
-          for key in ("on_invalid", "parallelism", "wait", "pack", "pack_nodes", "pack_minutes")),
+          for key in ("on_invalid", "parallelism", "wait", "pack", "pack_nodes", "pack_minutes",
+                      "runs_per_gpu")),
     ]  # fmt: skip
     for key, values in common:
         if len(values) > 1:
