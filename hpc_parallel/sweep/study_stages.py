@@ -54,7 +54,8 @@ def stages_of(then: Any) -> list[StudyStage]:
     """
     problems: list[Problem | str] = []
     entries = _entries(then, problems)
-    stages = {name: _stage(name, entry, problems) for name, entry in entries.items()}
+    is_table = isinstance(then, Mapping)
+    stages = {name: _stage(name, entry, problems, is_table=is_table) for name, entry in entries.items()}
     before = tuple(name for name, stage in stages.items() if stage.when == BEFORE)
     stages = {MAIN: StudyStage(MAIN, after=before), **stages}
     after = {MAIN: before} | {
@@ -118,7 +119,7 @@ def _split(text: str) -> tuple[str, ...]:
         return ()
 
 
-def _stage(name: str, entry: Any, problems: list[Problem | str]) -> StudyStage:
+def _stage(name: str, entry: Any, problems: list[Problem | str], *, is_table: bool) -> StudyStage:
     """The stage without what it comes after."""
     values = entry if isinstance(entry, Mapping) else {"run": entry}
     text, when = values.get("run") or name, values.get("when", AFTER)
@@ -126,9 +127,11 @@ def _stage(name: str, entry: Any, problems: list[Problem | str]) -> StudyStage:
         rule = "is no time of a stage"
         problems.append(Problem(f"then.{name}.when", when, rule, tuple(nearest(str(when), TIMES) or TIMES)))
     words = _split(text) if isinstance(text, str) else ()
+    key = f"then.{name}" if is_table else "then"
+    key += ".run" if isinstance(entry, Mapping) else ""
     if not words:
-        problems.append(Problem(f"then.{name}.run", text, "is no command", ("report",)))
-    problems += _unknown(name, words)
+        problems.append(Problem(key, text, "is no command", ("report",)))
+    problems += _unknown(key, words)
     if words in {(command,) for command in _OF_A_RUN}:
         words = (*words, f"{{{MAIN}}}")
     rest = flatten({str(key): value for key, value in values.items() if key not in _KEYS})
@@ -136,7 +139,7 @@ def _stage(name: str, entry: Any, problems: list[Problem | str]) -> StudyStage:
     return StudyStage(name, words, settings, str(when))
 
 
-def _unknown(name: str, words: Sequence[str]) -> Iterator[Problem]:
+def _unknown(key: str, words: Sequence[str]) -> Iterator[Problem]:
     """The problem of a first word that is no command, no override and no `--`."""
     first = words[0] if words else "--"
     if first == "--" or "=" in first or first in COMMANDS:
@@ -145,7 +148,7 @@ def _unknown(name: str, words: Sequence[str]) -> Iterator[Problem]:
     if Path(first).suffix == ".py" or Path(first).is_file():
         near = [" ".join(["--", *words])]
     rule = f"names no command of a stage, which are {', '.join(COMMANDS)}, overrides, and a script after --"
-    yield Problem(f"then.{name}.run", " ".join(words), rule, tuple(near))
+    yield Problem(key, " ".join(words), rule, tuple(near))
 
 
 def _after(

@@ -69,14 +69,14 @@ def test_a_stage_comes_after_the_one_before_it_or_after_those_it_names(then: Any
 @pytest.mark.parametrize(
     ("then", "messages"),
     [
-        ("reprot", ["then.reprot.run = reprot names no command", "Try then.reprot.run=report"]),
-        ("eval.py", ["Try then.eval.run='-- eval.py'"]),
+        ("reprot", ["then = reprot names no command", "Try then=report"]),
+        ("eval.py", ["Try then='-- eval.py'"]),
         ({"report": {"when": "latter"}}, ["then.report.when = latter is no time", "report.when=after"]),
         ({"report": {"after": "expot"}, "export": None}, ["expot is no stage", "report.after=export"]),
         ({"a": {"run": "show", "after": "b"}, "b": {"run": "show", "after": "a"}}, ["waits for the next: a"]),
         ({"run": "report"}, ["the name of a stage is reserved. Try then.stage_run"]),
         (["report", "report {run}"], ["two stages of one name"]),
-        ({"x": "shwo", "y": {"when": "now", "run": 3}}, ["then.x.run", "then.y.when", "then.y.run = 3"]),
+        ({"x": "shwo", "y": {"when": "now", "run": 3}}, ["then.x = shwo", "then.y.when", "then.y.run = 3"]),
     ],
 )
 def test_all_problems_of_the_stages_are_named_at_once(then: Any, messages: list[str]) -> None:
