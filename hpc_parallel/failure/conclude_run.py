@@ -94,7 +94,7 @@ def conclude(
     """
     failure.remove_partial_files(folder)
     summary = Summary.read(folder)
-    if summary is not None and summary.outcome in ("completed", "preempted"):
+    if summary is not None and (summary.ended_well or summary.outcome == "preempted"):
         return None
     if (stopped := Stop.read(folder)) is not None:
         asked = replace(stopped, signal=asked_by or stopped.signal)
@@ -294,14 +294,14 @@ def _follow_failure(
     line, config = decision.why, folder.read_config()
     if decision.action not in restart.IN_JOB and config["training"].get("memory_checkpoint_every"):
         host_memory.remove_from_hosts(host_memory.name_of(folder, environment), environment)
-    if decision.action == restart.REQUEUE and is_packed(folder):
-        line = _NEXT_TURN
+    if decision.action == restart.REQUEUE:  # before Slurm is asked, which may end this process at once
         write_json(folder.summary, _summary(folder, outcome="preempted", environment=environment))
-    elif decision.action == restart.REQUEUE:
-        launcher = config["launcher"]
-        line = _start_again(folder, launcher=launcher, environment=environment)
+        line = _NEXT_TURN
+        if not is_packed(folder):
+            line = _start_again(folder, launcher=config["launcher"], environment=environment)
         if line.startswith(restart.NO_START):
             decision = Decision(restart.END, line)
+            write_json(folder.summary, _summary(folder, outcome="failed", environment=environment))
     elif line and decision.action == restart.END:
         _add_to_line(folder, line)
     elif decision.action == restart.FEWER:
@@ -312,7 +312,7 @@ def _follow_failure(
 def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:
     """Tell how a start ended and what follows, if the user wants to be told; line: what `conclude` found."""
     summary = Summary.read(folder) or Summary()
-    event = {"completed": "end", "cancelled": "end", "preempted": "restart"}.get(
+    event = {"completed": "end", "pruned": "end", "cancelled": "end", "preempted": "restart"}.get(
         str(summary.outcome), "failure"
     )
     if decision.starts_again:
@@ -320,6 +320,8 @@ def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:
     if summary.completed:
         loss = "" if summary.final_loss is None else f", final loss {figure(summary.final_loss)}"
         line = f"completed{f' {summary.steps} steps' if summary.steps else ''}{loss}"
+    elif summary.ended_well:
+        line = str(summary.ended_early)
     notify.tell(
         folder,
         f"{event}: {line}",

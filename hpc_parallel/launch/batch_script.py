@@ -90,7 +90,11 @@ def sbatch_flags(run: PreparedRun) -> Flags:
     extra = config.cluster.extra | launcher.extra
     if extra.get("no-requeue"):
         del flags["requeue"]
-    return flags | _set_flags(extra)
+    flags |= _set_flags(extra)
+    if run.dependency:
+        asked = [str(flags["dependency"])] if "dependency" in flags else []
+        flags |= {"dependency": ",".join([*asked, run.dependency]), "kill-on-invalid-dep": "yes"}
+    return flags
 
 
 def _signal(grace_s: int, *, minutes: int) -> str:

@@ -759,6 +759,7 @@ UNREACHED = "Communication connection failure"
         ("Slurm says of job 5: node_fail (NodeDown)", "a node was lost; 1 follower"),
         (f"srun: error: Task launch for StepId=2.0 failed on node n2: {UNREACHED}\nsrun: Job step aborted",
          f"node n2 could not start its ranks: {UNREACHED}; 1 follower"),
+        ("ORTE has lost communication with a remote daemon.", "a node was lost; 1 follower"),
         ("srun: error: Node failure on n2\nhpc_parallel attempt 2 of job 5 on n[1,3]",
          "rank 1 on n0 failed first: RuntimeError: Connection closed by peer"),
     ],
