@@ -162,7 +162,7 @@ def find_problems(runs: Sequence[PreparedRun]) -> Problems:
         for key in ("pack_nodes", "pack_minutes"):
             if (value := getattr(settings, key)) is not None:
                 yield Problem(f"sweep.{key}", value, rule, (None,))
-        if settings.pack == "auto":
+        if choice(config) == "auto":
             yield from _sharing_problems(runs)
         elif settings.runs_per_gpu > 1:
             yield Problem("sweep.runs_per_gpu", settings.runs_per_gpu, rule, (1,))
