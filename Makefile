@@ -62,8 +62,9 @@ test-full: $(FRAMEWORKS)  ## what make test leaves out: more axes, float32, long
 fuzz: $(STAMP)  ## 20,000 damaged folders through the commands that look; FUZZ_SEED=... repeats a search
 	FUZZ_CASES=20000 $(TESTS) --cache-clear --target=fuzz -s tests/security/test_fuzz.py
 
-chaos: $(STAMP)  ## trainings on a real Slurm, each harmed in its own way; ends with a table
+chaos: $(STAMP)  ## trainings on a real Slurm, each harmed in its own way; SEED=n repeats one, FULL=1 has all
 	$(RUN) tests/slurm/cluster.py install
+	seed=$${SEED:-$${CHAOS_SEED:-$$(date +%s)}}; CHAOS_SEED=$$seed CHAOS_FULL=$(FULL) \
 	$(TESTS) --cache-clear --target=chaos tests/slurm -m chaos
 
 lint: $(STAMP)  ## style as it should be, types, contracts

@@ -88,10 +88,15 @@ class UnusedInImages(Segmenter):
 
 
 class Slow(Transformer):
-    """A decoder whose head takes `pause_s` seconds; four times as long while `crawl_while` exists."""
+    """A decoder whose head takes `pause_s` seconds; four times as long while `crawl_while` exists.
 
-    def __init__(self, *, pause_s: float, crawl_while: str = "", **shape: Any) -> None:
+    While `hold_while` exists, no rank gets its model.
+    """
+
+    def __init__(self, *, pause_s: float, crawl_while: str = "", hold_while: str = "", **shape: Any) -> None:
         super().__init__(**shape)
+        while Path(hold_while).is_file():
+            time.sleep(0.05)
         assert self.head is not None
 
         def pause(*_: Any) -> None:

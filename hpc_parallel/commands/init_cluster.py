@@ -22,7 +22,7 @@ from hpc_parallel.record.safe_read import DamagedError, read_bytes
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.shell import command_parser, complain
 from hpc_parallel.site.profile import Login, plain_name, write_profile
-from hpc_parallel.slurm.records import SlurmRecords, accounts_of, ask_records, read_records
+from hpc_parallel.slurm.records import SlurmRecords, ask_records, associations_of, read_records
 
 _RECORDS_BYTES = 256 << 20  # Slurm prints about 20 MB for 10,000 nodes
 
@@ -103,7 +103,7 @@ def _login(environment: Mapping[str, str]) -> Login:
     modules = environment.get("LOADEDMODULES", "").split(":")
     devices = fabric_devices()
     return Login(
-        accounts=accounts_of(getpass.getuser()),
+        associations=associations_of(getpass.getuser()),
         modules=[module for module in modules if module],
         fabric=f"{devices.kind} ({devices.describe(devices.kind)})" if devices.kind != "tcp" else "",
     )

@@ -20,6 +20,7 @@ from hpc_parallel.problems import printable, spell
 from hpc_parallel.record.checkpoint_index import complete, skipped
 from hpc_parallel.record.find import find_run
 from hpc_parallel.record.metrics_file import duration, figure, milliseconds, per_second, size
+from hpc_parallel.record.rank_output import warnings_of
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.results import results
 from hpc_parallel.record.safe_read import DamagedError
@@ -146,6 +147,7 @@ def _object(run: RecordedRun, row: RunRow, changed: Mapping[str, Change]) -> dic
         "checkpoints": _checkpoints(run),
         "summary": run.summary,
         "failure": run.failure,
+        "warnings": warnings_of(run.folder),
         "damaged": run.damaged,
         "skipped_checkpoints": skipped(run.folder.checkpoints),
     }
@@ -168,10 +170,12 @@ def _parts(run: RecordedRun, row: RunRow, changed: Mapping[str, Change]) -> Iter
     if accused := finding_lines(run.folder):
         yield "\nhosts that the checks at the start accused"
         yield _table(accused)
-    if versions := difference_lines(run.folder):
-        yield from ["\nversions that differ between the hosts", *versions]
-    if slow := accused_lines(run.folder):
-        yield from ["\nslow ranks", *slow]
+    for title, texts in (
+        ("versions that differ between the hosts", difference_lines(run.folder)),
+        ("warnings", warnings_of(run.folder)),
+        ("slow ranks", accused_lines(run.folder)),
+    ):
+        yield from [f"\n{title}", *texts] if texts else []
     if devices := device_lines(run.folder):
         yield "\ndevices"
         yield _table(devices)

@@ -51,8 +51,9 @@ SHORTEST_NAME = 16  # characters of a run's name that a narrow screen shows
 NEWEST = 10  # runs that are shown if none is named
 MOST_LINES = 10  # runs whose newest printed line is shown
 PERIOD_S = 2.0  # between two updates of --watch: Slurm's controller serves many users
-COLOURS = {"completed": "green", "running": "cyan", "starting": "cyan", "failed": "red", "timeout": "red",
-           "broken off": "red", "gone": "red", "out_of_memory": "red", "node_fail": "red"}  # fmt: skip
+COLOURS = {"completed": "green", "pruned": "yellow", "running": "cyan", "starting": "cyan", "failed": "red",
+           "timeout": "red", "broken off": "red", "gone": "red", "out_of_memory": "red",
+           "node_fail": "red"}  # fmt: skip
 
 
 @dataclass(frozen=True)

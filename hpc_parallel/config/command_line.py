@@ -29,7 +29,7 @@ from hpc_parallel.problems import ConfigError
 # Flags of Hydra that print something and start no run (--resolve: only with --cfg or --help).
 EXPLAINING = ("help", "hydra_help", "cfg", "info", "shell_completion", "resolve")
 
-_TABLES = ("launcher.extra", "cluster.extra", "cluster.srun", "cluster.environment", "script.arguments")
+TABLES = ("launcher.extra", "cluster.extra", "cluster.srun", "cluster.environment", "script.arguments")
 """Mappings whose values are words of a program or a shell, where `true` means a flag without a value."""
 _WORD = re.compile(r"(?P<plus>[+]*)(?P<key>[\w.]+)=(?P<value>.*)", re.DOTALL)
 _TOKENS = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[\[\]{},:]|[^\[\]{},:'"]+""")
@@ -162,7 +162,7 @@ def _takes_text(key: str) -> bool:
 
 
 def _is_table(key: str) -> bool:
-    return key.startswith(tuple(f"{table}." for table in _TABLES)) or key in _TABLES
+    return key.startswith(tuple(f"{table}." for table in TABLES)) or key in TABLES
 
 
 def _is_text(hint: Any) -> bool:

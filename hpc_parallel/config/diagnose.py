@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from yaml import YAMLError
 
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
+from hpc_parallel.config.command_line import TABLES
 from hpc_parallel.config.compose import COMPOSE_ERRORS, Composer
 from hpc_parallel.config.file_problems import (
     RefusedKey,
@@ -177,7 +178,8 @@ def _explain(
     key, _, value = override.partition("=")
     if isinstance(error, OverrideParseException):
         rule = "can't be read as key=value: quote special characters of the value, and again for the shell"
-        return f"{override} {rule}."
+        no_value = "has no =: a key is written key=value, and a script of yours comes after --"
+        return f"{override} {rule if '=' in override else no_value}."
     if override.startswith("~"):
         return f"{override}: {key[1:]} can't be deleted: it has a default or does not exist."
     key = key.lstrip("+")
@@ -273,6 +275,9 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
     if OmegaConf.is_dict(parent) and not is_dataclass(OmegaConf.get_type(parent)):
         return f"{override}: {parent_key} has no such key yet, and a new one needs a plus. Try +{override}."
     text = f"{override}: there is no key {key}."
+    if tables := nearest(parent_key, TABLES, likeness=TYPING_ERROR):
+        plus = "+" * (tables[0] != "script.arguments")
+        return f"{text} Try {plus}{tables[0]}.{key.rpartition('.')[2]}={value}."
     if key.rpartition(".")[2] in ACCUMULATION:
         size = f"training.microbatch_size={_microbatch_size(value, plain=plain)}"
         return f"{text} Gradients are accumulated over microbatches. Try {size}."

@@ -164,7 +164,8 @@ class TrainingConfig:
     # Steps between two copies of the state to the memory of the rank's host and of another host, from which a
     # restart in the same job continues ([Survive](survive.md#copies-in-memory)); null: none.
     memory_checkpoint_every: int | None = key(None, count())
-    compare_replicas: bool = True  # Replicas compare their weights at the start and before each checkpoint.
+    # Replicas compare their weights at the start, and before each checkpoint and each copy in memory.
+    compare_replicas: bool = True
     keep_last: int = key(2, count())  # The number of checkpoints that are kept.
     # Checkpoints of every n-th step are never deleted; null: none of them.
     keep_every: int | None = key(None, count())
@@ -211,8 +212,9 @@ class SweepConfig:
     on_invalid: str = key("skip", one_of("skip", "stop"))
     # Runs of an array at the same time; null: no limit on Slurm, 1 on this machine.
     parallelism: int | None = key(None, count())
-    # `auto` puts runs that are smaller than a node side by side into jobs of whole nodes ([Sweep](sweep.md)).
-    pack: str = key("off", one_of("off", "auto"))
+    # `auto` puts runs that are smaller than a node side by side into jobs of whole nodes ([Sweep](sweep.md));
+    # null: `cluster.pack` for jobs of Slurm, else `off`.
+    pack: str | None = key(None, one_of("off", "auto"), legal=("off", "auto"))
     pack_nodes: int | None = key(None, count())  # Nodes of a packed job; null: those of the largest run.
     # The time limit of a packed job in minutes; null: the longest `launcher.time_minutes` of its runs.
     pack_minutes: int | None = key(None, count())
@@ -220,6 +222,12 @@ class SweepConfig:
     resume: str | None = None  # A sweep folder: start only the runs that are missing or failed.
     # The figure of `summary.json` that another sweeper optimises; a list names several figures.
     objective: Any = "final_loss"
+    # `median` ends a training whose best loss is worse than the median of the other runs' at the same step
+    # ([Sweep](sweep.md#end-runs-that-are-behind)).
+    prune: str = key("off", one_of("off", "median"))
+    # The first step at which `sweep.prune` compares; null: after a fifth of `training.steps`.
+    prune_after: int | None = key(None, count())
+    folder: str | None = None  # The sweep folder, which `-m` writes for `sweep.prune`.
     # More runs, each as overrides in one text; they take precedence over the values of the sweep.
     also: list[str] = field(default_factory=list)
 

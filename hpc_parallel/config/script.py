@@ -33,6 +33,10 @@ _MOST_BYTES = 2**20  # searched at the beginning of a file
 def with_script(words: Sequence[str]) -> list[str]:
     """Replace `-- train.py --lr 3e-4` at the end of a command line by overrides. Raises ConfigError."""
     if "--" not in words:
+        for flag, word in zip(("", *words), words, strict=False):
+            if re.fullmatch(r"[^-=][^=]*\.py", word) and not flag.startswith("--config-"):
+                suggestion = f"In `run`, try -- {word} at the end of the line, before its arguments"
+                raise ConfigError([f"{word} is no key=value. {suggestion}."])
         return list(words)
     end = list(words).index("--")
     before, script = list(words[:end]), list(words[end + 1 :])

@@ -58,7 +58,7 @@ class LauncherConfig:
     # `script.resume_arguments`); otherwise 0.
     max_restarts: int | None = key(None, at_least(0), legal=0)
     # Hosts that the job has beside `nodes`. A spare takes the place of a host that is lost, that failed twice
-    # or that the checks at the start accuse.
+    # within 24 h, or that the checks at the start accuse.
     spares: int = key(0, at_least(0))
     # The fewest nodes on which the training may go on in its job, if no spare is left; null: `nodes`.
     min_nodes: int | None = key(None, count())
@@ -122,6 +122,8 @@ class ClusterConfig:
     # the job.
     scratch: str | None = key(None, line("must be the path of a folder of each node"))
     max_array_size: int | None = key(None, count())  # The most runs in a job array; null: ask `scontrol`.
+    # `sweep.pack` of sweeps on Slurm, if it is not set: `auto` for a site that gives whole nodes.
+    pack: str = key("off", one_of("off", "auto"))
     resubmit: bool = False  # The site does not requeue jobs, so a run continues in a new one.
     # Appended to the host name of rank 0 (some sites name the fast network this way).
     master_suffix: str = key("", matches(r"[A-Za-z0-9.-]*", "can't end a host name"), legal="i")

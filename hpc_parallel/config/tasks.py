@@ -31,6 +31,13 @@ FIGURES = {
     "generate": ("tokens_per_s", "step_time_s", "prompt_time_s", "peak_memory_bytes"),
 }
 
+LEAST_OTHERS = 3  # runs that must have reached a step before `sweep.prune` compares with them
+# Settings that decide whether losses at the same step can be compared.
+OF_LOSSES = (
+    "data", "training.global_batch_size", "training.validate_every", "training.validation_samples",
+    "training.log_every",
+)  # fmt: skip
+
 
 def objectives(value: Any) -> list[str]:
     """`sweep.objective` as a list, for one objective or several."""
@@ -58,6 +65,35 @@ def objective_problems(config: RunConfig) -> Problems:
         yield Problem("training.validate_every", None, rule, (100,))
     if training.measure_steps == 0 and (watched := [name for name in requested if name in _WATCHED]):
         yield Problem("training.measure_steps", 0, f"leaves no {watched[0]} for sweep.objective", (2,))
+
+
+def prune_problems(config: RunConfig) -> Problems:
+    """Find settings with which `sweep.prune` could compare nothing."""
+    training, settings = config.training, config.sweep
+    if settings.prune == "off":
+        yield Problem("sweep.prune_after", settings.prune_after, "needs sweep.prune=median", (None,))
+        return
+    if config.task.name != "train":
+        rule = f"compares the losses of trainings, and task={config.task.name} is none"
+        yield Problem("sweep.prune", settings.prune, rule, ("off",))
+        return
+    steps, first = training.steps, first_compared(config)
+    if first >= steps:
+        rule = f"leaves nothing to end: the last step is training.steps={steps}"
+        legal = (max(1, steps // 5),) if steps > 1 else ()
+        yield Problem("sweep.prune_after", settings.prune_after, rule, legal)
+        return
+    name = "log_every" if training.validate_every is None else "validate_every"
+    every = getattr(training, name)
+    if -(-first // every) * every >= steps:
+        rule = f"leaves no loss for sweep.prune from step {first} on, before the last step"
+        yield Problem(f"training.{name}", every, rule, (max(1, (steps - first) // 2),))
+
+
+def first_compared(config: RunConfig) -> int:
+    """The first step at which `sweep.prune` may end a run."""
+    after = config.sweep.prune_after
+    return -(-config.training.steps // 5) if after is None else after
 
 
 def total_steps(config: RunConfig) -> int:

@@ -65,7 +65,8 @@ _KINDS = {
     restart.PREEMPTED: failure.KILLED,
 }
 _NEXT_TURN = "it goes on when it has its next turn, in this job or in the next one"
-_UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a preempted run that could not save
+_UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a run that could not save
+_UNSTARTED = Stop(signal="SIGUSR2", kept="earlier checkpoints")
 # Of the job, not of a step: srun ends its step after a failure.
 _SCANCEL = re.compile(
     r"^slurmstepd\S*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ (?:DUE TO PREEMPTION )?\*\*\*",
@@ -93,11 +94,13 @@ def conclude(
     """
     failure.remove_partial_files(folder)
     summary = Summary.read(folder)
-    if summary is not None and summary.outcome in ("completed", "preempted"):
+    if summary is not None and (summary.ended_well or summary.outcome == "preempted"):
         return None
     if (stopped := Stop.read(folder)) is not None:
         asked = replace(stopped, signal=asked_by or stopped.signal)
         return _conclude_stop(folder, stopped=asked, environment=environment)
+    if cancelled is None and _was_starting(folder, returncode=returncode, text=text, environment=environment):
+        return _conclude_stop(folder, stopped=_UNSTARTED, environment=environment)
     records = failure.records(folder)
     records += killed_tasks(folder, text=text, recorded={record.rank for record in records})
     if returncode == 0 and not records and not cancelled and _has_completed_script(folder):
@@ -109,7 +112,7 @@ def conclude(
     if cancelled or (cancelled is None and _looks_cancelled(cause, returncode=returncode, text=text)):
         name = asked_by or (cause.signal if cause else None)
         by = name or signal_of_code(returncode) or "SIGTERM"
-        if not cancelled and restart.why_stopped(by, environment=environment) == restart.PREEMPTED:
+        if not cancelled and restart.why_stopped(by, environment=environment) != restart.CANCELLED:
             return _conclude_stop(folder, stopped=_UNSAVED, environment=environment)
         first = f", first rank {cause.rank} on {cause.host}" if cause and cause.signal else ""
         line, outcome, how = f"{cancelled_by(name)}{first}", "cancelled", "cancelled"
@@ -126,6 +129,16 @@ def conclude(
         )  # fmt: skip
         write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     return line
+
+
+def _was_starting(folder: RunFolder, *, returncode: int, text: str, environment: Mapping[str, str]) -> bool:
+    """Whether the time limit of a packed job, or its warning, ended a run whose ranks were starting."""
+    if not is_packed(folder) or not attempts.is_starting(folder):
+        return False
+    name = signal_of_code(returncode)
+    if name == "SIGUSR2" or hit_time_limit(text):
+        return True
+    return name == "SIGTERM" and restart.why_stopped(name, environment=environment) == restart.TIME_LIMIT
 
 
 def _await_end(folder: RunFolder) -> None:
@@ -201,11 +214,11 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
     attempts.end(folder, how=how)
     launcher = folder.read_config()["launcher"]
     # Without a saved step or a script's exit code, the task starts from its beginning.
-    continues = stopped.step is not None or stopped.code is not None
+    packed, saved = is_packed(folder), stopped.step is not None or stopped.code is not None
+    continues = saved or (packed and attempts.is_starting(folder))  # it had none of the job's time
     limits, ends = RestartLimits.of(folder.read_config()), attempts.recent_ends(folder)
     decision = restart.decide(ends, limits=limits, continues=continues)
     restarts = decision.starts_again
-    packed = is_packed(folder)
     limit = "the packed job" if packed else f"{launcher['time_minutes']} min"
     limit = "the allocation" if in_allocation(launcher) else limit
     reasons = {
@@ -217,7 +230,7 @@ def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str
     if stopped.code is not None:
         kept = f"it ended with {signal_of_code(stopped.code) or f'exit code {stopped.code}'}"
     else:
-        kept = f"saved at step {stopped.step}" if continues else f"{stopped.kept} are kept"
+        kept = f"saved at step {stopped.step}" if saved else f"{stopped.kept} are kept"
     line = f"{reasons[how]}: {kept}"
     if how != restart.CANCELLED and not restarts:
         line += f"; {decision.why}"
@@ -281,14 +294,14 @@ def _follow_failure(
     line, config = decision.why, folder.read_config()
     if decision.action not in restart.IN_JOB and config["training"].get("memory_checkpoint_every"):
         host_memory.remove_from_hosts(host_memory.name_of(folder, environment), environment)
-    if decision.action == restart.REQUEUE and is_packed(folder):
-        line = _NEXT_TURN
+    if decision.action == restart.REQUEUE:  # before Slurm is asked, which may end this process at once
         write_json(folder.summary, _summary(folder, outcome="preempted", environment=environment))
-    elif decision.action == restart.REQUEUE:
-        launcher = config["launcher"]
-        line = _start_again(folder, launcher=launcher, environment=environment)
+        line = _NEXT_TURN
+        if not is_packed(folder):
+            line = _start_again(folder, launcher=config["launcher"], environment=environment)
         if line.startswith(restart.NO_START):
             decision = Decision(restart.END, line)
+            write_json(folder.summary, _summary(folder, outcome="failed", environment=environment))
     elif line and decision.action == restart.END:
         _add_to_line(folder, line)
     elif decision.action == restart.FEWER:
@@ -299,7 +312,7 @@ def _follow_failure(
 def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:
     """Tell how a start ended and what follows, if the user wants to be told; line: what `conclude` found."""
     summary = Summary.read(folder) or Summary()
-    event = {"completed": "end", "cancelled": "end", "preempted": "restart"}.get(
+    event = {"completed": "end", "pruned": "end", "cancelled": "end", "preempted": "restart"}.get(
         str(summary.outcome), "failure"
     )
     if decision.starts_again:
@@ -307,6 +320,8 @@ def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:
     if summary.completed:
         loss = "" if summary.final_loss is None else f", final loss {figure(summary.final_loss)}"
         line = f"completed{f' {summary.steps} steps' if summary.steps else ''}{loss}"
+    elif summary.ended_well:
+        line = str(summary.ended_early)
     notify.tell(
         folder,
         f"{event}: {line}",

@@ -139,7 +139,7 @@ def _attempt(
         conclusion = {"returncode": code, "text": log, "cancelled": cancelled, "asked_by": asked_by}
     line = conclude(folder, **conclusion, environment={})
     summary = Summary.read(folder)
-    return int(summary is None or not summary.completed), line
+    return int(summary is None or not summary.ended_well), line
 
 
 def rank_environments(*, nodes: int, per_node: int) -> dict[int, dict[str, str]]:

@@ -189,14 +189,15 @@ class _PackedJob:
                 continue
             self._active.remove(turn)
             self._give_back(turn)
-            outcome = (read_if_possible(Summary, turn.folder.summary) or Summary()).outcome
+            summary = read_if_possible(Summary, turn.folder.summary) or Summary()
+            outcome = summary.outcome
             if outcome == restart.PREEMPTED:
                 owner.wait_again(turn.folder)
                 self._waiting.append(turn)
                 self._is_closed = self._is_closed or _ends_with_job(turn.folder)
             else:
                 owner.end_turn(turn.folder)
-                self._failed = self._failed or outcome != "completed"
+                self._failed = self._failed or not summary.ended_well
             print(f"{turn.folder.path.name} {outcome}", file=sys.stderr, flush=True)
 
     def _go_on(self, left: list[RunFolder]) -> None:

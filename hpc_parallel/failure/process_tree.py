@@ -39,11 +39,18 @@ def receivers(process: int, number: int) -> list[int]:
     """
     with suppress(psutil.Error, OSError):
         root = psutil.Process(process)
-        caught = _CAUGHT.search(Path(f"/proc/{process}/status").read_text())
-        is_deaf = caught is not None and not int(caught[1], 16) >> (number - 1) & 1
-        if is_deaf and Path(root.exe()).name in _SHELLS and (programs := root.children()):
+        is_shell = Path(root.exe()).name in _SHELLS
+        if is_shell and not catches(process, number) and (programs := root.children()):
             return [receiver for program in programs for receiver in receivers(program.pid, number)]
     return [process]
+
+
+def catches(process: int, number: int) -> bool:
+    """Whether the process has a handler for this signal, or nobody knows it."""
+    with suppress(OSError):
+        caught = _CAUGHT.search(Path(f"/proc/{process}/status").read_text())
+        return caught is None or bool(int(caught[1], 16) >> (number - 1) & 1)
+    return True
 
 
 def kill_tree(process: int) -> None:

@@ -10,12 +10,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from typing import Any
 
 from hpc_parallel.failure import failure
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError
+from hpc_parallel.record.time_use import time_of
 from hpc_parallel.slurm.allocation import in_allocation
 from hpc_parallel.slurm.jobs import ENDED, job_fields, job_of
 from hpc_parallel.slurm.limits import hosts_of
@@ -33,8 +36,9 @@ RECOVERABLE = frozenset({
     failure.KILLED, failure.LOST_PEER, failure.COLLECTIVE_TIMEOUT, failure.NODE_LOST, failure.START,
     failure.HANG,
 })  # fmt: skip
-TWICE = 2  # failures of a host after which the next start excludes it
-MOST_EXCLUSIONS = 8  # starts that may end because preflight checks exclude hosts
+# A host is left out for so long after two failures within this time, or after the start checks accused it.
+LEFT_OUT = timedelta(hours=24)
+MOST_EXCLUSIONS = 8  # starts within LEFT_OUT that may end because preflight checks exclude hosts
 
 
 def why_stopped(signal_name: str, *, environment: Mapping[str, str]) -> str:
@@ -64,9 +68,11 @@ def ending(environment: Mapping[str, str]) -> str | None:
 
 
 def _why_ending(fields: Mapping[str, str], *, environment: Mapping[str, str]) -> str:
-    if fields.get("JobState") == "TIMEOUT":
+    state = fields.get("JobState")
+    # At its limit a job is COMPLETING while its processes end, and only the reason differs from an scancel.
+    if state == "TIMEOUT" or (state == "COMPLETING" and fields.get("Reason") == "TimeLimit"):
         return TIME_LIMIT
-    preempted = fields.get("PreemptTime", "None") != "None" or fields.get("JobState") == "PREEMPTED"
+    preempted = fields.get("PreemptTime", "None") != "None" or state == "PREEMPTED"
     return PREEMPTED if preempted or _is_requeued(fields, environment=environment) else CANCELLED
 
 
@@ -108,9 +114,12 @@ class Hosts:
         return cls(used, held, sizes or (config["nodes"],))
 
     def next(self, unfit: Set[str]) -> tuple[str, ...]:
-        """The hosts of the next start, the first ones that are fit; empty if too few are left."""
-        fit = tuple(host for host in self.held if host not in unfit)
-        return fit[: next((size for size in self.sizes if size <= len(fit)), 0)]
+        """The hosts of the next start, if fit those of the last one; empty if too few are left."""
+        fit = [host for host in self.held if host not in unfit]
+        fit.sort(key=lambda host: host not in self.used)
+        most = min(len(fit), len(self.used))
+        chosen = fit[: next((size for size in self.sizes if size <= most), 0)]
+        return tuple(host for host in self.held if host in chosen)
 
 
 @dataclass(frozen=True)
@@ -208,14 +217,18 @@ def _in_job(ends: Sequence[attempts.End], *, hosts: Hosts | None, which: str) ->
     if hosts is None or _without_ranks(ends[-1]):  # nobody knows which host is gone
         same = f"{again}, on the same hosts, {which}"
         return Decision(REQUEUE) if _needs_other_hosts(ends) else Decision(IN_PLACE, same)
-    following = hosts.next(_unfit(ends))
-    if following == hosts.used:
-        return Decision(IN_PLACE, f"{again}, on the same hosts, {which}", following)
+    unfit = _unfit(ends)
+    following = hosts.next(unfit)
     if not following:
         return Decision(REQUEUE)
+    if following == hosts.used:
+        return Decision(IN_PLACE, f"{again}, on the same hosts, {which}", following)
     new, old = _without(following, hosts.used), _without(hosts.used, following)
     if len(following) < len(hosts.used):
-        place = f"on {len(following)} of {hosts.sizes[0]} nodes, without {', '.join(old)}"
+        waiting = [host for host in _without(hosts.held, following) if host not in unfit]
+        place = f"failed: {', '.join(_without(old, waiting))}"
+        place += f"; waiting: {', '.join(waiting)}" if waiting else ""
+        place = f"on {len(following)} of {hosts.sizes[0]} nodes ({place})"
         return Decision(FEWER, f"{again}, {place}, {which}", following)
     spares = f"the spare{'s' * (len(new) > 1)} {', '.join(new)}"
     return Decision(SPARE, f"{again}, on {spares} in place of {', '.join(old)}, {which}", following)
@@ -232,7 +245,8 @@ def _why_not(ends: Sequence[attempts.End], *, counts: Mapping[str, int], limits:
         first_time = sum(before.how == end.how for before in ends) == 1
         return None if limits.rolls_back and first_time else ""
     if end.how == failure.PREFLIGHT:  # each restart leaves out the accused hosts
-        return None if end.exclude and counts[failure.PREFLIGHT] <= MOST_EXCLUSIONS else ""
+        recent = [other for other in ends if other.how == end.how and _age(other, ends) <= LEFT_OUT]
+        return None if end.exclude and len(recent) <= MOST_EXCLUSIONS else ""
     if end.how not in RECOVERABLE:
         return ""
     # A job that failed before any rank started, in its set-up lines for example, fails again. But if an
@@ -272,15 +286,27 @@ def _kind(end: attempts.End) -> str:
 
 
 def hosts_to_exclude(folder: RunFolder) -> list[str]:
-    """Hosts on which the run failed first more than once, and those that its preflight checks accused."""
+    """The hosts that the next start leaves out, see LEFT_OUT."""
     return sorted(_unfit(attempts.recent_ends(folder)))
 
 
 def _unfit(ends: Sequence[attempts.End]) -> set[str]:
-    failed = Counter(end.host for end in ends if end.host and _kind(end) == "failure")
-    return {host for end in ends for host in end.exclude} | {
-        host for host, count in failed.items() if count >= TWICE
+    failed: dict[str, list[timedelta]] = {}  # by host, how long ago
+    for end in ends:
+        if end.host and _kind(end) == "failure":
+            failed.setdefault(end.host, []).append(_age(end, ends))
+    accused = {host for end in ends if _age(end, ends) <= LEFT_OUT for host in end.exclude}
+    return accused | {
+        host
+        for host, ages in failed.items()
+        if any(age <= LEFT_OUT and before - age <= LEFT_OUT for before, age in pairwise(ages))
     }
+
+
+def _age(end: attempts.End, ends: Sequence[attempts.End]) -> timedelta:
+    """How long before the last of the ends; 0 if its time is not known."""
+    last = time_of(ends[-1].ended) or datetime.now(UTC)
+    return last - (time_of(end.ended) or last)
 
 
 def requeue_or_resubmit(
@@ -293,11 +319,12 @@ def requeue_or_resubmit(
     """
     job = job_of(environment)
     assert job is not None  # the caller runs in a job
-    excluded = hosts_to_exclude(folder)
+    excluded, ends = hosts_to_exclude(folder), attempts.recent_ends(folder)
     place: dict[str, Any] = {"launcher": launcher, "environment": environment, "sizes": folder.node_counts()}
     if excluded and (shortage := _shortage(excluded, **place)):
         return f"not requeued: {shortage}. Start it again with fewer nodes, or when these hosts are repaired"
-    exclude = ",".join([*filter(None, [launcher["exclude"]]), *excluded]) if excluded else ""
+    was_left_out = any(_unfit(ends[: count + 1]) for count in range(len(ends)))
+    exclude = ",".join([*filter(None, [launcher["exclude"]]), *excluded]) if was_left_out else None
     if (refusal := requeue(job, exclude=exclude)) is None:
         return f"requeued as job {job}" + (f", without {', '.join(excluded)}" if excluded else "")
     fields = job_fields(job)
@@ -308,7 +335,7 @@ def requeue_or_resubmit(
     if not launcher["resubmit"]:
         return f"not requeued ({refusal}); launcher.resubmit=true submits a new job then"
     try:
-        new_job = resubmit(folder.resubmission, exclude=exclude, after=after)
+        new_job = resubmit(folder.resubmission, exclude=exclude or "", after=after)
     except SiteRefusedError as error:
         if is_lost(str(error)):
             return f"not known whether it is resubmitted: {error}"

@@ -28,6 +28,7 @@ _MOST_KILLED = 2**16  # any program may write to the log; the first killed rank 
 _NODE_LOST = re.compile(
     r"node failure on (?P<host>[\w.-]+)|due to node (?P<other>[\w.-]+ )?failure"
     r"|^slurm says of job [\d_]+: node_fail"
+    r"|^(?:ORTE|PRTE) has lost communication with a remote daemon"  # mpirun of Open MPI
     r"|^srun: error: Task launch for \S+ failed on node (?P<unfit>[\w.-]+): (?P<why>[^\n]*)",
     re.IGNORECASE | re.MULTILINE,
 )

@@ -24,7 +24,7 @@ T = TypeVar("T")
 RUNNING, WAITING, UNKNOWN, NOT_STARTED = "running", "pending", "unknown", "not started"
 BROKEN_OFF, DAMAGED = "broken off", "damaged"
 NO_ANSWER, ITS_TURN = "Slurm does not answer", "its turn in a sweep"  # reasons
-SUMMED_UP = ("completed", "failed", "preempted", "cancelled")  # outcomes of `summary.json`
+SUMMED_UP = ("completed", "failed", "preempted", "cancelled", "pruned")  # outcomes of `summary.json`
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def summarise(
     - `busiest_rank_traffic_bytes`: sent and received by the rank, or by the device of a process with
       several devices, that moves most.
     - `unknown_collectives`: collectives whose bytes are not known; traffic is then null.
-    - `ended_early`: why a callback ended the training before its last step.
+    - `ended_early`: why a callback or `sweep.prune` ended the training before its last step.
     - `left_out`: what a task did not measure, because `task.seconds` were used up.
     - `slow_ranks`: ranks that were slower than their peers for a while, with the cause and the steps.
     - `shares`: the speeds by which `strategy.shares` split the batch or the pipeline.

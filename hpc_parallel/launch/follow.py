@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
@@ -56,6 +57,15 @@ def lasting_line(line: MetricsLine, parts: list[str], *, columns: int) -> str:
     return fitting(parts, columns=columns)
 
 
+class _Console(Console):
+    """Raises BrokenPipeError if nobody reads the output any more, where rich would end this process."""
+
+    def on_broken_pipe(self) -> None:
+        with suppress(SystemExit):
+            super().on_broken_pipe()  # discards all later output
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 class RunFollower:
     """Shows the progress of a run step by step, and its outcome.
 
@@ -75,7 +85,7 @@ class RunFollower:
         self._is_starting = not is_script
         self._folder = folder
         self._steps = steps
-        self._console = console or Console()
+        self._console = console or _Console()
         self._reader = MetricsReader(folder.metrics)
         self._last: MetricsLine | None = None
         self._validation: list[float] = []
@@ -132,7 +142,7 @@ class RunFollower:
             self._validation.append(line.validation_loss)
 
     def finish(self, signals: Sequence[int] = ()) -> int:
-        """Show the outcome; after a failure the cause comes last. Returns the exit code: 0 if completed.
+        """Show the outcome; after a failure the cause comes last. Returns the exit code: 0 if it ended well.
 
         signals: the signals with which the user ended the run.
         """
@@ -154,7 +164,7 @@ class RunFollower:
             self._say(f"plots: {self._plots()}")
         if not summary.completed:
             self._say_how_to_go_on(failure)
-        return int(not summary.completed)
+        return int(not summary.ended_well)
 
     def _say_how_to_go_on(self, failure: Failure | None) -> None:
         """Print the command that continues from the newest checkpoint, then the cause."""
@@ -260,7 +270,7 @@ def wait_for_job(run: PreparedRun, job: Job) -> int:
     if not owner.is_job(run.folder, job_id):
         print(f"job {job_id} {state}; the run has been resumed since: {run.folder.path}")
         summary = Summary.read(run.folder)  # the job may also have ended with code 0 to go on as another job
-        return DONE if summary is not None and summary.completed else FAILED
+        return DONE if summary is not None and summary.ended_well else FAILED
     if not has_summary(run):
         conclude_job(run.folder, job_id, state)
     return follower.finish()
@@ -292,7 +302,7 @@ def has_ended(folder: RunFolder, state: JobState) -> bool:
     """
     if state.state == SILENT:
         summary = Summary.read(folder)
-        return summary is not None and summary.completed
+        return summary is not None and summary.ended_well
     if (holder := owner.Owner.read(folder)) is not None and holder.over:
         return True
     return state.ended or (state.state == UNKNOWN and has_final_summary(folder))

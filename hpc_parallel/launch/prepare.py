@@ -179,6 +179,10 @@ def prepare(
     problems = [problem for problem in problems if not _is_awaited(problem, awaited)]
     hardware = _hardware(config, user_folder, problems)
     if problems:
+        if config.resume is not None:
+            from hpc_parallel.launch.resume import without_fixed_keys
+
+            problems = [without_fixed_keys(problem) for problem in problems]
         raise ConfigError(in_order(problems, overrides))
     path = Path(os.path.expanduser(config.run_dir)) if config.run_dir else RUNS / config.name / new_run_id()
     folder = RunFolder(path.absolute())

@@ -35,6 +35,7 @@ from hpc_parallel.problems import ConfigError, Problem, Problems, nearest, quote
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.find import near_runs, path_of
+from hpc_parallel.record.owner import living_owner
 from hpc_parallel.record.recorded_start import grants_trust, key_of, read_start
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.safe_read import DamagedError, parse_json
@@ -203,11 +204,30 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
     if ended := _ended_early(folder, callbacks=values["training"].get("callbacks")):
         yield f"resume = {folder.path} ended early: {ended}. To train on, try training.callbacks=[]."
     steps = [checkpoint.step for checkpoint in complete(folder.checkpoints)]  # newest first
-    if not steps:
+    if not steps and (active := _living_owner(folder)) is not None:
+        yield f"resume = {folder.path} is going on already, as {active}."
+    elif not steps:
         yield f"resume = {folder.path} has no checkpoint, so it can't continue. Try the same line without it."
     elif steps[0] >= settings["training.steps"]:
         rule = f"are already done: the newest checkpoint is of step {steps[0]}"
         yield Problem("training.steps", settings["training.steps"], rule, (2 * steps[0],))
+
+
+def _living_owner(folder: RunFolder) -> str | None:
+    try:
+        return living_owner(folder)
+    except DamagedError:  # the start reports it
+        return None
+
+
+def without_fixed_keys(problem: Problem | str) -> Problem | str:
+    """The problem of a run that continues, without the suggestion to change what can't change."""
+    key = "" if isinstance(problem, str) else problem.key
+    reason = next((FIXED[fixed] for fixed in FIXED if f"{key}.".startswith(f"{fixed}.")), None)
+    if isinstance(problem, str) or reason is None:
+        return problem
+    rule = f"{problem.rule}. A run that continues can't change it: {reason}"
+    return replace(problem, rule=rule, legal=(), along=())
 
 
 def _with_newer_keys(before: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,7 +269,7 @@ def _ended_early(folder: RunFolder, *, callbacks: Any) -> str | None:
         summary = Summary.read(folder)
     except DamagedError:
         return None
-    return summary.ended_early if summary is not None and callbacks else None
+    return summary.ended_early if summary is not None and summary.completed and callbacks else None
 
 
 def is_replaced(key: str, typed: set[str]) -> bool:

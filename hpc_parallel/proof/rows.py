@@ -202,16 +202,17 @@ RECIPES = (
     Recipe("HSDP + EP", "torchtitan",
         "model=mixtral_8x7b strategy=hsdp strategy.expert=8",
         EIGHT, "moe"),
-    Recipe("FSDP + TP + EP", "torchtitan, KempnerForge",
-        "model=mixtral_8x7b strategy=fsdp strategy.expert=2 strategy.tensor=4",
+    Recipe("FSDP + TP + EP, compiled", "torchtitan, KempnerForge",
+        "model=mixtral_8x7b strategy=fsdp strategy.expert=2 strategy.tensor=4 training.compile=true "
+        "training.activation_checkpointing=full",
         EIGHT, "moe"),
-    Recipe("PP + FSDP + TP + EP", "torchtitan",
+    Recipe("PP + FSDP + TP + EP, compiled", "torchtitan",
         "model=mixtral_8x7b strategy=pipeline strategy.pipeline=2 strategy.shard=-1 strategy.expert=2 "
-        "strategy.tensor=2",
+        "strategy.tensor=2 training.compile=true",
         SIXTEEN, "moe"),
-    Recipe("PP + FSDP + CP + EP", "torchtitan",
+    Recipe("PP + FSDP + CP + EP, compiled", "torchtitan",
         "model=mixtral_8x7b strategy=pipeline strategy.pipeline=2 strategy.shard=-1 strategy.expert=2 "
-        "strategy.context=2",
+        "strategy.context=2 training.compile=true",
         SIXTEEN, "moe"),
     Recipe("Qwen3 30B A3B, FSDP + EP", "torchtitan",
         "model=qwen3_30b_a3b strategy=fsdp strategy.expert=8",
@@ -233,9 +234,9 @@ RECIPES = (
         "strategy=pipeline strategy.pipeline=2 strategy.tensor=2 training.precision=bfloat16 "
         "training.fp8=tensorwise",
         TWO_BY_TWO),
-    Recipe("FSDP + EP in fp8", "torchtitan (experts in float8 by rows)",
+    Recipe("FSDP + EP in fp8, compiled", "torchtitan (experts in float8 by rows)",
         "model=qwen3_30b_a3b strategy=fsdp strategy.expert=8 training.precision=bfloat16 "
-        "training.fp8=rowwise",
+        "training.fp8=rowwise training.compile=true",
         TWO_BY_TWO, "wide_experts"),
     Recipe("FSDP + CP in fp8", "torchtitan",
         "strategy=fsdp strategy.context=2 training.precision=bfloat16 training.fp8=tensorwise",

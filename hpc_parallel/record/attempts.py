@@ -131,6 +131,14 @@ def recent_ends(folder: RunFolder) -> list[End]:
     return [end for line in lines[last_resume + 1 :] if (end := _end(line))]
 
 
+def is_starting(folder: RunFolder) -> bool:
+    """Whether no rank of the newest start has begun."""
+    events = [
+        line for line in read_lines(folder.attempts) if not line.keys().isdisjoint({"launched", "began"})
+    ]
+    return not events or "launched" in events[-1]
+
+
 def earlier_starts(folder: RunFolder) -> int:
     """The number of starts before the current one. The current start may not have recorded its begin yet.
 

@@ -15,6 +15,7 @@ from hpc_parallel.record.typed import read_if_possible, read_record, write_recor
 
 COMPLETED = "completed"
 PREEMPTED = "preempted"  # the run starts again
+PRUNED = "pruned"  # it was behind the other runs of its sweep, and saved its state
 INITIAL = "initial"  # weights that were not read from a file
 
 
@@ -71,6 +72,11 @@ class Summary:
     @property
     def completed(self) -> bool:
         return self.outcome == COMPLETED
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether the run did what it was to do; also one that `sweep.prune` has ended."""
+        return self.outcome in (COMPLETED, PRUNED)
 
     @property
     def notes(self) -> list[str]:

@@ -17,7 +17,7 @@ from xxhash import xxh3_64 as Digest
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import is_real_folder, list_folder, read_lines
 from hpc_parallel.record.trust import require_private
-from hpc_parallel.slurm.jobs import Job, job_of, job_states, run_on_hosts
+from hpc_parallel.slurm.jobs import NO_ACCOUNTING, Job, job_of, job_states, run_on_hosts
 
 ROOT = Path("/dev/shm")
 LOCAL = "local"  # in place of a job
@@ -66,7 +66,9 @@ def remove_leftovers(name: str) -> None:
     asked = {Job(match[2]) for _, match in others if match[2] != LOCAL and match[3] != of_run}
     states = job_states(asked) if asked else {}
     for path, match in others:
-        if match[3] == of_run or (match[2] != LOCAL and states[Job(match[2])].ended):
+        state = None if match[2] == LOCAL or match[3] == of_run else states[Job(match[2])]
+        # A requeued job would use another name, so a job that the queue does not list needs no copies.
+        if match[3] == of_run or (state and (state.ended or state.reason == NO_ACCOUNTING)):
             shutil.rmtree(path, ignore_errors=True)
 
 

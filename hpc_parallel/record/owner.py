@@ -274,19 +274,19 @@ def end_process(folder: RunFolder, owner: Owner) -> str | None:
     """
     process, by_hand = owner.pid or 0, f"If process {owner.pid} is this run's: kill {owner.pid}"
     if owner.is_packed:
-        by_hand = f"If step {owner.step} is this run's: scancel --signal=TERM {owner.step}"
+        by_hand = f"If step {owner.step} is this run's: scancel --ctld --signal=TERM {owner.step}"
     try:
         require_private(folder.path)  # otherwise another user may have replaced the record
     except UntrustedError as error:
         return f"{error} {by_hand}"
     if owner.is_packed and owner.step is not None:
-        return scancel(["--signal=TERM", owner.step], cluster=owner.clusters).stderr.strip() or None
+        return _end_step(owner.step, cluster=owner.clusters)
     if owner.folder is None:
         return f"was started by an older version, which did not record enough. {by_hand}"
     if owner.folder != folder.path.stat().st_ino:
         return f"{folder.owner} was copied from another folder. {by_hand}"
     if owner.step is not None and process_lives(owner) is None:  # on another host; never the whole job
-        return scancel(["--signal=TERM", owner.step]).stderr.strip() or None
+        return _end_step(owner.step)
     try:
         with _handle_of(process) as send:
             if os.stat(f"/proc/{process}").st_uid != os.geteuid():
@@ -298,6 +298,14 @@ def end_process(folder: RunFolder, owner: Owner) -> str | None:
     except PermissionError:
         return f"process {process} is another user's"
     return None
+
+
+def _end_step(step: str, *, cluster: str | None = None) -> str | None:
+    """Send SIGTERM to a step; returns Slurm's refusal, or None.
+
+    By the controller: scancel itself also asks hosts of the job without this step, and then reports an error.
+    """
+    return scancel(["--ctld", "--signal=TERM", step], cluster=cluster).stderr.strip() or None
 
 
 @contextmanager

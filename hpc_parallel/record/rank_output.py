@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_parallel.problems import printable
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import DamagedError, open_regular, read_tail, size_of, status_of
+from hpc_parallel.record.safe_read import DamagedError, open_regular, read_head, read_tail, size_of, status_of
 
 _MOST_BYTES = 16 * 1024  # in one read
 _MOST_CHARACTERS = 500  # of a line
+_WARNS, _MOST_WARNINGS = "WARNING: ", 20
 # torch's store looks up the host name of each connection (c10d/socket.cpp, `formatSockAddr`). If the site's
 # DNS has no name for the address, every rank prints this warning. The environment variable that hides it
 # hides every other warning too, so commands that show a log leave the line out. The file keeps it.
@@ -61,6 +63,19 @@ def last_output(folder: RunFolder) -> str | None:
             if (text := _shown(line)).strip() and not is_noise(line):
                 return printable(text.strip())
     return None
+
+
+def warnings_of(folder: RunFolder) -> list[str]:
+    """The first and the last warnings that rank 0 has printed, each once, escaped."""
+    found: dict[str, None] = {}
+    for stream in ("out", "err"):
+        for read in (read_head, read_tail):
+            with suppress(OSError, DamagedError):
+                lines = read(folder.log(0, stream), limit_bytes=_MOST_BYTES).decode(errors="replace")
+                found |= dict.fromkeys(line for line in lines.split("\n") if line.startswith(_WARNS))
+    texts = [printable(_shown(line.removeprefix(_WARNS))) for line in found]
+    half = _MOST_WARNINGS // 2
+    return [*texts[:half], *texts[half:][-half:]]
 
 
 def is_noise(line: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from hpc_parallel.record import attempts
 from hpc_parallel.record.attempts import History
-from hpc_parallel.record.endings import Failure, Stop, Summary
+from hpc_parallel.record.endings import PRUNED, Failure, Stop, Summary
 from hpc_parallel.record.environment_file import Environment
 from hpc_parallel.record.metrics_file import MetricsLine, last_line, read_metrics
 from hpc_parallel.record.owner import Owner
@@ -124,7 +124,9 @@ class RecordedRun:
 
     @property
     def cause(self) -> str | None:
-        """One line about why the run failed, or else why it stopped."""
+        """One line about why the run failed, or else why it stopped or was pruned."""
+        if self.totals.outcome == PRUNED:
+            return self.totals.ended_early
         ending = self.stopped if self.failure is None else self.root_cause
         return None if ending is None else ending.line
 

@@ -109,10 +109,10 @@ def work_of_killed(
     which the next start continues. After its last line the start worked for at most as long as between the
     last two; nobody has what it computed there after `kept_step`.
     """
-    own = [line for line in lines if (at := _time(line.get("time"))) is not None and at >= began]
+    own = [line for line in lines if (at := time_of(line.get("time"))) is not None and at >= began]
     if not own:
         return {"worked": began.isoformat(), "spent_s": {}}
-    last, at = own[-1], _time(own[-1]["time"]) or began
+    last, at = own[-1], time_of(own[-1]["time"]) or began
     before = own[-2] if len(own) > 1 else {"step": 0}
     tail_s = 0.0 if ended is None else max(0.0, (ended - at).total_seconds())
     step_s = _step_s(before, last)
@@ -127,7 +127,7 @@ def work_of_killed(
 def newest(events: _Lines, key: str) -> datetime | None:
     """When the newest start has done something: the time of its event `key`, or None."""
     for event in reversed(events):
-        if (at := _time(event.get(key))) is not None:
+        if (at := time_of(event.get(key))) is not None:
             return at
         if not event.keys().isdisjoint({"submitted", "resumed", "launched", "began"}):
             return None
@@ -139,7 +139,7 @@ def _newest_work(events: _Lines, last_line: Mapping[str, Any] | None, *, until: 
     began = newest(events, "began")
     if began is None or newest(events, "worked") is not None or last_line is None:
         return []
-    at, spent = _time(last_line.get("time")), _spent(last_line)
+    at, spent = time_of(last_line.get("time")), _spent(last_line)
     if at is None or at < began or not spent:
         return []
     if newest(events, "ended") is None:
@@ -162,14 +162,14 @@ def _intervals(events: _Lines, *, until: datetime) -> list[Interval]:
     for event in _in_order(events):
         spent = _spent(event)
         for key, cause in _BEGINS.items():
-            if (at := _time(event.get(key))) is not None:
+            if (at := time_of(event.get(key))) is not None:
                 if trains is not None:
                     begin(trains, USEFUL)
                     trains = None
                 if begins:
                     begins[-1] = (begins[-1][0], _corrected(begins[-1][1], cause))
                 begin(at, cause)
-        if (at := _time(event.get("worked"))) is not None:
+        if (at := time_of(event.get("worked"))) is not None:
             trains = None
             begin(
                 at - timedelta(seconds=sum(spent.get(cause, 0.0) for cause in (USEFUL, *_BETWEEN_STEPS))),
@@ -177,7 +177,7 @@ def _intervals(events: _Lines, *, until: datetime) -> list[Interval]:
             )
             begin(at, "idle")
         _repeat(begins, spent.get("repeated", 0.0))
-        if (at := _time(event.get("began"))) is not None:
+        if (at := time_of(event.get("began"))) is not None:
             trains = at
     if trains is not None:
         begin(trains, USEFUL)
@@ -223,14 +223,14 @@ def _step_s(before: Mapping[str, Any], line: Mapping[str, Any]) -> float:
     """The time of one step between two lines of metrics."""
     if (seconds := number(line.get("step_time_s"))) is not None:
         return seconds
-    begun, at = _time(before.get("time")), _time(line.get("time"))
+    begun, at = time_of(before.get("time")), time_of(line.get("time"))
     steps = line["step"] - before["step"]
     return (
         0.0 if begun is None or at is None or steps <= 0 else max(0.0, (at - begun).total_seconds()) / steps
     )
 
 
-def _time(value: Any) -> datetime | None:
+def time_of(value: Any) -> datetime | None:
     """A time of this package, in UTC; None for anything else."""
     try:
         at = datetime.fromisoformat(text(value) or "")

@@ -24,6 +24,7 @@ from hpc_parallel.layout.schedules import SUFFIX
 from hpc_parallel.problems import printable
 from hpc_parallel.record import attempts
 from hpc_parallel.record.credentials import without_secret_values
+from hpc_parallel.record.endings import PRUNED
 from hpc_parallel.record.names import RUN_COMMAND
 from hpc_parallel.record.recorded import RecordedRun, find_runs
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, sweep_of
@@ -64,7 +65,9 @@ class Row:
 
     @property
     def label(self) -> str:
-        return str(self.names)
+        if self.state != PRUNED:
+            return str(self.names)
+        return f"{self.names} (pruned at step {self.figures['steps'] or 0:.0f})"
 
     @property
     def differs(self) -> Sequence[str]:

@@ -32,15 +32,17 @@ def run_script(
     adopt_orphans()
     script_rank.error_file(folder, rank=world.rank).unlink(missing_ok=True)  # of an earlier start
     script = config["script"]
+    launcher = config["launcher"]
     relay = script_rank.Relay(
         script["stop_signal"], in_job=in_job,
         reaches_all=in_job and world.launcher in ("slurm", "torchrun"),
         stop_prefix=script_rank.stop_prefix(folder, world=world),
+        patience_s=min(launcher["grace_s"], 30 * launcher["time_minutes"]) / 2,
     )  # fmt: skip
     for number in STEP_SIGNALS:
         signal.signal(number, relay)
     log_start = size_of(folder.log(world.rank, "err"))
-    checks: list[Callable[[bool], None]] = []
+    checks: list[Callable[[bool], None]] = [relay.ask]
     if world.rank == 0:
         checks.append(MetricsWriter(folder, pattern=script["metrics"]))
     hang_report.forget(folder, world=world)

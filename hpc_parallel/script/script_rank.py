@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 from hpc_parallel import job_context
 from hpc_parallel.config.script import PLACEHOLDERS, arguments_of, fill, kind_of, name_of, resume_words
 from hpc_parallel.failure import flight_recorder
-from hpc_parallel.failure.process_tree import receivers
+from hpc_parallel.failure.process_tree import catches, receivers
 from hpc_parallel.machine import fabric, fabric_kind
 from hpc_parallel.machine.world import World
 from hpc_parallel.record import attempts
@@ -207,8 +209,13 @@ class Relay:
     unless mpirun has started the script.
     """
 
-    def __init__(self, stop_signal: str, *, in_job: bool, reaches_all: bool, stop_prefix: str) -> None:
-        """in_job: Slurm sends the signals, not a local agent; reaches_all: the script receives them too."""
+    def __init__(
+        self, stop_signal: str, *, in_job: bool, reaches_all: bool, stop_prefix: str, patience_s: float = 0.0
+    ) -> None:
+        """in_job: Slurm sends the signals, not a local agent; reaches_all: the script receives them too.
+
+        patience_s: how long the warning before the time limit waits for a script that has no handler yet.
+        """
         self.stopped_by: str | None = None
         self._stop_prefix = stop_prefix
         self._stop = None if stop_signal == "none" else signal.Signals[stop_signal]
@@ -216,6 +223,7 @@ class Relay:
         self._child: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []  # received before the script started
         self._has_asked = False  # a second stop signal could end the script while it saves
+        self._patience_s, self._until_s = patience_s, math.inf  # until when the warning waits
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._child is None:
@@ -227,13 +235,23 @@ class Relay:
         if number in (signal.SIGUSR2, signal.SIGTERM) and self._stop is not None:
             if number == self._stop and self._reaches_all:
                 self._has_asked = True
-            elif not self._has_asked and self._child.returncode is None:
-                for process in receivers(self._child.pid, self._stop):
-                    with suppress(ProcessLookupError):
-                        os.kill(process, self._stop)
-                        self._has_asked = True
+            else:
+                waits_s = self._patience_s if number == signal.SIGUSR2 else 0.0
+                self._until_s = min(self._until_s, time.monotonic() + waits_s)
+                self.ask()
         elif not self._reaches_all and number != signal.SIGUSR2:
             self._child.send_signal(number)
+
+    def ask(self, is_last: bool = False) -> None:
+        """Send the stop signal if it is due, and the script handles it or the patience ends."""
+        if self._child is None or self._stop is None or self._has_asked or self._until_s == math.inf:
+            return
+        processes = receivers(self._child.pid, self._stop) if self._child.returncode is None else []
+        is_ready = all(catches(process, self._stop) for process in processes)
+        for process in processes if is_ready or time.monotonic() >= self._until_s else ():
+            with suppress(ProcessLookupError):
+                self._has_asked = True
+                os.kill(process, self._stop)
 
     def connect(self, child: subprocess.Popen[bytes]) -> None:
         self._child = child
@@ -247,6 +265,8 @@ class Relay:
 
         returncode: as in subprocess, negative for a signal.
         """
+        if returncode == -signal.SIGUSR2 and self._stop == signal.SIGUSR2:
+            self.stopped_by = self.stopped_by or "SIGUSR2"  # Slurm signals one process after the other
         if returncode in requeue_codes:
             return Stop(signal=self.stopped_by, code=returncode)
         ends = {0}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 
-from hpc_parallel.slurm.records import Partition, SlurmNode, SlurmRecords
+from hpc_parallel.slurm.records import Association, Partition, SlurmNode, SlurmRecords
 
 _MOST_NAMES = 8  # the most names in one comment
 _WIDTH = 44  # the width of a line before its comment
@@ -20,9 +20,9 @@ _OWN_SHARE = 0.95  # the share of a node's memory for jobs; Slurm and the system
 
 @dataclass(frozen=True)
 class Login:
-    """What the login shell adds: the user's accounts, loaded modules, and the fabric's devices here."""
+    """What the login shell adds: the user's associations, loaded modules, and the fabric's devices here."""
 
-    accounts: Sequence[str] = ()
+    associations: Sequence[Association] = ()
     modules: Sequence[str] = ()
     fabric: str = ""
 
@@ -40,6 +40,7 @@ def write_profile(records: SlurmRecords, *, name: str, login: Login, today: date
         *_requests(chosen, nodes),
         *_partitions(records),
         *_gpus(chosen, nodes, records),
+        *_many_runs(chosen, nodes, records, login),
         *_habits(records, login),
         "",
     ])  # fmt: skip
@@ -65,7 +66,7 @@ def choose(records: SlurmRecords) -> Partition:
 def _identity(name: str, chosen: Partition, records: SlurmRecords, login: Login) -> Iterator[str]:
     yield f"name: {_text(name)}"
     yield _line(f"partition: {_text(chosen.name)}", "launcher.partition=... takes another one")
-    accounts = login.accounts
+    accounts = [association.account for association in login.associations]
     if len(accounts) > 1:
         yield _line(f"account: {_text(accounts[0])}", f"yours are {', '.join(accounts)}")
     elif accounts:
@@ -174,6 +175,29 @@ def _shares(nodes: Sequence[tuple[SlurmNode, int]]) -> Iterator[str]:
         yield _line(f"memory_gb_per_device: {gigabytes}", "95 % of a node's memory, shared by its GPUs")
 
 
+def _many_runs(
+    chosen: Partition, nodes: Sequence[SlurmNode], records: SlurmRecords, login: Login
+) -> Iterator[str]:
+    """How a sweep becomes jobs: arrays, or packed jobs where a job gets whole nodes of several devices."""
+    devices = max(sum(node.gpus.values()) or node.cpus for node in nodes)
+    account = next(iter(login.associations), Association(""))
+    whole = chosen.whole_nodes and devices > 1
+    texts = [f"a job of {chosen.name} gets whole nodes (OverSubscribe=EXCLUSIVE)"] * whole
+    if account.running is not None:
+        texts.append(f"{account.running} of your jobs run at a time (MaxJobs)")
+    if account.submitted is not None:
+        texts.append(f"you may have {account.submitted} jobs (MaxSubmitJobs)")
+    size = records.settings.get("MaxArraySize")
+    if size is not None and int(size) < 2:
+        texts.append(f"there are no job arrays (MaxArraySize={size})")
+    elif size is not None:
+        yield f"max_array_size: {size}"
+    if whole:
+        yield _line("pack: auto", f"{'; '.join(texts)}: runs of a sweep share jobs")
+    elif texts:
+        yield _line("pack: off", f"{'; '.join(texts)}: auto lets runs of a sweep share jobs of whole nodes")
+
+
 def _habits(records: SlurmRecords, login: Login) -> Iterator[str]:
     modules = f"[{', '.join(map(_text, login.modules))}]"
     yield _line(f"modules: {modules}", "loaded in the shell that wrote this file" if login.modules else "")
@@ -181,8 +205,6 @@ def _habits(records: SlurmRecords, login: Login) -> Iterator[str]:
     yield _line("fabric: auto", fabric_note)
     yield _line('master_suffix: ""', "what the fast network adds to host names, such as i or -ib")
     settings = records.settings
-    if "MaxArraySize" in settings:
-        yield f"max_array_size: {settings['MaxArraySize']}"
     if "JobRequeue" in settings:
         off = settings["JobRequeue"] == "0"
         habit = "requeues no job, so a run continues in a new one" if off else "requeues jobs itself"

@@ -46,7 +46,8 @@ class Partition:
     """A partition.
 
     time_minutes, max_nodes: the limits of one job; None: no limit. nodes: the number of nodes in the
-    partition. qos: the qualities of service that its jobs may use; empty: any.
+    partition. qos: the qualities of service that its jobs may use; empty: any. whole_nodes: a job gets all
+    of its nodes, whatever it asks for.
     """
 
     name: str
@@ -56,6 +57,19 @@ class Partition:
     default: bool = False
     up: bool = True
     qos: Sequence[str] = ()
+    whole_nodes: bool = False
+
+
+@dataclass(frozen=True)
+class Association:
+    """What a user may do with an account.
+
+    running: the most jobs that run at a time. submitted: the most that wait or run. None: no limit.
+    """
+
+    account: str
+    running: int | None = None
+    submitted: int | None = None
 
 
 @dataclass
@@ -82,11 +96,23 @@ def ask_records() -> SlurmRecords | None:
     return read_records(filter(None, texts))
 
 
-def accounts_of(user: str) -> list[str]:
-    """The accounts of a user; empty on a site without accounting."""
-    arguments = ("--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=user,account")
+def associations_of(user: str) -> list[Association]:
+    """The first association of a user with each account; empty on a site without accounting.
+
+    sacctmgr also shows the limits that an association has from its account (sacctmgr(1), WOLimits).
+    """
+    columns = "format=user,account,maxjobs,maxsubmitjobs"
+    arguments = ("--noheader", "--parsable2", "show", "assoc", f"user={user}", columns)
     rows = [line.split("|") for line in (printed("sacctmgr", *arguments) or "").splitlines()]
-    return list(dict.fromkeys(row[1] for row in rows if len(row) == 2 and row[0] == user))
+    found: dict[str, Association] = {}
+    for row in rows:
+        if len(row) == 4 and row[0] == user:
+            found.setdefault(row[1], Association(row[1], _number(row[2]), _number(row[3])))
+    return list(found.values())
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
 
 
 def consumed_joules(jobs: Sequence[str]) -> float | None:
@@ -108,8 +134,8 @@ def release() -> str:
 
 def max_array_size() -> int | None:
     """Slurm's MaxArraySize; None if it does not answer."""
-    size = dict(_SETTING.findall(printed("scontrol", "show", "config") or "")).get("MaxArraySize", "")
-    return int(size) if size.isdecimal() else None
+    settings = dict(_SETTING.findall(printed("scontrol", "show", "config") or ""))
+    return _number(settings.get("MaxArraySize", ""))
 
 
 def read_records(texts: Iterable[str]) -> SlurmRecords:
@@ -173,15 +199,15 @@ def _cpus(fields: Mapping[str, str]) -> int:
 
 
 def _text_partition(fields: Mapping[str, str]) -> Partition:
-    most = fields.get("MaxNodes", "")
     return Partition(
         fields["PartitionName"],
         nodes=int(fields.get("TotalNodes", 0)),
         time_minutes=minutes_of(fields.get("MaxTime", "")),
-        max_nodes=int(most) if most.isdecimal() else None,
+        max_nodes=_number(fields.get("MaxNodes", "")),
         default=fields.get("Default") == "YES",
         up=fields.get("State", "UP") == "UP",
         qos=_names(fields.get("AllowQos")),
+        whole_nodes=fields.get("OverSubscribe") == "EXCLUSIVE",
     )
 
 

@@ -182,12 +182,15 @@ def estimate(script: str) -> str:
     return " ".join(answer.stderr.split()) or "Slurm gives no estimate of its start"
 
 
-def requeue(job: str, *, exclude: str) -> str | None:
-    """Requeue a job, without some hosts. Returns Slurm's message if Slurm refuses, otherwise None."""
+def requeue(job: str, *, exclude: str | None) -> str | None:
+    """Requeue a job, without the hosts `exclude`; None: those that it leaves out already.
+
+    Returns Slurm's message if Slurm refuses, otherwise None.
+    """
     answer = _scontrol("requeue", job)
     if answer.returncode != 0:
         return answer.stderr.strip() or "scontrol requeue failed"
-    if exclude:
+    if exclude is not None:
         _scontrol("update", f"JobId={job}", f"ExcNodeList={exclude}")
     return None
 

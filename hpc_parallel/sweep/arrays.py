@@ -53,6 +53,13 @@ class Array:
     def is_single(self) -> bool:
         return len(self.runs) == 1
 
+    @property
+    def batch_script(self) -> Path:
+        """What is submitted. `cancel` knows the job of one run by the script in the folder of this run."""
+        if self.is_single and self.queue is None:
+            return self.runs[0].run.folder.batch_script
+        return self.tasks / "batch_script.sh"
+
 
 def shapes(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
     """Group the runs by their batch scripts, ignoring the run's name and folder."""
@@ -65,7 +72,8 @@ def shapes(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
 
 def arrays(plan: SweepPlan) -> list[Array]:
     """The arrays to submit. A group larger than Slurm's limit is split into several arrays."""
-    if plan.settings.pack == "auto" and (packs := pack_runs.packs([planned.run for planned in plan.runs])):
+    runs = [planned.run for planned in plan.runs]
+    if pack_runs.choice(runs[0].config) == "auto" and (packs := pack_runs.packs(runs)):
         return _packed(plan, packs)
     groups = shapes(plan.runs)
     limit = max_tasks(plan.runs[0].run.config.cluster) if any(len(group) > 1 for group in groups) else 1
@@ -124,7 +132,7 @@ def submit(plan: SweepPlan) -> tuple[dict[Path, Job], list[str]]:
     try:
         for array in to_submit:
             try:
-                job = submit_script(array.tasks / "batch_script.sh")
+                job = submit_script(array.batch_script)
             except SiteRefusedError as refusal:
                 refusals.append(f"{_describe(array)}: {refusal}")
                 take_back(planned.run for planned in array.runs)
@@ -163,7 +171,7 @@ def _folders(plan: SweepPlan, jobs: Mapping[Path, Job]) -> Iterator[tuple[RunFol
 
 def _write_scripts(array: Array) -> None:
     array.tasks.mkdir(mode=0o700, parents=True)
-    write_text(array.tasks / "batch_script.sh", array.script)
+    write_text(array.batch_script, array.script)
     if array.queue is not None:
         write_record(array.tasks / QUEUE, array.queue)
     for index, planned in enumerate(array.runs):

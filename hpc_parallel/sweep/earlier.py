@@ -13,6 +13,7 @@ from hpc_parallel.failure.run_state import State, states
 from hpc_parallel.launch.resume import value_of
 from hpc_parallel.problems import ConfigError, Problem, nearest, quoted
 from hpc_parallel.record.checkpoint_index import complete
+from hpc_parallel.record.endings import COMPLETED, PRUNED
 from hpc_parallel.record.names import RUNS, from_here
 from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.recorded_start import grants_trust, inherited
@@ -32,7 +33,7 @@ class EarlierState:
     """The state of a run of an earlier start."""
 
     text: str
-    settled: bool  # completed or in progress, so it is not started again
+    settled: bool  # completed, pruned or in progress, so it is not started again
     has_checkpoint: bool = False
 
 
@@ -87,7 +88,7 @@ class Earlier:
         state = self._states[run.run_dir]
         if not state.ended:
             return EarlierState(f"in progress: {state}", settled=True)
-        if state.name == "completed":
+        if state.name in (COMPLETED, PRUNED):
             return EarlierState(state.name, settled=True)
         return EarlierState(str(state), settled=False, has_checkpoint=bool(complete(folder.checkpoints)))
 

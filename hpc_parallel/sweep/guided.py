@@ -22,7 +22,7 @@ from hpc_parallel.config.diagnose import diagnose, try_each
 from hpc_parallel.config.hydra_internals import composing, current_loader, load
 from hpc_parallel.config.resolve import UnresolvedError, resolve
 from hpc_parallel.config.schema import RunConfig, SweepConfig
-from hpc_parallel.config.tasks import objective_problems, objectives
+from hpc_parallel.config.tasks import OF_LOSSES, objective_problems, objectives
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.problems import ConfigError, Problem, Problems, quoted
 from hpc_parallel.record.metrics_file import figure
@@ -39,11 +39,12 @@ from hpc_parallel.shell import complain
 from hpc_parallel.slurm.submit import SiteRefusedError
 from hpc_parallel.sweep import view
 from hpc_parallel.sweep.start import open_folder
-from hpc_parallel.sweep.sweep_plan import OF_THE_SWEEP
+from hpc_parallel.sweep.sweep_plan import OF_THE_SWEEP, different_losses
 from hpc_parallel.sweep.trial import RunFailedError, Trial, read_result
 
 RESULTS = "optimization_results.yaml"  # written by Hydra's plugins for Optuna, Ax and Nevergrad
-_ALLOWED = ("objective", "wait")  # keys of `sweep.` that are allowed; every run is waited for anyway
+# Keys of `sweep.` that are allowed; every run is waited for anyway.
+_ALLOWED = ("objective", "wait", "prune", "prune_after")
 
 
 def guide(
@@ -95,6 +96,7 @@ class _Scope:
     folder: Path
     objectives: Sequence[str]
     fixed: Sequence[str]  # overrides that are the same for all runs
+    swept: Sequence[str]  # the keys of the other overrides
 
 
 def _check(
@@ -107,7 +109,8 @@ def _check(
     composer = Composer(config_name)
     overrides = [*params(composed), *words]
     problems, first = try_each(overrides, composer=composer, sweep=True)
-    scope = _Scope(folder, names, fixed=[override for override in overrides if override in first])
+    fixed = [override for override in overrides if override in first]
+    scope = _Scope(folder, names, fixed, [key_of(word) for word in overrides if word not in fixed])
     with suppress(UnresolvedError):  # the sweeper may provide what is missing
         config = resolve(composer.compose(first)).config
         problems += _problems(config, words=words, scope=scope, earlier=earlier)
@@ -130,6 +133,7 @@ def _problems(config: RunConfig, *, words: Sequence[str], scope: _Scope, earlier
         rule = "holds runs that another sweeper chose, and only that sweeper can continue them"
         yield Problem("sweep.resume", earlier, f"{rule} (Optuna: hydra.sweeper.storage, study_name)", (None,))
     yield from objective_problems(config)
+    yield from _prune_problems(config, scope)
     if config.launcher.kind == "script":
         yield Problem("launcher.kind", "script", "returns no result to a sweeper", ("slurm", "local"))
     if config.dry_run:
@@ -143,6 +147,17 @@ def _problems(config: RunConfig, *, words: Sequence[str], scope: _Scope, earlier
     if earlier is None and is_sweep_folder(scope.folder):
         rule = "already holds a sweep, but another sweeper starts a new one"
         yield Problem("hydra.sweep.dir", scope.folder, rule, (f"{scope.folder}-2",))
+
+
+def _prune_problems(config: RunConfig, scope: _Scope) -> Problems:
+    if config.sweep.prune == "off":
+        return
+    for key in OF_LOSSES:
+        if any(swept == key or swept.startswith(f"{key}.") for swept in scope.swept):
+            yield different_losses(key)
+    if list(scope.objectives) not in (["final_loss"], ["validation_loss"]):
+        rule = "is not the loss alone, by which sweep.prune compares runs"
+        yield Problem("sweep.objective", config.sweep.objective, rule, ("final_loss",))
 
 
 def _open(folder: Path, command: Sequence[str]) -> None:
@@ -166,7 +181,7 @@ def _report(trial: Trial, stopped: Exception | None, *, names: Sequence[str]) ->
         result = read_result(run.run_dir, names=names)
         figures = [figure(result.figures[name], digits=6) if name in result.figures else "" for name in names]
         label = " ".join(override for override in run.overrides if key_of(override) not in fixed)
-        rows.append((os.path.relpath(run.run_dir), label, *figures, result.failure or "completed"))
+        rows.append((os.path.relpath(run.run_dir), label, *figures, result.failure or result.end))
         failed = failed or result.failure is not None
     print(flush=True)
     view.console().print(view.table(("run", "overrides", *names, "state"), rows))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_parallel.config.node_devices import visible_gpus
+from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.failure.packed_job import Queue, QueuedRun
 from hpc_parallel.launch.batch_script import gpu_flags
 from hpc_parallel.launch.prepare import PreparedRun
@@ -59,6 +60,11 @@ def packs(runs: Sequence[PreparedRun]) -> list[Pack]:
         jobs.append(_pack(order[:count], runs=runs, work=work, nodes=nodes, room=room))
         order = order[count:]
     return jobs
+
+
+def choice(config: RunConfig) -> str:
+    """`sweep.pack`, or else what the profile says of jobs of Slurm."""
+    return config.sweep.pack or (config.cluster.pack if config.launcher.kind == "slurm" else "off")
 
 
 def _times(need: Need, *, nodes: int, room: Room) -> int:
@@ -147,8 +153,8 @@ def find_problems(runs: Sequence[PreparedRun]) -> Problems:
     """Why the runs of a sweep can't be packed into jobs."""
     config = runs[0].config
     kind, settings = config.launcher.kind, config.sweep
-    if settings.pack == "off" or kind == "local":
-        rule = "needs sweep.pack=auto" if settings.pack == "off" else "has no effect on this machine"
+    if choice(config) == "off" or kind == "local":
+        rule = "needs sweep.pack=auto" if choice(config) == "off" else "has no effect on this machine"
         for key in ("pack_nodes", "pack_minutes"):
             if (value := getattr(settings, key)) is not None:
                 yield Problem(f"sweep.{key}", value, rule, (None,))
@@ -157,9 +163,10 @@ def find_problems(runs: Sequence[PreparedRun]) -> Problems:
         rule = f"packs runs into jobs of Slurm, or on this machine, and not with launcher.kind={kind}"
         yield Problem("sweep.pack", settings.pack, rule, ("off",))
         return
-    yield from _job_problems(runs)
-    yield from _host_problems(runs)
-    yield from _room_problems(runs)
+    problems = [*_job_problems(runs), *_host_problems(runs), *_room_problems(runs)]
+    yield from problems
+    if problems and settings.pack is None:
+        yield f"cluster.pack=auto: {config.cluster.name} packs sweeps. Try sweep.pack=off for separate jobs."
 
 
 def _job_problems(runs: Sequence[PreparedRun]) -> Problems:

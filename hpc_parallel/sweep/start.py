@@ -28,7 +28,7 @@ from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.shell import complain
 from hpc_parallel.slurm.jobs import queued_states
 from hpc_parallel.slurm.submit import estimate
-from hpc_parallel.sweep import view
+from hpc_parallel.sweep import pack_runs, view
 from hpc_parallel.sweep.pack_runs import LocalPlaces
 from hpc_parallel.sweep.sweep_plan import (
     PlannedRun,
@@ -218,7 +218,7 @@ class _Runner:
         self.waiting = deque(plan.runs)
         self.active: dict[PlannedRun, Agent] = {}
         self.completed = True  # all runs so far
-        packed = plan.settings.pack == "auto"
+        packed = pack_runs.choice(plan.runs[0].run.config) == "auto"
         self._limit = plan.settings.parallelism or (len(plan.runs) if packed else 1)
         self._machine = LocalPlaces(os.environ) if packed else None
         self._display = display

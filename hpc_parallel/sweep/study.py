@@ -34,7 +34,7 @@ from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.record.values import flatten, table
 from hpc_parallel.shell import complain
 from hpc_parallel.sweep.stage_inputs import changed_file, files_of, fingerprint, window_of
-from hpc_parallel.sweep.stages import BESIDE, Stage, filled, line_of, stages_of, unknown_folders
+from hpc_parallel.sweep.study_stages import BESIDE, StudyStage, filled, line_of, stages_of, unknown_folders
 
 COMPLETED = "completed"
 _KINDS = ("local", "allocation", "slurm")
@@ -44,7 +44,7 @@ _KINDS = ("local", "allocation", "slurm")
 class PlannedStage:
     """A checked stage. because: why it runs; empty if an earlier start has done it."""
 
-    stage: Stage
+    stage: StudyStage
     run: PreparedRun
     record: StageRecord
     because: str
@@ -146,7 +146,7 @@ class _Planner:
         self._problems: list[Problem | str] = []
         self._words: list[str] = []  # of all stages so far
 
-    def add(self, stage: Stage) -> None:
+    def add(self, stage: StudyStage) -> None:
         """Check a stage; those before it are planned."""
         awaited = [*self._folders.values()]
         awaited += [absolute(word.rpartition("=")[2]) for word in self._words if not word.startswith("-")]
@@ -164,7 +164,9 @@ class _Planner:
             return  # a stage before has problems
         self.planned.append(self._compared(stage, run, again))
 
-    def _compared(self, stage: Stage, run: PreparedRun, again: Callable[[], PreparedRun]) -> PlannedStage:
+    def _compared(
+        self, stage: StudyStage, run: PreparedRun, again: Callable[[], PreparedRun]
+    ) -> PlannedStage:
         earlier = {planned.name: planned for planned in self.planned}
         before = [earlier[name] for name in stage.after]
         if stage.when == BESIDE and MAIN in earlier:
@@ -381,7 +383,7 @@ def submit(study: Study) -> int:
     return max([wait_for_job(runs[name], job) for name, job in jobs.items()])
 
 
-def _dependency(stage: Stage, jobs: Mapping[str, Any]) -> str:
+def _dependency(stage: StudyStage, jobs: Mapping[str, Any]) -> str:
     """sbatch's `--dependency` for a stage: those before it must complete, and a run beside must start."""
     parts = [f"afterok:{jobs[name].id}" for name in stage.after if name in jobs]
     parts += [f"after:{jobs[MAIN].id}"] if stage.when == BESIDE and MAIN in jobs else []

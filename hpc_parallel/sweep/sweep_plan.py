@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,11 +19,12 @@ from omegaconf import DictConfig, OmegaConf
 from hpc_parallel.config.compose import Cell, SweepCells
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.resolve import UnresolvedError
-from hpc_parallel.config.schema import SweepConfig
+from hpc_parallel.config.schema import RunConfig, SweepConfig
+from hpc_parallel.config.tasks import LEAST_OTHERS, OF_LOSSES
 from hpc_parallel.launch import run_files
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.layout.batch_plan import usual_batch_size
-from hpc_parallel.problems import ConfigError, Problem, quoted, spell
+from hpc_parallel.problems import ConfigError, Problem, Problems, quoted, spell
 from hpc_parallel.record.provenance import source_state
 from hpc_parallel.record.snapshot import Snapshot, cached_plan_snapshot
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, is_sweep_folder
@@ -110,7 +112,8 @@ def plan_sweep(
     Raises ConfigError with the problems of all combinations if nothing may start, and UnresolvedError if
     the command itself is wrong.
     """
-    planner = _SweepChecker(config_dir, earlier)
+    folder = earlier.folder if earlier is not None else cells.folder
+    planner = _SweepChecker(config_dir, earlier, folder)
     for cell in cells.cells:
         planner.add(cell)
     settings = SweepConfig(**cells.settings)
@@ -118,7 +121,7 @@ def plan_sweep(
         earlier.require_all_found()
     planner.require_valid(settings)
     return SweepPlan(
-        folder=earlier.folder if earlier is not None else cells.folder,
+        folder=folder,
         command=tuple(command),
         settings=settings,
         runs=planner.runs,
@@ -135,6 +138,7 @@ class _SweepChecker:
 
     config_dir: str | None
     earlier: Earlier | None
+    folder: Path  # of the sweep
     runs: list[PlannedRun] = field(default_factory=list)
     kept: list[KeptRun] = field(default_factory=list)
     duplicates: int = 0
@@ -177,6 +181,8 @@ class _SweepChecker:
         if OmegaConf.select(config, "training.global_batch_size", default=0) is None:
             size = usual_batch_size(OmegaConf.select(config, "model"))  # the same for all layouts
             answers["training.global_batch_size"] = size
+        if OmegaConf.select(config, "sweep.prune", default=None) == "median":
+            answers["sweep.folder"] = str(self.folder.absolute())
         is_auto = OmegaConf.select(config, "launcher.kind", default=None) == AUTO
         if is_auto and self._launcher:
             answers["launcher.kind"], _ = self._launcher
@@ -204,7 +210,7 @@ class _SweepChecker:
         if self._errors and (settings.on_invalid == "stop" or not (self.runs or self.kept)):
             problems = {str(problem): problem for _, error in self._errors for problem in error.problems}
             raise ConfigError(list(problems.values()))
-        _require_consistent([planned.run for planned in self.runs], settings)
+        _require_consistent([planned.run for planned in self.runs], settings, kept=len(self.kept))
 
     def skipped(self) -> list[SkippedRun]:
         return list(
@@ -220,8 +226,11 @@ def run_overrides(overrides: Sequence[str]) -> list[str]:
     return [override for override in overrides if not override.lstrip("+").startswith(OF_THE_SWEEP)]
 
 
-def _require_consistent(runs: Sequence[PreparedRun], settings: SweepConfig) -> None:
-    """Raise ConfigError unless each run has its own folder, and all share a launcher and `sweep.` keys."""
+def _require_consistent(runs: Sequence[PreparedRun], settings: SweepConfig, *, kept: int) -> None:
+    """Raise ConfigError unless each run has its own folder, and all share a launcher and `sweep.` keys.
+
+    kept: the number of runs that are not started again.
+    """
     problems: list[Problem | str] = []
     if len({run.folder.path for run in runs}) < len(runs):
         rule = "is the same for several runs of the sweep, but each run needs its own folder"
@@ -229,8 +238,11 @@ def _require_consistent(runs: Sequence[PreparedRun], settings: SweepConfig) -> N
     common: list[tuple[str, set[Any]]] = [
         ("launcher.kind", {run.config.launcher.kind for run in runs}),
         ("dry_run", {run.config.dry_run for run in runs}),
+        ("sweep.pack", {pack_runs.choice(run.config) for run in runs}),
         *((f"sweep.{key}", {getattr(run.config.sweep, key) for run in runs})
-          for key in ("on_invalid", "parallelism", "wait", "pack", "pack_nodes", "pack_minutes")),
+          for key in (
+              "on_invalid", "parallelism", "wait", "pack_nodes", "pack_minutes", "prune", "prune_after"
+          )),
     ]  # fmt: skip
     for key, values in common:
         if len(values) > 1:
@@ -240,10 +252,29 @@ def _require_consistent(runs: Sequence[PreparedRun], settings: SweepConfig) -> N
     if settings.objective != SweepConfig.objective:
         rule = "only another sweeper uses it. Try hydra/sweeper=optuna"
         problems.append(f"sweep.objective={spell(settings.objective)}: {rule}.")
+    if settings.folder is not None:
+        problems.append(Problem("sweep.folder", settings.folder, "is hydra.sweep.dir in a sweep", (None,)))
+    if settings.prune != "off":
+        problems += prune_problems([run.config for run in runs], count=len(runs) + kept)
     if runs and not problems:
         problems = list(pack_runs.find_problems(runs))
     if problems:
         raise ConfigError(problems)
+
+
+def prune_problems(configs: Sequence[RunConfig], *, count: int) -> Problems:
+    """Why the losses of the runs can't be compared at the same step. count: the number of all runs."""
+    if count <= LEAST_OTHERS:
+        rule = f"compares a run with {LEAST_OTHERS} others, and this sweep has {count}"
+        yield Problem("sweep.prune", "median", rule, ("off",))
+    for key in OF_LOSSES:
+        if len({repr(attrgetter(key)(config)) for config in configs}) > 1:
+            yield different_losses(key)
+
+
+def different_losses(key: str) -> Problem:
+    rule = f"compares losses at the same step, and {key} has several values"
+    return Problem("sweep.prune", "median", rule, ("off",))
 
 
 def folder_problems(folder: Path) -> list[Problem | str]:

@@ -14,6 +14,7 @@ from hpc_parallel.config.tasks import objective_problems, objectives
 from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.endings import COMPLETED, PRUNED
 from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, change_sweep
@@ -62,6 +63,8 @@ class Trial:
 
     def _prepare(self, composed: DictConfig, overrides: Sequence[str]) -> PreparedRun:
         composed.launcher.wait = True
+        if composed.sweep.prune != "off":
+            composed.sweep.folder = str(self.folder)
         run = prepare(composed, overrides=overrides, config_dir=self.config_dir)
         if problems := list(objective_problems(run.config)):
             raise ConfigError(problems)
@@ -97,18 +100,23 @@ class Result:
 
     figures: dict[str, float]
     failure: str | None  # why figures are missing
+    end: str = COMPLETED  # how it ended, if not in a failure
 
 
 def read_result(path: Path, *, names: Sequence[str]) -> Result:
-    """Read the named figures of the run in `path`; a run that did not complete has none."""
+    """Read the named figures of the run in `path`; a run that has failed has none.
+
+    Those of a run that `sweep.prune` has ended are of its last step.
+    """
     run = read_run(path)
     summary = run.summary or {}
-    if not run.totals.completed:
+    if not run.totals.ended_well:
         return Result({}, (run.root_cause and run.root_cause.line) or run.totals.outcome or "unfinished")
     values = {name: number(summary.get(name)) for name in names}
     figures = {name: value for name, value in values.items() if value is not None}
     missing = [name for name in names if name not in figures]
-    return Result(figures, f"completed without {' and '.join(missing)}" if missing else None)
+    end = COMPLETED if run.totals.completed else (run.totals.ended_early or PRUNED)
+    return Result(figures, f"{end} without {' and '.join(missing)}" if missing else None, end)
 
 
 def _without(sweep: Sweep, path: Path) -> Sweep:

@@ -17,7 +17,15 @@ from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.layout.holdings import model_facts
 from hpc_parallel.layout.step_facts import rounded_parts
 from hpc_parallel.problems import printable
-from hpc_parallel.record.endings import Failure, Stop, Summary, other_state, other_statistics
+from hpc_parallel.record.endings import (
+    COMPLETED,
+    PRUNED,
+    Failure,
+    Stop,
+    Summary,
+    other_state,
+    other_statistics,
+)
 from hpc_parallel.record.metrics_file import (
     MetricsLine,
     MetricsReader,
@@ -97,12 +105,12 @@ class SweepView:
             )  # fmt: skip
 
     def end(self, planned: PlannedRun) -> bool:
-        """Print how a run ended, with the cause of a failure. Returns whether it completed."""
+        """Print how a run ended, with the cause of a failure. Returns whether it ended well."""
         self.poll(planned)
         self._bars.remove_task(self._tasks.pop(planned.run.folder.path))
         outcome, line = outcome_line(planned.run.folder)
         self._print_end(planned, outcome, line)
-        return outcome == "completed"
+        return outcome in (COMPLETED, PRUNED)
 
     def skip(self, planned: PlannedRun) -> None:
         """Print that a run was cancelled before it started."""
@@ -135,7 +143,7 @@ def outcome_line(folder: RunFolder) -> tuple[str, str]:
         return outcome, printable(f"failed: {failure.line}" if failure.line else outcome)
     if outcome == "cancelled" and (stopped := Stop.read(folder)) is not None:
         return outcome, printable(stopped.line or outcome)
-    parts = [outcome]
+    parts = [(outcome == PRUNED and printable(summary.ended_early or "")) or outcome]
     if summary.final_loss is not None:
         parts.append(f"loss {figure(summary.final_loss)}")
     if summary.samples_per_s is not None:

@@ -12,6 +12,7 @@ from hpc_parallel.failure.error_place import mark_step
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.training.callbacks import Callbacks
 from hpc_parallel.training.metrics import Metrics
+from hpc_parallel.training.pruning import Pruning
 from hpc_parallel.training.writers import Writer
 
 
@@ -51,6 +52,7 @@ class Observers:
     writers: Sequence[Writer]  # empty on every rank except rank 0
     progress: Progress  # for a watchdog
     callbacks: Callbacks  # the user's; they may end the training
+    pruning: Pruning | None = None  # compares with the other runs of a sweep; it may end the training
 
     @contextmanager
     def around(self, phase: str, step: int) -> Iterator[None]:

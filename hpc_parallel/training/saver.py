@@ -89,7 +89,8 @@ class Saver:
 
         `save_s`: how long it took to write that checkpoint; later saves replace the value.
 
-        `check` is called with the step before the state is copied. It raises if the state must not be saved.
+        `check` is called with the step before the state is copied. It raises if the state must not be saved,
+        nor copied to the memory of hosts.
 
         `on_wait` is called every few seconds while training waits for a save, so that the watchdog does not
         report a hang. If the ranks have not written within the time-out of `saving`, the save has failed. A
@@ -111,7 +112,7 @@ class Saver:
         self._saved_step = saved_step
         self.save_s = save_s
         self._plans = f"saver {next(_SAVERS)}"
-        self._check = check
+        self.check = check
         self._on_wait = on_wait
         self._on_saved = on_saved
         self._warn, self._is_short = warn, False
@@ -134,7 +135,7 @@ class Saver:
         """
         self._finish()
         if step > self._saved_step:
-            self._check(step)
+            self.check(step)
             self._begin(step)
         if not blocking and self._training.checkpoint_async:
             return

@@ -67,6 +67,7 @@ class Trainer:
         self._progress = observers.progress
         self._callbacks = observers.callbacks
         self.ended_early: str | None = None  # why a callback ended the training
+        self.pruned: str | None = None  # why the training ended before other runs of its sweep
         self._training = config.training
         self._schedule = config.optimizer
         self._saver = saver
@@ -79,7 +80,8 @@ class Trainer:
         """Train to the last step.
 
         Returns the signal that stopped the training earlier, after its checkpoint is complete, else None.
-        A callback may also end the training earlier (`ended_early`).
+        A callback may also end the training earlier (`ended_early`), or a comparison with other runs
+        (`pruned`).
         """
         if self.steps_done:  # the last start may have died between its early end and its summary
             self.ended_early = self._callbacks.reason()
@@ -108,6 +110,9 @@ class Trainer:
             if self.ended_early is not None:
                 self._save_last(step)
                 break
+            if self.pruned is not None:
+                self._save(step, blocking=True)
+                break
             if step < steps and (signalled := self._stop(step)) is not None:
                 self._save(step, blocking=True)
                 return signalled
@@ -126,6 +131,8 @@ class Trainer:
         reason = self._callbacks.line(line)
         if step < self._training.steps:
             self.ended_early = reason
+            if reason is None and self._observers.pruning is not None:
+                self.pruned = self._observers.pruning.why(line)
 
     def _save_last(self, step: int) -> None:
         """Save the last step of a training that ends early, in the same way as the planned last step."""
@@ -144,6 +151,7 @@ class Trainer:
         self._progress.mark("save", step)
         self._step.raise_if_nonfinite(step, batches=self._samples.train)
         started = time.perf_counter()
+        self._saver.check(step)
         memory.keep(step, on_wait=lambda: self._progress.mark("save", step))
         self._metrics.leave_out(time.perf_counter() - started, cause="saving")
 

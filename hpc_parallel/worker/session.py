@@ -29,7 +29,7 @@ from hpc_parallel.layout.layout import layout_of, share_of
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
 from hpc_parallel.layout.shares import MEASURED
 from hpc_parallel.record import attempts
-from hpc_parallel.record.endings import Stop
+from hpc_parallel.record.endings import COMPLETED, Stop
 from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import read_yaml
@@ -164,6 +164,7 @@ def phases_of(folder: RunFolder, *, rank: int) -> Callable[[str], None]:
 def complete(
     context: TaskContext,
     *,
+    outcome: str = COMPLETED,
     lines: Sequence[Mapping[str, Any]] = (),
     writers: Sequence[Writer] = (),
     measured: Mapping[str, Any] = MappingProxyType({}),
@@ -172,7 +173,7 @@ def complete(
     if dist.get_rank() == 0:
         summary = summarise(
             context.values,
-            outcome="completed",
+            outcome=outcome,
             lines=lines,
             history=vars(attempts.history(context.folder, until=datetime.now(UTC))),
             measured=measured,

@@ -19,6 +19,7 @@ from hpc_parallel.layout.step_facts import rounded_parts
 from hpc_parallel.machine.world import World
 from hpc_parallel.record import attempts, checkpoint_index, host_memory
 from hpc_parallel.record.checkpoint_index import Checkpoint, clear, set_aside_after
+from hpc_parallel.record.endings import COMPLETED, PRUNED
 from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.trust import UntrustedError, require_private
@@ -36,6 +37,7 @@ from hpc_parallel.training.metrics import Energy, Metrics, Scale, peak_flops
 from hpc_parallel.training.nonfinite import NonFiniteError
 from hpc_parallel.training.observers import Observers, Profiler
 from hpc_parallel.training.optimizer import ModelOptimizer, build_optimizer
+from hpc_parallel.training.pruning import Pruning
 from hpc_parallel.training.read_ahead import ReadAhead
 from hpc_parallel.training.replicas import ReplicaCheck, ReplicaError
 from hpc_parallel.training.restore import newest_sound, restore
@@ -118,7 +120,8 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
         if signalled is None:
             finish(
                 session, context, observers=observers, profilers=profilers,
-                ended_early=trainer.ended_early, state_bytes=state_by_rank(step.held_bytes, optimizer),
+                ended_early=trainer.ended_early, pruned=trainer.pruned,
+                state_bytes=state_by_rank(step.held_bytes, optimizer),
             )  # fmt: skip
         else:
             note_stop(folder, observers.writers, signalled=signalled, about={"step": trainer.steps_done})
@@ -134,7 +137,8 @@ def open_observers(
     steps_done: int,
 ) -> Observers:
     config, folder = session.config, context.folder
-    reads = config.training.callbacks and dist.get_rank() == 0
+    prunes = config.sweep.prune != "off" and config.sweep.folder is not None
+    reads = (config.training.callbacks or prunes) and dist.get_rank() == 0
     lines = MetricsReader(folder.metrics).read() if reads else []
     earlier = [line for line in lines if line["step"] <= steps_done]  # later steps are trained again
     return Observers(
@@ -147,6 +151,7 @@ def open_observers(
             folder=folder.path,
             lines=earlier,
         ),
+        pruning=Pruning(config, folder=folder, lines=earlier) if prunes else None,
     )
 
 
@@ -295,6 +300,7 @@ def finish(
     observers: Observers,
     profilers: Profilers,
     ended_early: str | None,
+    pruned: str | None,
     state_bytes: Sequence[Mapping[str, int]] | None,
 ) -> None:
     """Write the summary after the last step, and draw the losses.
@@ -303,13 +309,14 @@ def finish(
     """
     folder = context.folder
     measured = profilers.figures(folder) | traffic_of(session)
-    measured |= {"comparison": session.comparison, "ended_early": ended_early}
+    measured |= {"comparison": session.comparison, "ended_early": ended_early or pruned}
     measured |= {"shares": session.config.strategy.shares, "statistics_samples": session.statistics_samples}
     measured |= {"in_bfloat16": rounded_parts(session.config)}
     measured |= {"rank_memory_bytes": observers.metrics.rank_memory_bytes, "rank_state_bytes": state_bytes}
     rank = dist.get_rank()
     lines = MetricsReader(folder.metrics).read() if rank == 0 else []
-    complete(context, lines=lines, writers=observers.writers, measured=measured)
+    outcome = COMPLETED if pruned is None else PRUNED
+    complete(context, outcome=outcome, lines=lines, writers=observers.writers, measured=measured)
     if rank == 0:
         draw_plots(folder, lasted_s=span_s(lines))
 

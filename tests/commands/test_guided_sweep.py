@@ -38,8 +38,8 @@ class Noting(Callback):
 
 
 class StandIn:
-    """A launcher whose runs end at once: the loss is the learning rate, a seed of 13 fails, one of 99 is
-    ended as on this machine, one of 77 as a job that is followed."""
+    """A launcher whose runs end at once: the loss is the learning rate, a seed of 13 fails, one of 55 is
+    pruned, one of 99 is ended as on this machine, one of 77 as a job that is followed."""
 
     def launch(self, run: PreparedRun) -> int:
         assert run.config.launcher.wait
@@ -52,7 +52,8 @@ class StandIn:
             return 1
         failed = run.config.seed == 13
         summary = {
-            "outcome": "failed" if failed else "completed",
+            "outcome": {13: "failed", 55: "pruned"}.get(run.config.seed, "completed"),
+            "ended_early": "pruned at step 4" if run.config.seed == 55 else None,
             "final_loss": run.config.optimizer.learning_rate,
             "samples_per_s": 100 * run.config.seed,
         }
@@ -90,6 +91,33 @@ def test_several_figures_are_handed_back_in_their_order() -> None:
     words = ["sweep.objective=[samples_per_s,final_loss]", "optimizer.learning_rate=0.25", "seed=3,4"]
     assert main(["-m", *words, CALLED, *HERE]) == 0
     assert [done.return_value for done in NOTED] == [[300, 0.25], [400, 0.25]]
+
+
+def test_a_pruned_run_returns_its_last_loss(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["seed=1,55", "optimizer.learning_rate=0.25", "sweep.prune=median", CALLED, *HERE]
+    assert main(["-m", *words]) == 0
+    assert [done.return_value for done in NOTED] == [0.25, 0.25]
+    folder, sweep = only_sweep(here)
+    assert {run.config.sweep.folder for run in ASKED} == {str(folder)}
+    assert "sweep" not in str(sweep.runs[0].overrides)
+    lines = capsys.readouterr().out.splitlines()
+    assert any("seed=55" in line and line.endswith("pruned at step 4") for line in lines)
+
+
+def test_losses_that_cannot_be_compared_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["training.global_batch_size=8,16", "sweep.objective=samples_per_s", "sweep.prune=median"]
+    assert main(["-m", *words, "data.max_bytes=1000000,2000000", CALLED, *HERE]) == 2
+    told = capsys.readouterr().err
+    for key in ("data", "training.global_batch_size"):
+        assert (
+            f"median compares losses at the same step, and {key} has several values. Try sweep.prune=off."
+            in told
+        )
+    assert (
+        "sweep.objective = samples_per_s is not the loss alone, by which sweep.prune compares runs. "
+        "Try sweep.objective=final_loss." in told
+    )
+    assert not ASKED
 
 
 def test_a_failed_run_is_the_sweepers_to_deal_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,6 +52,8 @@ LINES = {
     "task.seconds=3": "no key task.seconds here. Try task=calibrate, task=collectives or task=infer.",
     "launcher.cpus_per_device=maybe": "is not a whole number. Try launcher.cpus_per_device=1.",
     "script.requeue_codes=maybe": "is not a list of whole numbers [a,b]. Try script.requeue_codes=[].",
+    "script.argumnts.lr=1e-3": "Try script.arguments.lr=1e-3.",
+    "launcher.extr.reservation=mine": "Try +launcher.extra.reservation=mine.",
     "data=words.npy": "Try data=tokens data.path=words.npy.",
     "strategy=Parameter-Server": "Try strategy=parameter_server.",
     "training.steps=10k": "Try training.steps=10000.",

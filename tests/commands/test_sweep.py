@@ -18,7 +18,9 @@ from hpc_parallel.config.hydra_internals import composing
 from hpc_parallel.config.places import find_folder
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.failure.end_runs import is_script_of
 from hpc_parallel.record.attempts import history
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import Sweep, read_sweep
 from hpc_parallel.record.trust import UntrustedError
@@ -173,7 +175,8 @@ def test_unsupported_settings_of_hydra_are_refused(
 
 STUB = """#!/bin/sh
 case "${0##*/} $1 $2" in
-  sbatch*) for last; do :; done; cp "$last" "$CALLS.$$"; echo "$$" >> "$CALLS"; tail -1 "$CALLS" ;;
+  sbatch*) for last; do :; done; cp "$last" "$CALLS.$$"; echo "$last" >> "$CALLS.paths"
+    echo "$$" >> "$CALLS"; tail -1 "$CALLS" ;;
   "scontrol ping"*) echo "Slurmctld(primary) at here is UP" ;;
   "scontrol show config") echo "MaxArraySize            = $MOST" ;;
 esac
@@ -218,6 +221,15 @@ def test_runs_with_equal_sbatch_flags_form_one_array(slurm: Path, here: Path) ->
             assert json.loads((run.run_dir / "owner.json").read_text())["job_id"] == run.job_id
             assert (run.run_dir / "batch_script.sh").read_text() == script
             assert str(run.run_dir) in (run.run_dir / "slurm" / "resubmit.sh").read_text()
+
+
+def test_the_job_of_a_run_without_an_array_can_be_cancelled(slurm: Path, here: Path) -> None:
+    """Its script was in a folder of the sweep, and `cancel` took the job for another one."""
+    assert main(["-m", "nodes=1,2", "launcher=slurm", *CHEAP]) == 0
+    _, sweep = only_sweep(here)
+    submitted = Path(f"{slurm}.paths").read_text().split()
+    for run, script in zip(sweep.runs, submitted, strict=True):
+        assert is_script_of(RunFolder(run.run_dir), script, job=str(run.job_id))
 
 
 def test_where_one_run_cannot_be_none_is_left(

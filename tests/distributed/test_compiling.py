@@ -77,6 +77,18 @@ LAYOUTS = {
         "float64", "strategy=fsdp", "gpus_per_node=2", "strategy.expert=2", *MIXTURE, *BALANCED,
         "training.microbatch_size=2", "training.activation_checkpointing=full",
     ),
+    "a mixture, context over 2, tensor over 2, by heads": (
+        "float64", "strategy=context", "gpus_per_node=2", "strategy.context=2", "strategy.tensor=2",
+        "strategy.context_attention=all_to_all", *MIXTURE,
+    ),
+    "a mixture, expert over 2, tensor over 2, shard over 2, recomputing all": (
+        "float64", "strategy=fsdp", "gpus_per_node=4", "strategy.expert=2", "strategy.tensor=2", *MIXTURE,
+        "training.activation_checkpointing=full",
+    ),
+    "a mixture without a loss, pipeline over 2, expert over 2, context over 2, recomputing": (
+        "float64", "strategy=pipeline", "gpus_per_node=4", "strategy.pipeline=2", "strategy.expert=2",
+        "strategy.context=2", *MIXTURE, *BALANCED, "training.activation_checkpointing=selective",
+    ),
     "data over 2, in one graph": ("float64", "strategy=data", "training.compile_whole=true"),
 }  # fmt: skip
 
@@ -206,17 +218,25 @@ class Operators(Traffic):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = (torch_internals.operator_name(function) or "").partition("::")[2]
-        self.counts.update({name} & OF_EXPERTS.keys())
+        self.counts.update({name} & {*OF_EXPERTS, "scaled_product_of_groups"})
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
-def mixture_block(keeps: str, *, compiled: bool, per_token: int, axis: DeviceMesh | None) -> torch.nn.Module:
+def mixture_block(
+    keeps: str, *, compiled: bool, per_token: int, mesh: DeviceMesh | None, recipe: str
+) -> torch.nn.Module:
+    """A block with experts, split over the axes of `mesh`. Half of each size is one that float8 takes."""
     model = MoeTransformer(
-        layers=1, dim=16, heads=2, kv_heads=2, ffn_dim=24, vocab_size=8, experts=4,
+        layers=1, dim=32, heads=2, kv_heads=2, ffn_dim=32, vocab_size=8, experts=4, shared_experts=1,
         experts_per_token=per_token, balance=0.1, balance_step=0.1, gate="sigmoid",
     )  # fmt: skip
-    if axis is not None:
-        expert.apply(model, axis=axis)
+    axes = {} if mesh is None else {name: mesh[name] for name in mesh.mesh_dim_names or ()}
+    if "expert" in axes:
+        expert.apply(model, axis=axes.pop("expert"))
+    for name, axis in axes.items():
+        apply = split_layers.apply if name == "tensor" else split_sequence.apply
+        apply(model, axis=axis, options=StrategyConfig(name=name))
+    float8.apply(model, recipe=recipe, device=torch.device("cpu"), **axes)
     checkpointing.apply(model, keeps=keeps, compiled=compiled)
     if compiled:
         compiling.apply(model)
@@ -225,46 +245,71 @@ def mixture_block(keeps: str, *, compiled: bool, per_token: int, axis: DeviceMes
 
 
 def pass_through_split_experts(
-    keeps: str, per_token: int
+    keeps: str, per_token: int, other: str | None, recipe: str
 ) -> tuple[dict[str, int], list[tuple[Tensor, Tensor]]]:
-    """On each of two ranks: the operators of a pass, and pairs of a result and of one device's."""
-    rank, axis = dist.get_rank(), init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
-    x, gradient = torch.randn(2, 2, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    """On each of the ranks: the operators of a pass, and pairs of a result and of one device's.
+
+    other: an axis beside `expert`; each has two ranks.
+    """
+    names = ("expert",) if other is None else ("expert", other)
+    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+    sample, place = (*mesh.get_coordinate(), 0)[:2]
+    x, gradient = torch.randn(2, 2, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     if per_token == 1:  # all tokens are equal, so one device gets none
         x = x[:1, :1].expand_as(x)
-    whole = mixture_block("none", compiled=False, per_token=per_token, axis=None)
+    whole = mixture_block("none", compiled=False, per_token=per_token, mesh=None, recipe=recipe)
     inputs = x.clone().requires_grad_()
-    whole(inputs).backward(gradient)
+    for one, of_one in zip(inputs.split(1), gradient.split(1), strict=True):  # float8 scales a microbatch
+        whole(one).backward(of_one)
+    positions = torch.arange(32)
+    if other == "tensor":
+        positions = positions.chunk(2)[place]
+    elif other == "context":
+        positions = torch.cat([positions[part] for part in slices_of(place, degree=2, length=32)])
+    rows = torch.tensor([sample])[:, None], positions
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
-        block = mixture_block(keeps, compiled=True, per_token=per_token, axis=axis)
-        mine = x[rank : rank + 1].clone().requires_grad_()
+        block = mixture_block(keeps, compiled=True, per_token=per_token, mesh=mesh, recipe=recipe)
+        mine = x[rows].clone().requires_grad_()
         with Operators() as operators:
-            block(mine).backward(gradient[rank : rank + 1])
+            block(mine).backward(gradient[rows])
     torch._dynamo.reset()
-    pairs = [(mine.grad, inputs.grad[rank : rank + 1])]
+    pairs = [(mine.grad, inputs.grad[rows])]
     for name, weight in block.named_parameters():
-        expected = whole.get_parameter(name).grad
-        if isinstance(weight.grad, DTensor):  # a mean over devices
-            pairs.append((2 * weight.grad.to_local(), expected.chunk(2)[rank]))
-        else:
-            dist.all_reduce(weight.grad)
-            pairs.append((weight.grad, expected))
+        gradient, summed = weight.grad, {"expert", "context"}
+        if isinstance(gradient, DTensor):
+            split = {"expert"} & set(gradient.device_mesh.mesh_dim_names or ())
+            gradient = gradient.full_tensor() * (2 if split else 1)  # a mean over devices
+            summed -= split
+        for axis in summed & set(names):
+            dist.all_reduce(gradient, group=mesh[axis].get_group())
+        pairs.append((gradient, whole.get_parameter(name).grad))
     load = block.get_buffer("feed_forward.load.expert_load")
-    dist.all_reduce(load)
+    for axis in {"expert", "context"} & set(names):
+        dist.all_reduce(load, group=mesh[axis].get_group())
     return operators.counts, [*pairs, (load, whole.get_buffer("feed_forward.load.expert_load"))]
 
 
 @pytest.mark.parametrize(
-    ("keeps", "per_token"), [("selective", 2), *in_full([("none", 2), ("full", 2), ("selective", 1)])]
+    ("keeps", "per_token", "other", "recipe"),
+    [
+        ("selective", 2, "tensor", "off"),
+        *in_full([("none", 2, None, "off"), ("full", 2, None, "off"), ("selective", 1, None, "off")]),
+        *in_full([("full", 2, "tensor", "off"), ("selective", 2, "context", "off")]),
+        *in_full([("selective", 2, "tensor", "rowwise"), ("full", 2, "context", "rowwise")]),
+    ],
 )
 def test_compiled_experts_on_other_devices_are_one_graph(
-    compiling_workers: Workers, keeps: str, per_token: int
+    compiling_workers: Workers, keeps: str, per_token: int, other: str | None, recipe: str
 ) -> None:
     """Rows travel to experts and back in it. `selective` repeats no product and no message."""
-    for counts, pairs in compiling_workers.run(2, pass_through_split_experts, keeps, per_token):
-        assert counts == {name: number[keeps == "full"] for name, number in OF_EXPERTS.items()}
-        for found, expected in pairs:
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    expected = Counter({name: number[keeps == "full"] for name, number in OF_EXPERTS.items()})
+    if recipe != "off":
+        expected["scaled_product_of_groups"] = expected.pop("product_of_groups")
+    words = keeps, per_token, other, recipe
+    for counts, pairs in compiling_workers.run(4 if other else 2, pass_through_split_experts, *words):
+        assert counts == expected
+        for found, wanted in pairs:
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
 def float8_differences(name: str, recipe: str, keeps: str) -> float:

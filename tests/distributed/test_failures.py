@@ -212,9 +212,18 @@ def test_a_skipped_step_is_skipped_alike(trained: Train, layout: tuple[str, ...]
 
 
 @pytest.mark.processes
-def test_a_weight_that_differs_between_replicas_stops_the_run(failing: Failing) -> None:
-    """One weight of rank 1 changes in step 3; the checkpoint of step 4 is not written."""
-    found = failing(*TWO, "training.checkpoint_every=2", *harm("flip", at=3, victim=1))
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("training.checkpoint_every=2",),
+        *in_full([(("training.memory_checkpoint_every=2", "training.checkpoint_every=100"),)]),
+    ],
+)
+def test_a_weight_that_differs_between_replicas_stops_the_run(
+    words: tuple[str, ...], failing: Failing
+) -> None:
+    """One weight of rank 1 changes in step 3; step 4 is neither saved nor copied to the hosts' memory."""
+    found = failing(*TWO, *words, *harm("flip", at=3, victim=1))
     assert found["line"] == (
         f"rank 1 on {HOST} failed first: blocks.2.attention.query.weight is not that of rank 0, its replica, "
         "after step 4; 1 follower"

@@ -157,6 +157,11 @@ MORE_SPLITS = {
     "expert x context": (
         "rowwise", (*MIXTURE, "strategy=context", *FOUR, "strategy.context=2", "strategy.expert=2"), 8
     ),
+    "pipeline x expert, compiled, keeping products": (
+        "rowwise",
+        (*MIXTURE, "strategy=pipeline", *FOUR, "strategy.pipeline=2", "strategy.expert=2", SELECTIVE,
+         "training.compile=true"), 4,
+    ),
     "a mixture, tensor, whole sequences": (
         "rowwise", (*MIXTURE, "strategy=tensor", "nodes=2", "strategy.sequence_parallel=false"), 16
     ),

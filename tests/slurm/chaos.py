@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,7 +32,7 @@ from tests.workers import Trained, Workers
 
 STEPS = 80
 EVERY = 10  # steps from checkpoint to checkpoint
-EQUAL = 1e-6  # of losses and of tensors, relative; float64 leaves 1e-12
+EQUAL = 1e-10  # of losses and of tensors, relative; float64 leaves 1e-12
 TRAINING = (
     *SMALL,
     f"training.steps={STEPS}",
@@ -43,6 +46,7 @@ TRAINING = (
 JOB = re.compile(r"^job +(\d+)\n", re.MULTILINE)
 SLOW = ("model._target_=tests.models.Slow", "+model.pause_s=0.06", "strategy.verify=never")
 DATA = ("strategy=data", "nodes=2")
+OWN_LOOP = Path(__file__).with_name("own_loop.py")
 
 
 @dataclass
@@ -53,6 +57,7 @@ class Row:
     done: list[str] = field(default_factory=list)
     lost: int | None = None
     restarts: int | None = None
+    back_s: float | None = None  # from the last harm to the next step that counts
 
 
 @dataclass
@@ -61,7 +66,9 @@ class Case:
     reference: Trained
     row: Row
     dice: Random
+    is_own: bool = False  # whether own_loop.py runs, instead of a model of ours
     kept: int = 0  # step of the newest checkpoint when the harm was done
+    harmed: datetime = field(init=False, repr=False)
     following: subprocess.Popen[bytes] = field(init=False, repr=False)
     seen_from: Path = Path("/")  # the root under which the checkpoints are to be seen
 
@@ -82,14 +89,27 @@ class Case:
 
     @property
     def crawl_while(self) -> Path:
-        """While this file exists, the steps of a SLOW run take four times as long."""
+        """While this file exists, the steps of a SLOW run and of a script take four times as long."""
         return self.site.home / "crawl"
+
+    @property
+    def hold_while(self) -> Path:
+        """While this file exists, no start of a SLOW run or of a script comes to its first step."""
+        return self.site.home / "hold"
 
     def submit(self, *words: str, model: tuple[str, ...] = SLOW) -> str:
         """Begin the run, and follow it as a user in a terminal of their own; returns its job."""
-        if model == SLOW:
-            model += (f"+model.crawl_while={self.crawl_while}",)
+        if model[: len(SLOW)] == SLOW:
+            model += (f"+model.crawl_while={self.crawl_while}", f"+model.hold_while={self.hold_while}")
         return self._follow(*words, *TRAINING, *model, "launcher=slurm", "run_dir=run")
+
+    def submit_script(self, *words: str) -> str:
+        """The same with a training loop of the user's own."""
+        self.is_own = True
+        shutil.copy(OWN_LOOP, self.site.home)
+        line = ("own_loop.py", "{run}/saved", str(self.site.home), str(STEPS), str(EVERY), "0.1")
+        resume = "script.resume_arguments=--resume {run}/saved"
+        return self._follow(*words, resume, "launcher=slurm", "run_dir=run", "--", *line)
 
     def resume(self, *words: str) -> str:
         self.row.done.append(f"resumed {' '.join(words)}".strip())
@@ -98,7 +118,7 @@ class Case:
     def _follow(self, *words: str) -> str:
         with self.told.open("w") as told:
             self.following = subprocess.Popen(
-                [sys.executable, "-m", "hpc_parallel.run", *words, "launcher.wait=true"],
+                [sys.executable, "-m", "hpc_parallel.run", "launcher.wait=true", *words],
                 cwd=self.site.home, env=self.site.environment,
                 stdout=told, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
@@ -131,6 +151,21 @@ class Case:
     def step(self) -> int:
         return max(self.steps, default=0)
 
+    @property
+    def saved_step(self) -> int:
+        """The step of the newest state that is whole."""
+        saved = self.folder / "saved"
+        if self.is_own:
+            return json.loads(saved.read_text())["step"] if saved.exists() else 0
+        return max([found.step for found in self.checkpoints], default=0)
+
+    def half_saved(self, step: int) -> Path:
+        """What exists while the state of this step is being written."""
+        return (self.folder if self.is_own else self.checkpoint_folder) / f".step-{step}"
+
+    def worker(self, rank: int) -> psutil.Process | None:
+        return script_of(self.folder, rank) if self.is_own else worker_of(self.folder, rank)
+
     def state(self, job: str) -> str:
         return self.site.record(job)["JobState"]
 
@@ -149,14 +184,24 @@ class Case:
 
     def assert_said(self, job: str, line: str, *, times: int = 1) -> None:
         """That a line of the job's log is of this pattern."""
-        logs = sorted((self.folder / "slurm").glob(f"{job}*.out"))
-        lines = [found for log in logs for found in log.read_text(errors="replace").splitlines()]
+        lines = self.job_log(job)
         assert sum(bool(re.fullmatch(line, found)) for found in lines) == times, lines
+
+    def job_log(self, job: str) -> list[str]:
+        logs = sorted((self.folder / "slurm").glob(f"{job}*.out"))
+        return [line for log in logs for line in log.read_text(errors="replace").splitlines()]
 
     # --- harm
 
     def preempt(self, job: str) -> None:
-        """An urgent job takes all hosts until the run waits for them again, or has ended.
+        """An urgent job takes all hosts until the run waits for them again, or has ended."""
+        urgent = self.take_hosts()
+        assert self.state(job) in ("PENDING", *ENDED)
+        self.site.cluster.run("scancel", urgent)
+        self.note("preempted")
+
+    def take_hosts(self) -> str:
+        """All of them, for an urgent job, which is returned.
 
         The training crawls meanwhile: on a busy machine, Slurm takes longer than the steps that are left.
         """
@@ -165,12 +210,10 @@ class Case:
         urgent = self.site.cluster.run("sbatch", "--parsable", "--output=/dev/null", *words)
         wait_for(lambda: self.state(urgent) == "RUNNING")
         self.crawl_while.unlink()
-        assert self.state(job) in ("PENDING", *ENDED)
-        self.site.cluster.run("scancel", urgent)
-        self.note("preempted")
+        return urgent
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
-        worker = worker_of(self.folder, rank)
+        worker = self.worker(rank)
         assert worker is not None
         self.note(f"{number.name} to rank {rank}")
         worker.send_signal(number)
@@ -191,7 +234,8 @@ class Case:
     def note(self, harm: str) -> None:
         """For the table; and what a new start may go back to at most."""
         self.row.done.append(f"{harm} at {self.step}")
-        self.kept = max([found.step for found in self.checkpoints], default=0)
+        self.kept = self.saved_step
+        self.harmed = datetime.now(UTC)
 
     # --- what must hold
 
@@ -206,22 +250,26 @@ class Case:
         assert fewest <= summary["lost_steps"] <= most
         assert not restarts or (self.starts[-1].after_step or 0) >= self.kept
         self.assert_steps(STEPS)
-        newest = self.checkpoints[0]
-        assert newest.step == STEPS
-        found = tensors_of(newest)
-        wanted = tensors_of(complete(self.reference.folder / "checkpoints")[0])
-        assert tensor_difference(found, wanted) < EQUAL
+        assert self.saved_step == STEPS
+        if self.is_own:
+            weights = read(self.folder, "saved")["weights"]
+            assert largest_difference(weights, of_own_loop(STEPS)[1]) < EQUAL
+        else:
+            wanted = tensors_of(complete(self.reference.folder / "checkpoints")[0])
+            assert tensor_difference(tensors_of(self.checkpoints[0]), wanted) < EQUAL
         self.assert_nothing_is_left()
         if followed:
             assert self.following.wait(timeout=PATIENCE_S) == 0, self.told.read_text()
-            assert f"completed: step {STEPS} of {STEPS}, " in self.told.read_text()
+            of = "" if self.is_own else f" of {STEPS}"
+            assert f"completed: step {STEPS}{of}, " in self.told.read_text()
 
     def assert_steps(self, last: int) -> None:
         """Each once, with the loss of the undisturbed run."""
         lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == list(range(1, last + 1))
         losses = [line["loss"] for line in lines]
-        assert largest_difference(losses, self.reference.losses[:last]) < EQUAL
+        wanted = of_own_loop(last)[0] if self.is_own else self.reference.losses[:last]
+        assert largest_difference(losses, wanted) < EQUAL
 
     def assert_nothing_is_left(self) -> None:
         """No process on any host but its slurmd, no file half written, no checkpoint without its marker."""
@@ -251,6 +299,17 @@ def temporary(path: Path) -> bool:
     return not path.name.startswith(names) and not any(part.startswith("code") for part in path.parts)
 
 
+def script_of(folder: Path, rank: int) -> psutil.Process | None:
+    """The process of a rank of own_loop.py."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            mine = words[1:2] == ["-u"] and f"{folder}/saved" in words  # with its parent's options before
+            if mine and process.environ().get("RANK") == str(rank):
+                return process
+    return None
+
+
 def guests(pids: list[int]) -> list[str]:
     found = []
     for pid in pids:
@@ -266,6 +325,13 @@ def guests(pids: list[int]) -> list[str]:
 def undisturbed(workers: Workers) -> Trained:
     """The same steps on one device."""
     return workers.train("strategy=single", *TRAINING)
+
+
+def of_own_loop(steps: int) -> tuple[list[float], list[float]]:
+    """The losses and the last weights of own_loop.py on one device."""
+    import own_loop
+
+    return own_loop.alone(steps)
 
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, Any]:

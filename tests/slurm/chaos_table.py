@@ -6,7 +6,7 @@ from typing import Any
 
 from chaos import Row
 
-HEADS = ("case", "seed", "what was done", "lost", "restarts", "s", "verdict")
+HEADS = ("case", "seed", "what was done", "lost", "restarts", "back after s", "s", "verdict")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -29,5 +29,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def cells(report: Any, row: Row, *, verdict: str) -> tuple[str, ...]:
     name = report.nodeid.rpartition("::test_")[2].replace("_", " ")
-    figures = ("-" if value is None else str(value) for value in (row.lost, row.restarts))
+    back_s = None if row.back_s is None else f"{row.back_s:.1f}"
+    figures = ("-" if value is None else str(value) for value in (row.lost, row.restarts, back_s))
     return (name, str(row.seed), ", ".join(row.done), *figures, f"{report.duration:.0f}", verdict)

@@ -16,19 +16,6 @@ from hpc_parallel.slurm.jobs import ENDED
 pytestmark = [pytest.mark.slurm, pytest.mark.chaos]
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.chaos_slow)])
-def test_preempted(case: Case, times: int) -> None:
-    job = case.submit(*DATA)
-    for start, (low, high) in enumerate([(5, 20), (25, 40)][:times], start=1):
-        case.until_started(start)
-        case.reach(low, high)
-        case.preempt(job)
-    assert case.ended(job) == "COMPLETED"
-    case.assert_completed(restarts=times, lost=0)
-    line = rf"preempted by Slurm: saved at step \d+; requeued as job {job}"
-    case.assert_said(job, line, times=times)
-
-
 @pytest.mark.chaos_slow
 def test_preempted_where_the_site_cancels(case: Case) -> None:
     """A job that Slurm may not requeue: a new one takes its place."""
@@ -42,15 +29,6 @@ def test_preempted_where_the_site_cancels(case: Case) -> None:
     case.assert_completed(restarts=1, lost=0, followed=False)
     assert read(case.folder, "summary.json")["job_ids"] == [job, again]
     case.assert_said(job, rf"preempted by Slurm: saved at step \d+; resubmitted as job {again}")
-
-
-@pytest.mark.chaos_slow
-def test_cancelled_and_resumed(case: Case) -> None:
-    job = case.submit(*DATA)
-    case.reach(5, 50)
-    case.cancel(job)
-    assert case.ended(case.resume()) == "COMPLETED"
-    case.assert_completed(restarts=1, lost=0)
 
 
 @pytest.mark.chaos_slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from chaos import DATA, EVERY, STEPS, Case
-from test_jobs import read, worker_of
+from test_jobs import read
 
 from tests.waiting import wait_for
 
@@ -49,24 +48,6 @@ def test_the_newest_checkpoint_is_damaged(case: Case, harm: str) -> None:
         (case.folder / "logs" / "rank-0.err").read_text(),
     )
     assert len(told) == 1
-
-
-@pytest.mark.chaos_slow
-def test_killed_in_the_midst_of_a_save(case: Case) -> None:
-    job = case.submit(*DATA, "launcher.max_restarts=1")
-    step = EVERY * case.dice.randint(2, 6)
-    wait_for(lambda: case.step > step - EVERY)
-    worker = worker_of(case.folder, rank=0)
-    assert worker is not None
-    half = case.folder / "checkpoints" / f".step-{step}"
-    while not half.exists():
-        assert worker.is_running()
-    worker.send_signal(signal.SIGKILL)
-    case.note("SIGKILL to rank 0 in a save")
-    assert case.checkpoints[0].step == step - EVERY  # it was in time
-    assert case.ended(job) == "COMPLETED"
-    case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
-    assert case.starts[-1].after_step == step - EVERY
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 
 import pytest
 from chaos import DATA, EVERY, PATIENCE_S, STEPS, Case
@@ -25,28 +24,6 @@ def assert_in_place(case: Case, job: str) -> None:
     """The ranks started again on their hosts: Slurm does not know of it."""
     case.assert_said(job, r"the ranks start again in the same job, on the same hosts, .*")
     assert case.site.record(job)["Restarts"] == "0"
-
-
-def test_a_rank_is_killed(case: Case) -> None:
-    job = case.submit(*DATA)
-    case.reach(EVERY + 1, 60)
-    case.signal_rank(1, signal.SIGKILL)
-    assert case.ended(job) == "COMPLETED"
-    case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
-    case.assert_said(job, r"rank 1 on n2 failed first: killed by SIGKILL; 1 follower")
-    assert_in_place(case, job)
-
-
-@pytest.mark.chaos_slow
-def test_a_rank_is_stopped(case: Case) -> None:
-    job = case.submit(*DATA, "cluster.hang_timeout_s=8")
-    case.reach(EVERY + 1, 60)
-    case.signal_rank(1, signal.SIGSTOP)
-    assert case.ended(job) == "COMPLETED"
-    assert_in_place(case, job)
-    case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
-    line = r"rank 1 on n2 failed first: stopped by a signal \(state T\) at \S+ in \S+; others wait in .*"
-    case.assert_said(job, line)
 
 
 @pytest.mark.chaos_slow

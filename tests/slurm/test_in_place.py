@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -143,21 +144,6 @@ def test_a_script_with_torch_prints_the_losses_of_an_undisturbed_run(start: str,
 
 
 @pytest.mark.full
-def test_scancel_of_a_job_whose_ranks_start_again(site: Site) -> None:
-    """They import torch then, and have no handler yet."""
-    folder, job = killed(site)
-    wait_for(lambda: AGAIN.format(1) in log_of(folder, job))
-    site.cluster.run("scancel", job)
-    assert site.ended(job)["JobState"] == "CANCELLED"
-    wait_for(folder.summary.exists)
-    summary = read(folder.path, "summary.json")
-    assert (summary["outcome"], summary["restarts"]) == ("cancelled", 0)
-    assert [end.how for end in attempts.ends(folder)] == ["killed", "cancelled"]
-    assert AGAIN.format(2) not in log_of(folder, job)
-    assert site.record(job)["Restarts"] == "0"
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("lost", [None, "n2"])
 def test_a_training_goes_on_from_the_memory_of_its_hosts(site: Site, lost: str | None) -> None:
     """A rank is killed; the memory of its host may be lost too. The curve is that of one device."""
@@ -186,6 +172,26 @@ def test_a_job_that_fails_leaves_nothing_in_memory(site: Site) -> None:
     assert site.ended(job)["JobState"] == "FAILED"
     assert [end.how for end in attempts.ends(folder)] == ["killed"]
     assert memory_of(job) == []
+
+
+ON_EACH = """
+export SLURM_JOB_NODELIST=n1,n2 SLURM_NODELIST=n1,n2 SLURM_JOB_NUM_NODES=2 SLURM_NNODES=2 SLURM_NTASKS=2
+export SLURM_NPROCS=2 SLURM_TASKS_PER_NODE='1(x2)'
+exec {python} -c '
+import os
+from hpc_parallel.slurm.jobs import run_on_hosts
+run_on_hosts("sh", "-c", "touch {home}/freed-$SLURMD_NODENAME", environment=os.environ)'
+"""
+
+
+@pytest.mark.full
+def test_the_memory_of_a_host_that_is_left_out_is_freed_too(site: Site) -> None:
+    """The start before the last one used it. In these tests all hosts share one memory."""
+    script = ON_EACH.format(python=sys.executable, home=site.home)
+    words = ("--parsable", "--nodes=3", "--no-kill", "--output=/dev/null", f"--wrap={script}")
+    job = site.cluster.run("sbatch", *words)
+    assert site.ended(job)["JobState"] == "COMPLETED"
+    assert sorted(path.name for path in site.home.glob("freed-*")) == ["freed-n1", "freed-n2", "freed-n3"]
 
 
 def memory_of(job: str) -> list[Path]:

@@ -134,3 +134,30 @@ def test_trainings_side_by_side_equal_one_device(site: Site, alone: Callable[...
         assert losses(run.run_dir) == pytest.approx(alone(*SMALL), rel=1e-5)
         hosts = [rank["host"] for rank in read(run.run_dir, "environment.json")["ranks"]]  # type: ignore[attr-defined]
         assert sorted(Counter(hosts).values()) == [run.gpus_per_node] * run.nodes
+
+
+@pytest.mark.full
+def test_a_run_that_is_behind_gives_its_place_to_the_next(site: Site) -> None:
+    """The fifth begins when three of the others have ended; nobody follows the sweep."""
+    rates = "optimizer.learning_rate=1e-2,2e-2,5e-3,4e-3,1e-7,3e-3"
+    words = (
+        *PACKED,
+        *SMALL,
+        rates,
+        "sweep.prune=median",
+        "training.validate_every=2",
+        "optimizer.warmup_steps=0",
+    )
+    done = site.run(*words, "sweep.pack_minutes=600")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder, sweep = only_sweep(site)
+    (job,) = {run.job_id or "" for run in sweep.runs}
+    assert site.ended(job)["JobState"] == "COMPLETED"  # a pruned run is no failure
+    assert outcomes(sweep)[4] == "pruned"
+    behind = sweep.runs[4].run_dir
+    assert str(read(behind, "summary.json")["ended_early"]).startswith("pruned at step ")
+    states = json.loads(site.command("status", "--json", str(behind)).stdout)
+    assert [each["state"] for each in states] == ["pruned"]
+    assert not (behind / "failure.json").exists()
+    resumed = site.run("-m", f"sweep.resume={folder}")
+    assert "nothing is missing in " in resumed.stdout

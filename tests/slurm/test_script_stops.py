@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from test_jobs import Site, is_over, read
+from test_starts import words_of
 
 from tests.waiting import wait_for
 
@@ -87,6 +90,36 @@ def test_an_urgent_job_takes_the_hosts(site: Site, home: Path) -> None:
     site.cluster.run("scancel", urgent)
     assert_equals_the_undisturbed_run(site, job_id)
     assert (home / "run" / "last.pt").exists()
+
+
+SLOW_PYTHON = """#!/bin/bash
+case "$*" in *"hpc_parallel.job rank"* | *submitit.core*)
+    touch {begun}
+    while [ ! -e {warned} ]; do sleep 0.1; done ;;
+esac
+exec {python} "$@"
+"""
+
+
+@pytest.mark.parametrize("start", ["srun", "mpirun"])
+def test_a_warning_before_python_has_begun_is_no_failure(start: str, site: Site) -> None:
+    """A job of one minute is warned at any time from its start on."""
+    begun, warned, python = (site.home / name for name in ("begun", "warned", "slow_python"))
+    python.write_text(SLOW_PYTHON.format(begun=begun, warned=warned, python=sys.executable))
+    python.chmod(0o755)
+    (site.home / "short.py").write_text("print('done')\n")
+    words = words_of("openmpi", site) if start == "mpirun" else []
+    done = site.run("launcher=slurm", "run_dir=run", f"launcher.python={python}", *words, "--", "short.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    job_id = str(read(site.home / "run", "owner.json")["job_id"])
+    wait_for(begun.exists)
+    receiver = ["--batch"] if start == "mpirun" else []
+    site.cluster.run("scancel", "--signal=USR2", *receiver, job_id)
+    time.sleep(2)  # Slurm does not say when all processes have the signal
+    warned.touch()
+    record = site.ended(job_id)
+    assert (record["JobState"], record["Restarts"]) == ("COMPLETED", "0")
+    assert read(site.home / "run", "summary.json")["outcome"] == "completed"
 
 
 def started(site: Site, *words: str) -> str:

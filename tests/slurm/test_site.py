@@ -43,6 +43,16 @@ def test_a_profile_of_this_cluster(site: Site) -> None:
 
     scratch = site.home / "scratch"
     scratch.mkdir()
+    assert "pack" not in profile
+    saved = site.home / "saved.txt"
+    site.cluster.run("scontrol", "create", "PartitionName=whole", "Nodes=ALL", "OverSubscribe=EXCLUSIVE")
+    try:
+        shown = [site.cluster.run("scontrol", "show", *what) for what in (("partition", "whole"), ("node",))]
+    finally:
+        site.cluster.run("scontrol", "delete", "PartitionName=whole")
+    saved.write_text("\n".join(shown))
+    assert command(site, "init-cluster", "whole", "--from", str(saved)).returncode == 0
+    assert yaml.safe_load((site.home / "site/cluster/whole.yaml").read_text())["pack"] == "auto"
     done = site.run(
         *words, "launcher.wait=true", "run_dir=run", "cluster.scratch=$HOME_OF_TEST/scratch",
         f"+launcher.setup=['export HOME_OF_TEST={site.home}']", "preflight.act=report",

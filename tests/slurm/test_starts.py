@@ -8,6 +8,7 @@ import sys
 
 import psutil
 import pytest
+from chaos import DATA, EVERY, Case
 from cluster import PMIX
 from test_jobs import SMALL, Site, losses, read
 
@@ -109,6 +110,60 @@ def test_signals_and_deaths(start: str, site: Site) -> None:
     assert (len(ends), len(attempts.starts(folder))) == (3, 3)
     line = "the ranks start again in the same job, on the same hosts, 1 of 3\n"
     assert sum(log.read_text().count(line) for log in folder.slurm.glob("*.out")) == 1
+
+
+@pytest.mark.parametrize("start", ["torchrun", "openmpi", "mpich"])
+@pytest.mark.parametrize(
+    ("nodes", "keys", "place"),
+    [
+        (DATA, "launcher.spares=1", "on the spare n3 in place of n2"),
+        (
+            ("strategy=data", "nodes=4"),
+            "launcher.min_nodes=1",
+            r"on 2 of 4 nodes \(failed: n2; waiting: n4\)",
+        ),
+    ],
+)
+def test_a_job_goes_on_without_a_lost_host(
+    start: str, nodes: tuple[str, ...], keys: str, place: str, case: Case
+) -> None:
+    """The losses and the weights stay those of one device, up to the order of sums in float64."""
+    job = case.submit(*nodes, keys, *words_of(start, case.site))
+    case.reach(EVERY + 1, 60)
+    case.note("n2 lost")
+    case.site.cluster.cut("n2")
+    case.site.cluster.kill("n2")
+    assert case.ended(job) == "COMPLETED"
+    assert case.site.record(job)["Restarts"] == "0"
+    case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
+    case.assert_said(job, rf"the ranks start again in the same job, {place}, 1 of 3")
+
+
+def test_the_job_after_a_shrink_has_all_nodes_again(case: Case) -> None:
+    """It waits in the queue until the lost host is back."""
+    cluster, folder = case.site.cluster, RunFolder(case.folder)
+    job = case.submit("strategy=data", "nodes=4", "launcher.min_nodes=1")
+    case.reach(EVERY + 1, 30)
+    case.crawl_while.touch()
+    case.note("n2 lost")
+    cluster.cut("n2")
+    cluster.kill("n2")
+    case.until_started(2)
+    assert folder.read_config()["nodes"] == 2
+    kept = case.starts[-1].after_step or 0
+    wait_for(lambda: case.step > kept + 2)
+    case.note("requeued")
+    cluster.run("scontrol", "requeue", job)
+    wait_for(lambda: case.state(job) == "PENDING")
+    assert len(case.starts) == 2
+    case.crawl_while.unlink()
+    cluster.mend("n2")
+    cluster.boot("n2")
+    assert case.ended(job) == "COMPLETED"
+    case.assert_completed(restarts=2, lost=(0, 3 * EVERY))
+    summary = read(case.folder, "summary.json")
+    assert (summary["nodes"], summary["world_size"], folder.read_config()["nodes"]) == (4, 4, 4)
+    assert (case.starts[2].after_step or 0) > kept  # what the two hosts computed counts
 
 
 def steps(folder: RunFolder) -> list[int]:

@@ -14,11 +14,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from chaos import EQUAL, EVERY, SLOW, TRAINING, heal
 from cluster import Cluster
-from test_jobs import SMALL, Site, read, worker_of
+from test_jobs import SMALL, Site, losses, read, worker_of
 
+from hpc_parallel.record.attempts import starts
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.sweep_folder import Sweep, read_sweep
-from tests.waiting import wait_for
+from tests.parity import largest_difference
+from tests.waiting import PATIENCE_S, wait_for
+from tests.workers import Workers
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]  # beside tests of eight ranks
 
@@ -222,3 +227,44 @@ def test_another_sweeper_waits_for_its_jobs_and_learns_their_figures(site: Count
     best = re.search(r"^best_value: (.*)$", (folder / "optimization_results.yaml").read_text(), re.MULTILINE)
     assert best is not None
     assert float(best[1]) == min(summary["validation_loss"] for summary in summaries)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [
+        ("launcher.spares=1", "on the spare n3 in place of n2"),
+        ("launcher.min_nodes=1", "on 1 of 2 nodes (failed: n2)"),
+    ],
+)
+def test_the_runs_of_an_array_go_on_without_a_lost_host(
+    key: str, place: str, site: CountedSite, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tasks share the hosts. Each goes on in its job, with the losses of one device."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))  # the model of the tests
+    words = ("-m", "strategy=data", "nodes=2", key, "optimizer.learning_rate=0.001,0.002", "launcher=slurm")
+    done = site.run(*words, *TRAINING, *SLOW)
+    try:
+        assert done.returncode == 0, done.stdout + done.stderr
+        _, sweep = only_sweep(site)
+        jobs = {RunFolder(run.run_dir): run.job_id or "" for run in sweep.runs}
+        wait_for(lambda: all(saved(folder) for folder in jobs))
+        site.cluster.cut("n2")
+        site.cluster.kill("n2")
+        for job in jobs.values():
+            assert site.ended(job, within_s=2 * PATIENCE_S)["JobState"] == "COMPLETED"
+    finally:
+        heal(site)
+    assert len(site.calls) == 1
+    assert {job.partition("_")[2] for job in jobs.values()} == {"0", "1"}
+    for run, (folder, job) in zip(sweep.runs, jobs.items(), strict=True):
+        assert (site.record(job)["Restarts"], len(starts(folder))) == ("0", 2)
+        log = (folder.slurm / f"{job}.out").read_text().splitlines()
+        assert f"the ranks start again in the same job, {place}, 1 of 3" in log
+        rate = next(word for word in run.overrides if "learning_rate" in word)
+        alone = workers.train("strategy=single", *TRAINING, rate).losses
+        assert largest_difference(losses(folder.path), alone) < EQUAL
+
+
+def saved(folder: RunFolder) -> bool:
+    return (folder.checkpoints / f"step-{EVERY}").exists()

@@ -219,7 +219,7 @@ def test_the_step_is_recorded_and_ended_from_other_hosts(
     assert main(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["state"] == "running"
     assert main(["cancel", str(folder.path), "--yes"]) == 0
-    assert Path("cancelled").read_text() == "--signal=TERM 7.3\n"
+    assert Path("cancelled").read_text() == "--ctld --signal=TERM 7.3\n"
     Path("steps").write_text("7.0\n")
     assert main(["cancel", str(folder.path), "--yes"]) != 0
     assert "runs on elsewhere" in capsys.readouterr().err

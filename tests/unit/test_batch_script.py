@@ -279,6 +279,7 @@ def test_srun_starts_one_worker_a_device(tmp_path: Path) -> None:
     assert (following, done) == ("hpc_parallel_next $?", "done")
     assert shlex.split(srun) == [
         "srun", "--cpus-per-task=3", "--distribution=block:block", "--kill-on-bad-exit=1", "--wait=0",
+        "sh", "-c", 'trap "" USR2; exec "$@"', "rank",
         sys.executable, "-m", "hpc_parallel.job", "rank", str(tmp_path / "it is"),
     ]  # fmt: skip
 
@@ -320,7 +321,8 @@ def test_submitit_submits_the_preview_which_starts_its_payload(
     logs = f"--unbuffered --output={submitted.folder.slurm}/%j_%t_log.out"
     *_, marker, srun, _, _ = given.splitlines()
     assert marker == "export SUBMITIT_EXECUTOR=slurm"
-    assert srun == " ".join(["srun", logs, *srun_arguments(submitted), payload])
+    early = 'sh -c \'trap "" USR2; exec "$@"\' rank'
+    assert srun == " ".join(["srun", logs, *srun_arguments(submitted), early, payload])
     assert "wckey" not in given
 
 

@@ -27,12 +27,13 @@ from hpc_parallel.failure.failure import Record
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.record import attempts
+from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.slurm import submit
+from hpc_parallel.slurm.jobs import Job
 from hpc_parallel.user_code import causes_of, hint
 
 SUMMARY_KEYS = {
@@ -247,6 +248,73 @@ def test_ranks_that_a_preemption_ended_before_a_save_are_not_cancelled(
     assert line == (cancelled if preempted == "None" else requeued)
     summary = read_json(folder.summary)
     assert summary["outcome"] == ("cancelled" if preempted == "None" else "preempted")
+
+
+@pytest.mark.parametrize(("reason", "outcome"), [("None", "cancelled"), ("TimeLimit", "preempted")])
+def test_ranks_that_saved_only_at_sigterm_of_the_time_limit_are_requeued(
+    folder: RunFolder, reason: str, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They missed the warning before it, for example while they started."""
+    monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "COMPLETING", "Reason": reason})
+    monkeypatch.setattr(restart, "requeue", lambda job, exclude: None)
+    config = folder.read_config()
+    config["launcher"] |= {"exclude": None, "resubmit": False, "max_requeues": 2}
+    folder.config.write_text(json.dumps(config))
+    write_json(folder.stopped, {"signal": "SIGTERM", "step": 30})
+    line = conclude(folder, returncode=143, environment={"SLURM_JOB_ID": "7"})
+    assert line is not None
+    assert line.endswith("saved at step 30; requeued as job 7") == (outcome == "preempted")
+    assert read_json(folder.summary)["outcome"] == outcome
+    assert attempts.recent_ends(folder)[-1].how == ("time_limit" if outcome == "preempted" else "cancelled")
+
+
+@pytest.mark.parametrize(
+    ("returncode", "text", "reason", "began", "outcome"),
+    [
+        (140, "", "None", False, "preempted"),  # SIGUSR2, before the rank handles it
+        (
+            1,
+            "slurmstepd: error: *** STEP 7.1 ON n1 CANCELLED AT 1 DUE TO TIME LIMIT ***",
+            "None",
+            False,
+            "preempted",
+        ),
+        (143, "", "TimeLimit", False, "preempted"),
+        (143, "", "None", False, "cancelled"),
+        (1, "", "None", False, "failed"),
+        (143, "", "TimeLimit", True, "failed"),
+    ],
+)
+def test_a_packed_run_that_the_time_limit_ended_while_it_started_has_another_turn(
+    folder: RunFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    returncode: int,
+    text: str,
+    reason: str,
+    began: bool,
+    outcome: str,
+) -> None:
+    monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "COMPLETING", "Reason": reason})
+    owner.queue_in_job(folder, Job("7"))
+    attempts.note(folder, "launched")
+    if began:
+        attempts.begin(folder, step=0, environment={})
+    line = conclude(folder, returncode=returncode, text=text, environment={"SLURM_JOB_ID": "7"})
+    assert read_json(folder.summary)["outcome"] == outcome
+    assert (line or "").endswith("in this job or in the next one") == (outcome == "preempted")
+
+
+def test_ranks_that_the_time_limit_ended_before_a_save_have_failed(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no line of Slurm in the log says so."""
+    fields = {"JobState": "COMPLETING", "Reason": "TimeLimit"}
+    monkeypatch.setattr(restart, "job_fields", lambda job: fields)
+    failure.record_death(folder, world=world(0), returncode=-15)
+    conclude(folder, returncode=143, environment={"SLURM_JOB_ID": "7"})
+    assert read_json(folder.summary)["outcome"] == "failed"
+    assert read_json(folder.failure)["kind"] == "time_limit"
 
 
 @pytest.mark.parametrize(
@@ -690,6 +758,7 @@ UNREACHED = "Communication connection failure"
         ("Slurm says of job 5: node_fail (NodeDown)", "a node was lost; 1 follower"),
         (f"srun: error: Task launch for StepId=2.0 failed on node n2: {UNREACHED}\nsrun: Job step aborted",
          f"node n2 could not start its ranks: {UNREACHED}; 1 follower"),
+        ("ORTE has lost communication with a remote daemon.", "a node was lost; 1 follower"),
         ("srun: error: Node failure on n2\nhpc_parallel attempt 2 of job 5 on n[1,3]",
          "rank 1 on n0 failed first: RuntimeError: Connection closed by peer"),
     ],

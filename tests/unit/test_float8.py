@@ -346,6 +346,24 @@ def test_compiled_code_gives_the_same(recipe: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_with_the_same_input_compile(recipe: str) -> None:
+    def both(x: Tensor, *weights: Tensor) -> Tensor:
+        splits, doubled = float8.LayerSplits(), 2 * x
+        return sum(
+            float8.product(doubled, weight, by_rows=recipe == "rowwise", splits=splits) for weight in weights
+        )
+
+    leaves = [numbers(32, 32, spread=1.0).requires_grad_() for _ in range(3)]
+    results = []
+    for run in (both, torch.compile(both, fullgraph=True, dynamic=False)):
+        output = run(*leaves)
+        results.append([output, *torch.autograd.grad(output.float().square().sum(), leaves)])
+    for eager, compiled in zip(*results, strict=True):
+        assert difference(compiled, eager.detach().double()) < 4 * ROUNDING
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_compiled_block_is_one_graph(recipe: str) -> None:
     """Under autocast and with weights that are cast once.
 

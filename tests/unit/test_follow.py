@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,16 @@ def follower(
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=terminal, width=columns)
     return RunFollower(folder, steps=600, console=console), shown
+
+
+def test_a_reader_that_has_ended_is_an_error(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher saves the run after it, as with `| head`; rich's own exit killed the ranks."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(BrokenPipeError):
+            RunFollower(folder, steps=600).note("starting")
 
 
 def test_half_a_line_waits_for_its_end(folder: RunFolder) -> None:

@@ -7,6 +7,7 @@ beside them, are in them.
 from __future__ import annotations
 
 import os
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from hpc_parallel.config.schema import register
 from hpc_parallel.config.site_limits import site_warnings
 from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.slurm.records import read_records
+from hpc_parallel.site.profile import Login, write_profile
+from hpc_parallel.slurm.records import Association, read_records
 from hpc_parallel.slurm.short_forms import gpus_of
 
 register()
@@ -118,6 +120,36 @@ def test_who_starts_a_job_again_is_said(setting: int, line: str) -> None:
     assert main(["init-cluster", "--from", "config.txt", "node.txt", "partition.txt"]) == 0
     written = Path("site/cluster/mysite.yaml").read_text().splitlines()
     assert line in [" ".join(entry.split()) for entry in written]
+
+
+@pytest.mark.parametrize(
+    ("share", "size", "associations", "line"),
+    [
+        ("EXCLUSIVE", 1001, [], "pack: auto # a job of gpu gets whole nodes (OverSubscribe=EXCLUSIVE): "
+                                "runs of a sweep share jobs"),
+        ("EXCLUSIVE", 1, [Association("bio", 4, 20)],
+         "pack: auto # a job of gpu gets whole nodes (OverSubscribe=EXCLUSIVE); 4 of your jobs run at a time "
+         "(MaxJobs); you may have 20 jobs (MaxSubmitJobs); there are no job arrays (MaxArraySize=1): "
+         "runs of a sweep share jobs"),
+        ("NO", 1001, [Association("bio", 4), Association("physics", 2)],
+         "pack: off # 4 of your jobs run at a time (MaxJobs): auto lets runs of a sweep share jobs of whole "
+         "nodes"),
+        ("FORCE:2", 1001, [Association("bio")], None),
+    ],
+)  # fmt: skip
+def test_packed_jobs_are_proposed_where_a_job_gets_whole_nodes(
+    share: str, size: int, associations: list[Association], line: str | None
+) -> None:
+    """The forms of `scontrol show` of Slurm 20.11 to 26.05, and of `sacctmgr show assoc`."""
+    records = read_records([
+        f"MaxArraySize = {size}\nSLURM_VERSION = 24.05.4\n",
+        f"PartitionName=gpu Default=YES TotalNodes=1 State=UP\n   ReqResv=NO OverSubscribe={share}\n",
+        "NodeName=c1 CPUTot=64 Gres=gpu:a100:4(S:0-1) RealMemory=1 Partitions=gpu\n",
+    ])  # fmt: skip
+    text = write_profile(records, name="mine", login=Login(associations), today=date(2026, 11, 28))
+    lines = [" ".join(entry.split()) for entry in text.splitlines()]
+    assert [entry for entry in lines if entry.startswith("pack:")] == ([line] if line else [])
+    assert yaml.safe_load(text).get("max_array_size") == (size if size > 1 else None)
 
 
 def test_a_site_without_gpus() -> None:

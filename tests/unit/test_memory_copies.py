@@ -15,7 +15,7 @@ from hpc_parallel.record import attempts, host_memory
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import map_pages
 from hpc_parallel.record.trust import UntrustedError
-from hpc_parallel.slurm.jobs import JobState
+from hpc_parallel.slurm.jobs import ELSEWHERE, FORGOTTEN, NO_ACCOUNTING, SILENT, UNKNOWN, JobState
 from hpc_parallel.training.memory_copies import CopyKey, choose, partners
 from tests.security.users import ATTACKER, needs_root
 
@@ -120,10 +120,12 @@ def test_a_folder_of_another_user_is_refused(root: Path, kind: str) -> None:
 
 
 def test_what_ended_jobs_left_is_removed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    states = {"5": "CANCELLED", "6": "RUNNING", "8_1": "FAILED"}
-    monkeypatch.setattr(
-        host_memory, "job_states", lambda jobs: {job: JobState(states[job.id]) for job in jobs}
-    )
+    states = {
+        "5": JobState("CANCELLED"), "6": JobState("RUNNING"), "8_1": JobState("FAILED"),
+        "9": JobState(UNKNOWN, NO_ACCOUNTING), "10": JobState(SILENT), "11": JobState(FORGOTTEN),
+        "12": JobState(UNKNOWN, ELSEWHERE),
+    }  # fmt: skip
+    monkeypatch.setattr(host_memory, "job_states", lambda jobs: {job: states[job.id] for job in jobs})
     user, of_run = os.geteuid(), "0123456789abcdef"
     now = f"hpc_parallel-{user}-7-{of_run}-1.0"
     left = {
@@ -133,6 +135,10 @@ def test_what_ended_jobs_left_is_removed(root: Path, monkeypatch: pytest.MonkeyP
         f"hpc_parallel-{user}-5-fedcba9876543210-0.0": False,
         f"hpc_parallel-{user}-8_1-fedcba9876543210-0.0": False,
         f"hpc_parallel-{user}-6-fedcba9876543210-0.0": True,
+        f"hpc_parallel-{user}-9-fedcba9876543210-0.0": False,  # the queue does not list it
+        f"hpc_parallel-{user}-10-fedcba9876543210-0.0": True,
+        f"hpc_parallel-{user}-11-fedcba9876543210-0.0": False,
+        f"hpc_parallel-{user}-12-fedcba9876543210-0.0": True,
         f"hpc_parallel-{user}-local-fedcba9876543210-0.0": True,  # nobody knows whether it runs
         "somebody's": True,
     }

@@ -103,6 +103,27 @@ def test_runs_go_into_jobs_that_end_before_their_limit() -> None:
     assert pack_runs.need_of(of_cpus, Room(16, 0, 64000)) == Need(1, Room(5, 0, 64000 // 3))
 
 
+@pytest.mark.parametrize(
+    ("words", "packed"),
+    [
+        ((), True), (("sweep.pack=off",), False), (("launcher=script",), False), (("launcher=local",), False),
+        (("launcher=local", "sweep.pack=auto"), True),
+    ],
+)  # fmt: skip
+def test_the_profile_chooses_for_jobs_of_slurm(words: Sequence[str], packed: bool) -> None:
+    run = prepared(*WORDS, "sweep.pack=null", "cluster.pack=auto", *words)
+    assert (pack_runs.choice(run.config) == "auto") == packed
+    assert list(pack_runs.find_problems([run])) == []
+
+
+def test_a_refusal_names_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for word in WORDS if word != "sweep.pack=auto"]
+    assert main(["-m", *words, "cluster.pack=auto", "seed=1,2", "sweep.parallelism=2"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "  cluster.pack=auto: generic packs sweeps. Try sweep.pack=off for separate jobs."
+    )
+
+
 def test_whole_nodes_stay_an_array(capsys: pytest.CaptureFixture[str]) -> None:
     assert pack_runs.packs(runs(3, "gpus_per_node=4", "strategy=data")) == []
     assert main(["-m", *WORDS, "seed=1,2", "gpus_per_node=4", "strategy=data", "dry_run=true"]) == 0
@@ -267,7 +288,7 @@ def test_status_and_cancel_see_runs_and_not_their_job(
     assert names(queue) == ["running", "failed", turn, turn, turn]
     assert command(["cancel", "run0", "run1", "run3", "--yes"]) == 0
     assert "run1 has ended: failed" in capsys.readouterr().err
-    assert events(here, "scancel") == ["--signal=TERM 7.3"]  # never the job
+    assert events(here, "scancel") == ["--ctld --signal=TERM 7.3"]  # never the job
     assert names(queue) == ["running", "failed", turn, "cancelled", turn]
     (here / "state").write_text("PENDING")
     assert names(queue) == ["pending", "failed", "pending", "cancelled", "pending"]
@@ -337,6 +358,7 @@ def test_a_place_is_free_while_the_script_concludes(here: Path, queue: list[RunF
     queue[0].batch_script.write_text(text)
     waits = queue[1].batch_script.read_text().replace("sleep 0.5\n", late)
     queue[1].batch_script.write_text(waits)
+    (queue[3].path / "plan").write_text("pruned")  # which is no failure
     assert job(here) == 0
     assert len(events(here, "began")) == 5
 

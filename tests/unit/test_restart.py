@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from contextlib import suppress
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -131,13 +133,19 @@ IN_JOB = [  # how the starts ended; the hosts of the last one; those that the jo
      "on the spares n3, n4 in place of n1, n2, 1 of 3", "n3 n4"),
     ("node_lost -@n1 30", "n1 n2", "n3", "requeue", "", ""),  # no spare is left
     # A layout of four hosts, or of two.
-    ("node_lost -@n2 30", "n1 n2 n3 n4", "n1 n3 n4", "fewer nodes", "on 2 of 4 nodes, without n2, n4, 1 of 3",
-     "n1 n3"),
+    ("node_lost -@n2 30", "n1 n2 n3 n4", "n1 n3 n4", "fewer nodes",
+     "on 2 of 4 nodes (failed: n2; waiting: n4), 1 of 3", "n1 n3"),
     ("node_lost -@n2 30", "n1 n2 n3 n4", "n1 n3 n4 n5", "spare", "on the spare n5 in place of n2, 1 of 3",
      "n1 n3 n4 n5"),
-    (TWICE, "n1 n2 n3 n4", "n1 n2 n3 n4", "fewer nodes", "on 2 of 4 nodes, without n2, n4, 2 of 3", "n1 n3"),
+    (TWICE, "n1 n2 n3 n4", "n1 n2 n3 n4", "fewer nodes",
+     "on 2 of 4 nodes (failed: n2; waiting: n4), 2 of 3", "n1 n3"),
+    ("node_lost -@n1 30, node_lost -@n2 40", "n1 n2 n3 n4", "n3 n4", "fewer nodes",
+     "on 2 of 4 nodes (failed: n1, n2), 2 of 3", "n3 n4"),
     ("node_lost -@n3 30", "n1 n3", "n1 n4", "spare", "on the spare n4 in place of n3, 1 of 3", "n1 n4"),
     ("node_lost -@n1 30", "n1 n2 n3 n4", "n4", "requeue", "", ""),
+    # A host that is fit again waits, and so does one that the layout leaves over.
+    (KILLED, "n1 n3", "n1 n2 n3", "in place", "on the same hosts, 1 of 3", "n1 n3"),
+    (KILLED, "n2 n4", "n1 n2 n3 n4", "in place", "on the same hosts, 1 of 3", "n2 n4"),
     (f"{TWICE}, node_lost -@n3 50", "n1 n3", "n1 n2", "requeue", "", ""),
     (KILLED, "n1 n2", "", "requeue", "", ""),  # Slurm takes the host of the batch script for lost
     (f"{KILLED}, start - 30", "n1 n2", "n1 n2 n3", "requeue", "", ""),  # nobody knows which host is gone
@@ -192,9 +200,13 @@ def test_a_run_keeps_its_configurations_on_fewer_nodes(here: Path) -> None:
     assert run.folder.node_counts() == (4, 2, 1)
     assert run.folder.on_nodes(4).read_text() == run.folder.config.read_text()
     whole = run.folder.read_config()
+    assert whole["nodes"] == 4
     small = yaml.safe_load(run.folder.on_nodes(2).read_text())
     assert small == whole | {"nodes": 2}
-    assert "cp run/nodes/4.yaml".replace("run/", f"{run.folder.path}/") in run.folder.batch_script.read_text()
+    run.folder.config.write_text(run.folder.on_nodes(2).read_text())
+    (line,) = [line for line in run.folder.batch_script.read_text().splitlines() if line.startswith("cp ")]
+    subprocess.run(["bash", "-euc", line], check=True)  # at the start of the next job
+    assert run.folder.read_config() == whole
     run_files._write_smaller(replace(run, smaller={}), "")  # resumed without launcher.min_nodes
     assert run.folder.node_counts() == ()
 
@@ -245,7 +257,7 @@ def test_a_run_that_goes_on_with_fewer_nodes_takes_their_configuration(
     monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "RUNNING", "NodeList": "n1"})
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1"}
     followed = conclude_run._follow_failure(folder, start=0, environment=environment)
-    said = "the ranks start again in the same job, on 1 of 2 nodes, without n2, 1 of 1"
+    said = "the ranks start again in the same job, on 1 of 2 nodes (failed: n2), 1 of 1"
     assert followed == (restart.Decision("fewer nodes", said, ("n1",)), said)
     assert folder.read_config() == config | {"nodes": 1}
 
@@ -318,6 +330,7 @@ def test_the_end_of_a_start_says_that_the_ranks_start_again(
         assert [end.line for end in attempts.recent_ends(folder)] == [cause]
         assert [folder.failure.exists(), folder.summary.exists()] == [not words] * 2
         assert (failure.records(folder) == []) == bool(words)
+    assert json.loads(folder.summary.read_text())["outcome"] == "preempted"  # so a user may still cancel it
 
 
 def test_why_no_start_follows_is_in_the_line_of_the_failure(
@@ -341,6 +354,33 @@ def test_ends_count_from_the_last_resume(folder: RunFolder) -> None:
     assert (end.how, end.host, end.rank, end.step, end.line) == ("killed", "n2", 0, 30, None)
     first, *_ = attempts.ends(folder)
     assert (first.rank, first.step, first.line) == (1, 0, "why")
+
+
+@pytest.mark.parametrize(
+    ("failed", "now", "exclude"),  # in hours; of the requeued job, None: as before
+    [
+        ((0, 23), 23, "n2"), ((0, 25), 25, None), ((0, 1), 25, "n2"), ((0, 1), 26, ""),
+        ((0, 30, 53), 53, "n2"), ((0, 1, 26), 26, ""), ((0,), 1, None),
+    ],
+)  # fmt: skip
+def test_a_host_that_failed_twice_in_a_day_is_left_out_for_a_day(
+    failed: tuple[int, ...], now: int, exclude: str | None, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requeued: list[str | None] = []
+    monkeypatch.setattr(restart, "requeue", lambda job, *, exclude: requeued.append(exclude))
+    for host, hour in (*(("n2", hour) for hour in failed), ("n1", now)):
+        at = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(hours=hour)
+        attempts.append_line(folder.attempts, {"ended": at.isoformat(), "how": "killed", "host": host})
+    restart.requeue_or_resubmit(folder, launcher=LAUNCHER, environment={"SLURM_JOB_ID": "7"})
+    assert requeued == [exclude]
+
+
+@pytest.mark.parametrize(("days", "action"), [(0, "end"), (1, "end"), (2, "requeue")])
+def test_hosts_that_the_checks_leave_out_do_not_end_a_run_of_weeks(days: int, action: str) -> None:
+    limits = RestartLimits(max_restarts=0, max_requeues=0, rolls_back=False, start=0)
+    accused = [End("2026-01-01", "preflight", "n2", ("n2",))] * restart.MOST_EXCLUSIONS
+    last = End(f"2026-01-0{1 + days}", "preflight", "n3", ("n3",))
+    assert restart.decide([*accused, last], limits=limits).action == action
 
 
 def test_a_host_that_failed_twice_is_left_out(folder: RunFolder) -> None:
@@ -434,6 +474,9 @@ def test_a_job_that_slurm_has_requeued_is_not_submitted_again(
         ({"JobState": "COMPLETING", "PreemptTime": "None", "Restarts": "1"}, "1", "cancelled"),
         ({"JobState": "CANCELLED", "PreemptTime": "None", "Restarts": "1"}, None, "cancelled"),
         ({"JobState": "TIMEOUT", "PreemptTime": "None", "Restarts": "0"}, None, "time_limit"),
+        ({"JobState": "COMPLETING", "Reason": "TimeLimit", "Restarts": "0"}, None, "time_limit"),
+        ({"JobState": "COMPLETING", "Reason": "TimeLimit", "Restarts": "1"}, "1", "time_limit"),
+        ({"JobState": "COMPLETING", "Reason": "None", "Restarts": "0"}, None, "cancelled"),
         ({}, None, "cancelled"),
         ({}, "1", "cancelled"),
     ],

@@ -177,6 +177,19 @@ def test_no_run_and_no_checkpoint(started: RunFolder, capsys: pytest.CaptureFixt
     (started.checkpoints / "step-40" / "complete").unlink()
     assert main(["resume=run"]) == 2
     assert "has no checkpoint" in capsys.readouterr().err
+    owner.take(started)
+    assert main(["resume=run"]) == 2
+    assert f"is going on already, as process {os.getpid()}.\n" in capsys.readouterr().err
+
+
+def test_what_a_run_that_continues_can_not_change_is_not_suggested(
+    started: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["resume=run", "strategy=data", "nodes=3"]) == 2
+    told = capsys.readouterr().err
+    assert "16 does not divide by the 3 replicas" in told
+    assert "A run that continues can't change it: samples would be left out or seen twice." in told
+    assert "Try" not in told
 
 
 def test_a_folder_that_others_may_write_is_refused(

@@ -528,6 +528,44 @@ time.sleep(60)
         assert script.communicate()[0] == printed
 
 
+@pytest.mark.parametrize(("patience_s", "ends"), [(600.0, ("saved\n", 0)), (0.2, ("", -signal.SIGUSR1))])
+def test_the_warning_before_a_time_limit_waits_for_the_handler_of_a_script(
+    here: Path, patience_s: float, ends: tuple[str, int]
+) -> None:
+    """But not for ever: a script may want to end by the signal."""
+    program = """
+import pathlib, signal, sys, time
+print_saved = lambda *_: sys.exit(print("saved", flush=True))
+while not pathlib.Path("warned").exists():
+    time.sleep(0.01)
+signal.signal(signal.SIGUSR1, print_saved)
+time.sleep(60)
+"""
+    relay = script_rank.Relay(
+        "SIGUSR1", in_job=True, reaches_all=True, stop_prefix=str(here / "stop"), patience_s=patience_s
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as script:
+        relay.connect(script)
+        relay(signal.SIGUSR2, None)
+        if patience_s > 1:
+            relay.ask()
+            (here / "warned").touch()
+        while script.poll() is None:
+            time.sleep(0.05)
+            relay.ask()
+        assert (script.communicate()[0], script.returncode) == ends
+    stop = relay.stop_of(script.returncode, requeue_codes=[])
+    assert stop is not None
+    assert stop.signal == "SIGUSR2"
+
+
+def test_a_script_that_slurm_has_signalled_before_its_parent_was_asked_to_stop() -> None:
+    relay = script_rank.Relay("SIGUSR2", in_job=True, reaches_all=True, stop_prefix="stop")
+    stop = relay.stop_of(-signal.SIGUSR2, requeue_codes=[])
+    assert stop is not None
+    assert (stop.signal, stop.code) == ("SIGUSR2", -signal.SIGUSR2)
+
+
 @pytest.mark.parametrize(
     ("line", "figures"),
     [

@@ -375,6 +375,20 @@ class TestShow:
             assert ran(capsys, "show", f"a/{number}")[0] == 0
 
 
+def test_show_has_the_warnings_of_rank_0(tmp_path: Path, capsys: Capture) -> None:
+    """Those of the first start and of the last one, which a job that nobody followed has in its log only."""
+    folder = finished(tmp_path / "runs/a/1")
+    folder.logs.mkdir(exist_ok=True)
+    noise = "WARNING:root:of a library\n" + "step 1 of 2\n" * 5000
+    first, again = "WARNING: no copy in memory: full\x1b[2J\n", "WARNING: sent by sockets\n"
+    folder.log(0, "err").write_text(first + again + noise + again)
+    folder.log(0, "out").write_text("WARNING: not compared\n")
+    warnings = ["not compared", "no copy in memory: full\\x1b[2J", "sent by sockets"]
+    assert shown(capsys, folder)["warnings"] == warnings
+    out = ran(capsys, "show", str(folder.path))[1]
+    assert "\n".join(["warnings", *warnings]) in out
+
+
 def test_help_lists_the_commands(capsys: Capture) -> None:
     code, out, _ = ran(capsys, "--help")
     assert code == 0

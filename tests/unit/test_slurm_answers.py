@@ -333,7 +333,8 @@ PRIMARY = "Slurmctld(primary) at login1 is {}\n"
 BACKUP = "Slurmctld(backup) at login2 is {}\n"
 LOUD = "MAINTENANCE OF THE BACKUP TONIGHT, user=me|x\n" + BANNER
 VERSIONS = ("slurm 20.11.9", "slurm-wlm 22.05.8", "slurm 23.11.4-2.1", "slurm 25.05.0-0rc1")
-ASSOCIATIONS = "me|bio\nme|physics\nme|bio\n"
+ASSOCIATIONS = "me|bio|4|20\nme|physics||\nme|bio||\n"
+BIO_AND_PHYSICS = [records.Association("bio", 4, 20), records.Association("physics")]
 HOSTS = "host=n1\nhost=n2\nhost=n1\n"
 RECORD = "JobId=12 JobName=a b JobState={} Reason=None EndTime=2026-11-27T11:00:00 Comment=x=y\n"
 CONFIG = "Configuration data as of 2026\nMaxArraySize            = 1001\nSLURM_VERSION           = 22.05.8\n"
@@ -354,10 +355,10 @@ QUESTIONS: list[tuple[Callable[[], Any], str, Text, Any]] = [
     (records.has_accounting, "sacct", NO_ACCOUNTING, False),
     (records.has_accounting, "sacct", NO_DATABASE, False),
     (records.has_accounting, "sacct", HANGS, False),
-    (lambda: records.accounts_of("me"), "sacctmgr", ASSOCIATIONS, ["bio", "physics"]),
-    (lambda: records.accounts_of("me"), "sacctmgr", LOUD + ASSOCIATIONS, ["bio", "physics"]),
-    (lambda: records.accounts_of("me"), "sacctmgr", NO_DATABASE, []),
-    (lambda: records.accounts_of("me"), "sacctmgr", NOTHING, []),
+    (lambda: records.associations_of("me"), "sacctmgr", ASSOCIATIONS, BIO_AND_PHYSICS),
+    (lambda: records.associations_of("me"), "sacctmgr", LOUD + ASSOCIATIONS, BIO_AND_PHYSICS),
+    (lambda: records.associations_of("me"), "sacctmgr", NO_DATABASE, []),
+    (lambda: records.associations_of("me"), "sacctmgr", NOTHING, []),
     (records.max_array_size, "scontrol", CONFIG, 1001),
     (records.max_array_size, "scontrol", LOUD + CONFIG, 1001),
     (records.max_array_size, "scontrol", DOWN, None),

@@ -23,8 +23,8 @@ from hpc_parallel.record.checkpoint_index import publish, unfinished_folder
 from hpc_parallel.record.recorded_start import inherited
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.run import main
-from hpc_parallel.sweep.stages import COMMANDS, stages_of
 from hpc_parallel.sweep.study import Study, plan
+from hpc_parallel.sweep.study_stages import COMMANDS, stages_of
 
 pytestmark = pytest.mark.usefixtures("here")
 FIVE: dict[str, Any] = {
@@ -96,7 +96,7 @@ def planned(*words: str, then: Any = FIVE) -> Study:
     """The plan of a line of words, with `then` and the place of the tokens in the user's own file."""
     folder = Path("own/jobs")
     folder.mkdir(parents=True, exist_ok=True)
-    content = yaml.safe_dump({"then": then, "data": {"path": "{tokens}/tokens.npy"}})
+    content = yaml.safe_dump({"then": then, "data": {"path": "{tokens}/tokens.npy"}}, sort_keys=False)
     (folder / "study.yaml").write_text(f"# @package _global_\n{content}")
     line = CommandLine.parse(["--config-dir", "own", *LINE, "jobs=study", *words])
     return plan(line, compose_run(line.overrides, **line.places).config)

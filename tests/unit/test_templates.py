@@ -97,15 +97,16 @@ TORCHRUN = ["bash", "-c", 'trap "" TERM USR2; exec "$@"', "torchrun"]
 MODULE = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
           "--rdzv-id=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$hpc_parallel_start",
           "--rdzv-endpoint=$hpc_parallel_firsti:29511", "--module", *RANK[2:]]  # fmt: skip
-MPIRUN = ["mpirun", "-np", "4", "--mca", "btl", "^openib"]
+EARLY = ["sh", "-c", 'trap "" USR2; exec "$@"', "rank"]  # the rank sets its own handler
+MPIRUN = ["mpirun", "-np", "4", "--mca", "btl", "^openib", *EARLY]
 
 
 @pytest.mark.parametrize(
     ("start", "container", "words"),
     [
-        ("srun", "none", [*SRUN, *RANK]),
-        ("srun", "apptainer", [*SRUN, *APPTAINER, "python3", *RANK[1:]]),
-        ("srun", "pyxis", [*SRUN, *PYXIS, "python3", *RANK[1:]]),
+        ("srun", "none", [*SRUN, *EARLY, *RANK]),
+        ("srun", "apptainer", [*SRUN, *EARLY, *APPTAINER, "python3", *RANK[1:]]),
+        ("srun", "pyxis", [*SRUN, *PYXIS, *EARLY, "python3", *RANK[1:]]),
         ("torchrun", "none", [*NODES, *TORCHRUN, "python", *MODULE]),
         ("torchrun", "apptainer", [*NODES, *TORCHRUN, *APPTAINER, "python3", *MODULE]),
         ("torchrun", "pyxis", [*NODES, *PYXIS, *TORCHRUN, "python3", *MODULE]),
@@ -155,8 +156,25 @@ def test_the_guard_of_an_array_task_ends_no_other_run(tmp_path: Path) -> None:
     script = render_array(started("srun", "none", "launcher.spares=1"), tasks=tmp_path, name="n", count=2)
     guard = script[script.index("hpc_parallel_guard() {") : script.index("hpc_parallel_guard_pid=$!")]
     assert 'scancel "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in guard
-    assert guard.count('--jobs="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"') == 2
+    assert guard.count('--jobs="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"') == 4
     assert "$SLURM_JOB_ID" not in guard
+
+
+def test_the_guard_outlives_the_loss_of_one_of_its_hosts(tmp_path: Path) -> None:
+    """Together with the host of the batch script. The spare n4 was lost before."""
+    script = render(started("srun", "none", "launcher.spares=1"))
+    guard = script[script.index("hpc_parallel_guard() {") : script.index("# A start that ends so that")]
+    stubs = "squeue() { echo n[1-3]; }; scontrol() { printf '%s\\n' n1 n2 n3; }"
+    words = tmp_path / "words"
+    program = tmp_path / "srun"
+    program.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {words}\n")
+    program.chmod(0o755)
+    lines = [f"PATH={tmp_path}:$PATH", stubs, guard]
+    lines += ["hpc_parallel_guard", 'wait "$hpc_parallel_guard_pid"']
+    subprocess.run(["bash", "-c", "\n".join(lines)], check=True, env=os.environ | {"SLURMD_NODENAME": "n1"})
+    assert words.read_text().splitlines()[:5] == [
+        "--overlap", "--no-kill", "--nodes=2", "--nodelist=n2,n3", "--ntasks=2",
+    ]  # fmt: skip
 
 
 def test_arguments_of_the_container() -> None:

@@ -22,6 +22,7 @@ from hpc_parallel.config.checks import (
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK
 from hpc_parallel.config.task_schema import TaskConfig
+from hpc_parallel.config.tasks import prune_problems
 from hpc_parallel.layout.counts import class_path, is_convnet, is_reference_decoder
 from hpc_parallel.layout.model_data_schema import DigitsDataConfig, HuggingFaceConfig, ParquetDataConfig
 from hpc_parallel.problems import Problem, Problems
@@ -64,6 +65,7 @@ OF_TRAINING = (
 OF_ALL_TASKS = (
     Check(cluster_checks.find_problems),
     Check(site_checks.find_problems),
+    Check(prune_problems, lambda run: run.sweep.prune != "off" or run.sweep.prune_after is not None),
     Check(allocation_checks.find_problems, lambda run: run.launcher.kind == "allocation"),
     Check(site_checks.python_problems, lambda run: run.launcher.python is not None),
     Check(site_checks.conda_problems, lambda run: run.launcher.conda is not None),

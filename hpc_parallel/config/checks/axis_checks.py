@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 from hpc_parallel.config.checks import pipeline_checks
@@ -28,7 +27,6 @@ from hpc_parallel.layout.counts import (
 from hpc_parallel.layout.layout import SPMD, Layout, divisors, tile_grid
 from hpc_parallel.layout.model_data_schema import ConvNetConfig, MoeTransformerConfig
 from hpc_parallel.layout.schedules import too_old
-from hpc_parallel.layout.step_facts import OFF
 from hpc_parallel.problems import Problem, Problems
 
 
@@ -103,20 +101,6 @@ def _mixture(config: RunConfig, layout: Layout) -> Problems:
     if isinstance(layers, int) and isinstance(dense, int) and dense >= layers >= 1:
         rule = f"must be less than model.layers = {layers}, or no block would have experts"
         yield Problem("model.dense_layers", dense, rule, (layers - 1,))
-    if config.training.compile:
-        yield from _compiled_mixture(config, layout)
-
-
-def _compiled_mixture(config: RunConfig, layout: Layout) -> Problems:
-    """Each of these was compared with one device, but no two of them together."""
-    kinds = (
-        [f"strategy.{axis}" for axis in ("pipeline", "context", "tensor") if layout.degrees[axis] > 1],
-        ["strategy.expert"] if layout.expert > 1 else [],
-        [f"training.fp8={config.training.fp8}"] if config.training.fp8 != OFF else [],
-    )
-    if sum(map(bool, kinds)) > 1:
-        rule = f"is not proven for a mixture of experts with {' and '.join(chain(*kinds))} together"
-        yield Problem("training.compile", True, rule, (False,))
 
 
 def sequence_problems(config: RunConfig, layout: Layout) -> Problems:

@@ -32,7 +32,7 @@ _NAME = re.compile(r"[a-zA-Z][\w-]*", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Stage:
+class StudyStage:
     """A stage. words: what it runs, with `{NAME}` for the folder of a stage; settings: its own overrides."""
 
     name: str
@@ -47,7 +47,7 @@ class Stage:
         return not self.words or "=" in self.words[0]
 
 
-def stages_of(then: Any) -> list[Stage]:
+def stages_of(then: Any) -> list[StudyStage]:
     """The stages that `then` describes, and MAIN, each after all that it comes after.
 
     Raises ConfigError with all problems.
@@ -56,7 +56,7 @@ def stages_of(then: Any) -> list[Stage]:
     entries = _entries(then, problems)
     stages = {name: _stage(name, entry, problems) for name, entry in entries.items()}
     before = tuple(name for name, stage in stages.items() if stage.when == BEFORE)
-    stages = {MAIN: Stage(MAIN, after=before), **stages}
+    stages = {MAIN: StudyStage(MAIN, after=before), **stages}
     after = {MAIN: before} | {
         name: _after(stage, list(stages.values()), entries[name], problems)
         for name, stage in stages.items()
@@ -72,7 +72,7 @@ def stages_of(then: Any) -> list[Stage]:
     if problems:
         raise ConfigError(problems)
     return [
-        Stage(name, stages[name].words, stages[name].settings, stages[name].when, after[name])
+        StudyStage(name, stages[name].words, stages[name].settings, stages[name].when, after[name])
         for name in order
     ]
 
@@ -118,7 +118,7 @@ def _split(text: str) -> tuple[str, ...]:
         return ()
 
 
-def _stage(name: str, entry: Any, problems: list[Problem | str]) -> Stage:
+def _stage(name: str, entry: Any, problems: list[Problem | str]) -> StudyStage:
     """The stage without what it comes after."""
     values = entry if isinstance(entry, Mapping) else {"run": entry}
     text, when = values.get("run") or name, values.get("when", AFTER)
@@ -133,7 +133,7 @@ def _stage(name: str, entry: Any, problems: list[Problem | str]) -> Stage:
         words = (*words, f"{{{MAIN}}}")
     rest = flatten({str(key): value for key, value in values.items() if key not in _KEYS})
     settings = tuple(f"{'++' * ('.extra.' in key)}{key}={override_value(rest[key])}" for key in rest)
-    return Stage(name, words, settings, str(when))
+    return StudyStage(name, words, settings, str(when))
 
 
 def _unknown(name: str, words: Sequence[str]) -> Iterator[Problem]:
@@ -149,7 +149,7 @@ def _unknown(name: str, words: Sequence[str]) -> Iterator[Problem]:
 
 
 def _after(
-    stage: Stage, stages: Sequence[Stage], entry: Any, problems: list[Problem | str]
+    stage: StudyStage, stages: Sequence[StudyStage], entry: Any, problems: list[Problem | str]
 ) -> tuple[str, ...]:
     """The stages after which it comes: by default the one before it in the list, of those at its time."""
     names = [other.name for other in stages]
@@ -173,7 +173,7 @@ def _after(
     return tuple(other.name for other in (*last, *beside))
 
 
-def line_of(stage: Stage, line: CommandLine, *, name: str, folders: Mapping[str, Path]) -> CommandLine:
+def line_of(stage: StudyStage, line: CommandLine, *, name: str, folders: Mapping[str, Path]) -> CommandLine:
     """The command line of a stage's run. folders: of this stage and those before it. Raises ConfigError."""
     typed = [word for word in line.words if key_of(word).partition(".")[0] != "then"]
     run_dir = f"run_dir={override_value(str(folders[stage.name]))}"
@@ -210,7 +210,7 @@ def filled(word: str, folders: Mapping[str, Path]) -> str:
     return word
 
 
-def unknown_folders(stages: Sequence[Stage]) -> Iterator[str]:
+def unknown_folders(stages: Sequence[StudyStage]) -> Iterator[str]:
     """Problems of `{NAME}` in what a stage runs, if the stage does not come after NAME."""
     names = {stage.name for stage in stages}
     known: dict[str, set[str]] = {}
