@@ -16,11 +16,16 @@ from typing import TYPE_CHECKING
 from hydra import version
 
 from hpc_parallel.config.command_line import CommandLine
-from hpc_parallel.config.compose import CellError, compose_cells
+from hpc_parallel.config.compose import CellError, compose_cells, compose_run
 from hpc_parallel.config.hydra_internals import print_by_flag
 from hpc_parallel.config.schema import register
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
-from hpc_parallel.launch.checked_run import all_problems, checked_run, with_resumed
+from hpc_parallel.launch.checked_run import (
+    all_problems,
+    prepared,
+    reporting_all_problems,
+    with_resumed,
+)
 from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import ConfigError
@@ -40,11 +45,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = with_resumed(line)
         if line.explains:
             return explain(line)
-        return launch(checked_run(line))
+        return launch_line(line)
     except ConfigError as error:
         return refuse(error.problems)
     except KeyboardInterrupt:  # the launcher has stopped the run
         return FAILED
+
+
+def launch_line(line: CommandLine) -> int:
+    """Start the run of a command line, or its study; returns the exit code. Raises ConfigError."""
+    with reporting_all_problems(line):
+        cell = compose_run(line.overrides, **line.places)
+    if cell.config.then is None:
+        return launch(prepared(line, cell))
+    from hpc_parallel.sweep.study import start
+
+    return start(line, cell.config)
 
 
 def sweep(line: CommandLine) -> int:

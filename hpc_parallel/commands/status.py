@@ -31,6 +31,7 @@ from hpc_parallel.record.metrics_file import MetricsLine, duration, figure, per_
 from hpc_parallel.record.names import RUNS, label
 from hpc_parallel.record.rank_output import last_output
 from hpc_parallel.record.recorded import RecordedRun, find_runs, read_run
+from hpc_parallel.record.stage_file import StageRecord, read_stages
 from hpc_parallel.record.sweep_folder import Sweep, sweep_of
 from hpc_parallel.record.values import integer, number, table
 from hpc_parallel.report.run_lines import slow_lines
@@ -241,6 +242,24 @@ def _notes(rows: Sequence[RunRow], named: Sequence[Match]) -> list[str]:
     for target in named:
         if target.path is not None and (sweep := sweep_of(target.path)) is not None:
             lines += _of_sweep(rows, sweep)
+            lines += _of_stages(rows, read_stages(target.path))
+    return lines
+
+
+def _of_stages(rows: Sequence[RunRow], stages: Sequence[StageRecord]) -> list[str]:
+    """The chain of a study, and for each stage that can't start, the stage that prevents it."""
+    by_path = {row.path: row for row in rows}
+    by_name = {stage.name: by_path[stage.run_dir] for stage in stages if stage.run_dir in by_path}
+    if not by_name:
+        return []
+    lines, broken = [], {name for name, row in by_name.items() if row.ended and row.state != "completed"}
+    lines.append("stages: " + " -> ".join(f"{name} ({row.state})" for name, row in by_name.items()))
+    for stage in stages:
+        first = next((name for name in stage.after if name in broken), None)
+        if first is not None and stage.name in broken and by_name[stage.name].step is None:
+            cause = by_name[first].failure
+            why = f"failed: {cause}" if cause else "has not completed"
+            lines.append(f"{stage.name} was not started, because {first} {why}")
     return lines
 
 

@@ -218,6 +218,7 @@ class SweepConfig:
     pack_nodes: int | None = key(None, count())  # Nodes of a packed job; null: those of the largest run.
     # The time limit of a packed job in minutes; null: the longest `launcher.time_minutes` of its runs.
     pack_minutes: int | None = key(None, count())
+    runs_per_gpu: int = key(1, count())  # Packed runs of one GPU that share it and its CPUs.
     wait: bool = False  # Follow all runs until they end, and exit with their outcome.
     resume: str | None = None  # A sweep folder: start only the runs that are missing or failed.
     # The figure of `summary.json` that another sweeper optimises; a list names several figures.
@@ -274,6 +275,9 @@ class RunConfig:
     script: ScriptConfig = field(default_factory=ScriptConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    # What runs before, beside and after the run: a command, a list, or a table of stages
+    # ([Stages](stages.md)); null: nothing.
+    then: Any = None
     plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property

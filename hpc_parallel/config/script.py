@@ -61,6 +61,8 @@ def with_quotes(word: str) -> str:
     Without them, Hydra reads `{run}` as a mapping, and stops at a space or a `=` in a text.
     """
     key, _, value = word.partition("=")
+    if key == "then" and " " in value and value[0] not in "[{'\"":
+        return f"{key}={_literal(value)}"
     if not key.lstrip("+").startswith(f"{TASK}.") or set(value) & set("'\""):
         return word
     if key in (f"{TASK}.style", f"{TASK}.resume_arguments", f"{TASK}.metrics"):

@@ -40,6 +40,9 @@ class InferConfig(TaskConfig):
     # Seconds for all passes, which decide their number and the largest batch size; null: 60 on this machine,
     # 300 in a job (at most half of its time limit).
     seconds: float | None = key(None, SECONDS)
+    # Take the validation loss of each newest checkpoint of the run that `weights` names, until its training
+    # ends, and time nothing. The lines also come into the metrics of that run.
+    follow: bool = False
 
 
 @dataclass

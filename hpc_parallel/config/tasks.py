@@ -99,6 +99,8 @@ def first_compared(config: RunConfig) -> int:
 def total_steps(config: RunConfig) -> int:
     """The number of the last step in `metrics.jsonl`."""
     if isinstance(config.task, InferConfig):
+        if config.task.follow:
+            return config.training.steps
         return 1 + len(batch_sizes(config))  # the first is the pass over the validation data
     if isinstance(config.task, GenerateConfig):
         lengths = prompt_lengths(config) if config.task.prompts else [config.task.prompt_length]

@@ -135,10 +135,10 @@ def _was_starting(folder: RunFolder, *, returncode: int, text: str, environment:
     """Whether the time limit of a packed job, or its warning, ended a run whose ranks were starting."""
     if not is_packed(folder) or not attempts.is_starting(folder):
         return False
-    name = signal_of_code(returncode)
-    if name == "SIGUSR2" or hit_time_limit(text):
+    if signal_of_code(returncode) == "SIGUSR2" or hit_time_limit(text):
         return True
-    return name == "SIGTERM" and restart.why_stopped(name, environment=environment) == restart.TIME_LIMIT
+    # An ending job refuses new steps: `Job/step already completing or completed`.
+    return returncode != 0 and restart.ending(environment) == restart.TIME_LIMIT
 
 
 def _await_end(folder: RunFolder) -> None:

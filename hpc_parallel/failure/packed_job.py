@@ -30,13 +30,14 @@ from hpc_parallel.record.trust import UntrustedError, require_private
 from hpc_parallel.record.typed import WHOLE, read_if_possible, read_record
 from hpc_parallel.slurm.allocation import variables_of_steps
 from hpc_parallel.slurm.jobs import Job, job_fields, seconds_since_1970
-from hpc_parallel.slurm.node_room import FreePlaces, Need, Room
+from hpc_parallel.slurm.node_room import FreePlaces, Need, Room, SharedGpus
 from hpc_parallel.slurm.short_forms import expand_hosts
 
 QUEUE = "queue.json"
 _PERIOD_S = 0.1
 _SIGNAL_EARLY_S = 60.0  # Slurm may send its signal before the time limit so much earlier
 _PLACE = "hpc_parallel_place"  # a variable of the run's script
+_GPU = "hpc_parallel_gpu"  # another one: the position of its GPU among those of the node, from 1
 _KEPT = "SLURM_RESTART_COUNT"  # the run starts again with its job
 
 
@@ -53,12 +54,14 @@ class Queue:
     """The content of `queue.json`: the room of each node, and the runs in the order of their turns.
 
     submitter: the process that has claimed the runs, as `Owner.process`.
+    runs_per_gpu: runs of one GPU that share it; if it is more than 1, the GPUs of `need` are shares.
     """
 
     room: Room
     grace_s: int  # before the time limit, in which the runs save
     runs: Annotated[tuple[QueuedRun, ...], WHOLE]
     submitter: str = ""
+    runs_per_gpu: int = 1
 
 
 @dataclass
@@ -68,6 +71,7 @@ class _Turn:
     run: QueuedRun
     folder: RunFolder
     place: tuple[int, ...] | None = None
+    gpus: list[int] = field(default_factory=list)  # that it shares, on its node
     script: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     ranks: int = -1  # a pipe, whose other end the script closes when its ranks have succeeded
 
@@ -92,7 +96,8 @@ class _PackedJob:
         queue = read_record(Queue, folder / QUEUE)
         if queue is None:
             raise FileNotFoundError(folder / QUEUE)
-        self._places = FreePlaces(len(self._hosts), queue.room)
+        self._places = FreePlaces(len(self._hosts), queue.room.shared(queue.runs_per_gpu))
+        self._shared = SharedGpus(len(self._hosts), queue.room.gpus) if queue.runs_per_gpu > 1 else None
         self._submitter = queue.submitter
         turns = [_Turn(run, _folder(folder / str(number))) for number, run in enumerate(queue.runs)]
         self._waiting = [turn for turn in turns if self._is_left(turn.folder)]
@@ -157,6 +162,8 @@ class _PackedJob:
                 self._places.give_back(place, turn.run.need)
                 continue
             turn.place = place
+            if self._shared is not None:
+                turn.gpus = self._shared.take(turn.run.need.room.gpus, node=place[0])
             turn.script = self._start(turn, hosts=tuple(self._hosts[index] for index in place))
             self._active.append(turn)
 
@@ -166,6 +173,9 @@ class _PackedJob:
         }
         turn.ranks, writer = os.pipe()
         variables[_PLACE] = str(writer)
+        if turn.gpus:
+            variables[_GPU] = str(turn.gpus[0] + 1)
+            variables.setdefault("OMP_NUM_THREADS", str(turn.run.need.room.cpus))
         with os.fdopen(open_append(turn.folder.slurm / f"{self._id}.out"), "ab") as log:
             script = subprocess.Popen(
                 ["bash", str(turn.folder.batch_script)], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -177,6 +187,8 @@ class _PackedJob:
     def _give_back(self, turn: _Turn) -> None:
         if turn.place is not None:
             self._places.give_back(turn.place, turn.run.need)
+            if self._shared is not None:
+                self._shared.give_back(turn.gpus, node=turn.place[0])
             turn.place = None
             os.close(turn.ranks)
 

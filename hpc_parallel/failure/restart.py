@@ -6,6 +6,7 @@ not import torch.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
@@ -20,7 +21,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.time_use import time_of
 from hpc_parallel.slurm.allocation import in_allocation
-from hpc_parallel.slurm.jobs import ENDED, job_fields, job_of
+from hpc_parallel.slurm.jobs import ENDED, job_fields, job_of, seconds_since_1970
 from hpc_parallel.slurm.limits import hosts_of
 from hpc_parallel.slurm.short_forms import expand_hosts
 from hpc_parallel.slurm.submit import SiteRefusedError, is_lost, requeue, resubmit
@@ -64,6 +65,9 @@ def ending(environment: Mapping[str, str]) -> str | None:
     if not fields:
         return None
     why = _why_ending(fields, environment=environment)
+    end_s = seconds_since_1970(fields.get("EndTime"))
+    if fields.get("JobState") == "RUNNING" and end_s is not None and end_s <= time.time():
+        return why if why != CANCELLED else TIME_LIMIT  # Slurm makes no steps, and ends the job within 30 s
     return why if why != CANCELLED or fields.get("JobState") in {*ENDED, "COMPLETING"} else None
 
 

@@ -90,7 +90,11 @@ def sbatch_flags(run: PreparedRun) -> Flags:
     extra = config.cluster.extra | launcher.extra
     if extra.get("no-requeue"):
         del flags["requeue"]
-    return flags | _set_flags(extra)
+    flags |= _set_flags(extra)
+    if run.dependency:
+        asked = [str(flags["dependency"])] if "dependency" in flags else []
+        flags |= {"dependency": ",".join([*asked, run.dependency]), "kill-on-invalid-dep": "yes"}
+    return flags
 
 
 def _signal(grace_s: int, *, minutes: int) -> str:
@@ -123,11 +127,12 @@ def needs_own_script(run: PreparedRun) -> bool:
     return run.config.cluster.start != "srun" or run.config.launcher.container is not None
 
 
-def srun_arguments(run: PreparedRun, *, packed: Need | None = None) -> list[str]:
+def srun_arguments(run: PreparedRun, *, packed: Need | None = None, room: Room | None = None) -> list[str]:
     """Flags of srun. The tasks are in the order of the ranks, and the first failing task ends the others.
 
     The CPUs are repeated because srun no longer takes them from sbatch (Slurm 22.05). torchrun is one task
-    for each node, with the CPUs of all its ranks. packed: the place of the run in a packed job.
+    for each node, with the CPUs of all its ranks. packed: the place of the run in a packed job. room: what
+    its nodes have, if runs share GPUs there.
     """
     ranks = run.processes_per_node if run.config.cluster.start == "torchrun" else 1
     tasks: Flags = {"ntasks": run.config.nodes, "ntasks-per-node": 1} if ranks > 1 else {}
@@ -140,8 +145,9 @@ def srun_arguments(run: PreparedRun, *, packed: Need | None = None) -> list[str]
         "kill-on-bad-exit": 1,
         "wait": 0,  # a task that ends with code 0 ends no other; slurm.conf may set another WaitTime
         **(_place_in_allocation(run) if packed is None else _place_in_pack(run, packed)),
+        **({} if room is None else _shared_place(run, room)),
     }
-    flags |= _set_flags(run.config.cluster.srun)
+    flags = _set_flags(flags) | _set_flags(run.config.cluster.srun)
     return [_word(flag, value) for flag, value in flags.items()]
 
 
@@ -177,6 +183,16 @@ def _place_in_pack(run: PreparedRun, need: Need) -> Flags:
         "mem": f"{need.room.memory_mb}M" if need.room.memory_mb else 0,
         **gpu_flags(run),
     }
+
+
+def _shared_place(run: PreparedRun, room: Room) -> Flags:
+    """The flags of a step that shares its node. Its script then leaves it one GPU.
+
+    Slurm gives a GPU to one step only, or to steps that overlap. It would give those the same CPUs and GPUs
+    first, so each step has all of them, without binding.
+    """
+    everything: Flags = {"cpus-per-task": room.cpus, "mem": 0, **gpu_flags(run, count=room.gpus)}
+    return everything | {"exact": False, "overlap": True, "cpu-bind": "none"}
 
 
 def _place_in_allocation(run: PreparedRun) -> Flags:
@@ -216,11 +232,14 @@ def render(run: PreparedRun, *, payload: bool = False) -> str:
     return _templates().get_template("job.sh.j2").render({**_values(run, suffix), **values})
 
 
-def render_packed(run: PreparedRun, need: Need) -> str:
-    """The script of a run that has its place in a packed job, which starts it by bash."""
-    arguments = srun_arguments(run, packed=need)
+def render_packed(run: PreparedRun, need: Need, *, room: Room | None = None) -> str:
+    """The script of a run that has its place in a packed job, which starts it by bash.
+
+    room: what its nodes have, if runs share GPUs there.
+    """
+    arguments = srun_arguments(run, packed=need, room=room)
     values: dict[str, object] = {"flags": {}, "tasks": None, "payload": False, "packed": True}
-    values["srun_arguments"] = arguments
+    values |= {"srun_arguments": arguments, "shares_gpu": room is not None}
     return _templates().get_template("job.sh.j2").render({**_values(run, ".out"), **values})
 
 
@@ -307,6 +326,7 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "start": cluster.start,
         "again": AGAIN,
         "packed": False,
+        "shares_gpu": False,
         "notify": launcher.notify is not None,
         "frees_hosts": chooses_hosts(launcher) and run.config.training.memory_checkpoint_every is not None,
         "srun_arguments": srun_arguments(run),

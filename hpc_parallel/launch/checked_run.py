@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from yaml import YAMLError
 
 from hpc_parallel.config.command_line import CommandLine
-from hpc_parallel.config.compose import COMPOSE_ERRORS, compose_run
+from hpc_parallel.config.compose import COMPOSE_ERRORS, Cell, compose_run
 from hpc_parallel.config.resolve import UnresolvedError
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.problems import ConfigError, Problem
@@ -41,8 +42,16 @@ def with_resumed(line: CommandLine, *, warn: Callable[[str], None] = warn_on_std
 def checked_run(line: CommandLine) -> PreparedRun:
     """The checked run of a command line. Raises ConfigError with all problems."""
     with reporting_all_problems(line):
-        cell = compose_run(line.overrides, **line.places)
-        return prepare(cell.config, overrides=cell.overrides, config_dir=line.extra_dir, build_model=True)
+        return prepared(line, compose_run(line.overrides, **line.places))
+
+
+def prepared(line: CommandLine, cell: Cell, *, awaited: Sequence[Path] = ()) -> PreparedRun:
+    """The checked run of a composed command line. Raises ConfigError with all problems."""
+    with reporting_all_problems(line):
+        return prepare(
+            cell.config, overrides=cell.overrides, config_dir=line.extra_dir, build_model=True,
+            awaited=awaited,
+        )  # fmt: skip
 
 
 @contextmanager

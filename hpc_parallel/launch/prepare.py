@@ -60,6 +60,7 @@ class PreparedRun:
     plan_notes: Sequence[str] = ()  # the choice of `strategy=auto`, and the plan's warnings
     smaller: Mapping[int, Any] = field(default_factory=dict)  # `values` on fewer nodes, by their number
     command: Sequence[str] | None = None  # that started it; None: the command line of this process
+    dependency: str = ""  # on jobs of Slurm, as sbatch has it
 
     @property
     def variables(self) -> dict[str, str]:
@@ -157,12 +158,14 @@ def prepare(
     keep: Callable[..., Snapshot] | None = None,
     build_model: bool = False,
     preset: Mapping[str, Any] = MappingProxyType({}),
+    awaited: Sequence[Path] = (),
 ) -> PreparedRun:
     """Resolve and check a configuration.
 
     keep: a `plan_snapshot` that caches git's answers for many runs.
     preset: values that all runs of a sweep have in common, by dotted key.
     build_model: whether to also build the user's model class, without memory.
+    awaited: files and folders that need not exist, because another run writes them before.
 
     Raises ConfigError with every problem.
     """
@@ -172,7 +175,8 @@ def prepare(
         composed, overrides, notes = _with_strategy(with_values(composed, preset), overrides, user_folder)
         preset = {}
     config, values, launcher_reason = resolve(composed, preset=preset)
-    problems = find_problems(config, overrides) + _weights_problems(config)
+    problems = find_problems(config, overrides) + _weights_problems(config) + _stage_problems(config)
+    problems = [problem for problem in problems if not _is_awaited(problem, awaited)]
     hardware = _hardware(config, user_folder, problems)
     if problems:
         if config.resume is not None:
@@ -230,6 +234,20 @@ def _weights_problems(config: RunConfig) -> list[Problem | str]:
     from hpc_parallel.launch.resume import weights_problems
 
     return [*weights_problems(config, config.weights)]
+
+
+def _stage_problems(config: RunConfig) -> list[Problem | str]:
+    """The problem of stages where nothing would start them."""
+    rule = "names stages of one run that the command run starts, without -m and not from Python"
+    return [] if config.then is None else [Problem("then", config.then, rule, (None,))]
+
+
+def _is_awaited(problem: Problem | str, awaited: Sequence[Path]) -> bool:
+    """Whether the problem is only that the file or folder of an earlier stage does not exist yet."""
+    if isinstance(problem, str) or not isinstance(problem.value, str):
+        return False
+    path = absolute(problem.value)
+    return not path.exists() and any(path.is_relative_to(place) for place in awaited)
 
 
 def _hardware(config: RunConfig, user_folder: Path | None, problems: list[Problem | str]) -> Hardware | None:

@@ -95,7 +95,7 @@ def _with_changes(
     kept = [override for override in overrides if override.startswith("~") or key_of(override) not in values]
     added_keys = {key_of(override) for override in overrides if override.startswith("+")}
     added_keys |= values.keys() - flatten(composed).keys()
-    new = [f"{'+' * (key in added_keys)}{key}={_override_value(value)}" for key, value in values.items()]
+    new = [f"{'+' * (key in added_keys)}{key}={override_value(value)}" for key, value in values.items()]
     return (*kept, *new)
 
 
@@ -124,7 +124,7 @@ def _inexpressible(composed: Mapping[str, Any], target: Mapping[str, Any]) -> li
     return problems or ["No override can express how the configuration was changed. Try compose() again."]
 
 
-def _override_value(value: Any) -> str:
+def override_value(value: Any) -> str:
     """Write the value in Hydra's override grammar."""
     if value is None:
         return "null"
@@ -133,7 +133,7 @@ def _override_value(value: Any) -> str:
     if isinstance(value, str):
         return value if _BARE.fullmatch(value) else quoted(value)
     if isinstance(value, list):
-        return f"[{','.join(map(_override_value, value))}]"
+        return f"[{','.join(map(override_value, value))}]"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{_override_value(item)}' for key, item in value.items())}}}"
+        return f"{{{','.join(f'{key}:{override_value(item)}' for key, item in value.items())}}}"
     return repr(value) if isinstance(value, int | float) else quoted(value)

@@ -89,7 +89,7 @@ def resumed(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stder
     if AUTO_STRATEGY in words and _has_same_devices(words, folder):
         words = [word for word in words if word != AUTO_STRATEGY]  # the chosen layout is recorded
     typed = {key_of(word) for word in words if not word.startswith("-")}
-    before = [word for word in start.overrides if not _replaced(key_of(word), typed)]
+    before = [word for word in start.overrides if not is_replaced(key_of(word), typed)]
     run_dir = quoted(folder.path)
     names_dir = any(word.startswith(("--config-dir", "-cd")) for word in words)
     flags = ["--config-dir", str(start.config_dir)] if start.config_dir and not names_dir else []
@@ -272,7 +272,7 @@ def _ended_early(folder: RunFolder, *, callbacks: Any) -> str | None:
     return summary.ended_early if summary is not None and summary.completed and callbacks else None
 
 
-def _replaced(key: str, typed: set[str]) -> bool:
+def is_replaced(key: str, typed: set[str]) -> bool:
     """Whether a recorded override is dropped: its key or group is typed again, or it is never reused.
 
     The site's settings below `launcher` stay if only the kind of launcher changes.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hpc_parallel import job as job_entry
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.launch.batch_script import needs_own_script, render
@@ -70,7 +72,7 @@ def submit(run: PreparedRun) -> Job:
         if job in refused:
             raise SiteRefusedError(refusal_message(f"{trial.stderr.strip()} ({refused[job]})"))
         owner.hand_to_job(run.folder, job)
-        write_text(run.folder.resubmission, render(run))
+        write_text(run.folder.resubmission, render(replace(run, dependency="")))
         write_text(run.folder.batch_script, script)
     except BaseException:  # a full disk, Ctrl-C
         withdraw([job])

@@ -23,7 +23,7 @@ from hpc_parallel.planning.memory import Held, MemoryPlan
 from hpc_parallel.planning.step_time import StepTime, step_time, tokens_per_s
 from hpc_parallel.planning.storage_times import StorageTimes
 from hpc_parallel.planning.work import Work, unplanned, unsearched, work_of_run
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.metrics_file import size
 
 STOP = "stop"
@@ -92,14 +92,24 @@ def _figures(
 
 
 def _overflow(config: RunConfig, planned: MemoryPlan, hardware: Hardware, *, is_searched: bool) -> str | None:
-    """A warning if the memory may not be enough. Raises ConfigError if it is not."""
-    room, device = hardware.device.memory_bytes, hardware.device.name
+    """A warning if the memory may not be enough. Raises ConfigError if it is not.
+
+    Of a GPU that runs of a sweep share, each gets an equal part, and may not need more.
+    """
+    shares = config.sweep.runs_per_gpu
+    room, device = hardware.device.memory_bytes // shares, hardware.device.name
+    if shares > 1:
+        device += f" for {shares} runs"
     certain = partial(certain_bytes, compiled=config.training.compile)
     least = max(planned.devices, key=certain)
     if certain(least) <= room:
         if planned.fullest.total <= room:
             return None
         needed = f"{'needs at least' if planned.unknown else 'may need'} {size(planned.fullest.total)}"
+        if shares > 1 and config.plan.on_overflow == STOP:
+            most = max(1, hardware.device.memory_bytes // planned.fullest.total)
+            rule = f"leaves {size(room)} of the memory of a GPU to each run, which {needed}"
+            raise ConfigError([Problem("sweep.runs_per_gpu", shares, rule, (most,))])
         return f"warning     a device {needed}, and one {device} has {size(room)}: the run may not fit"
     third = "activations" if least.kinds["activations"] and not config.training.compile else "gradients"
     text = (

@@ -164,8 +164,10 @@ class RecordedRun:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """Every whole line of `metrics.jsonl`."""
-        return self._read(self.folder.metrics, read_metrics) or []
+        """Every whole line of `metrics.jsonl`, and of the evaluations beside the run, by step."""
+        lines = self._read(self.folder.metrics, read_metrics) or []
+        evaluations = self._read(self.folder.evaluations, read_metrics) or []
+        return sorted([*lines, *evaluations], key=lambda line: line["step"]) if evaluations else lines
 
     @cached_property
     def last_metrics(self) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from hpc_parallel.record.trust import UntrustedError, owner_name, require_privat
 
 SHARED_FOLDER = "launcher.shared_folder"  # the override with which the user grants trust
 NOTIFY = "launcher.notify"
+STAGES, NO_STAGES = "then", "then=null"
 # Top-level keys whose values are numbers, names, and paths from which only data are read.
 HARMLESS = {"model", "data", "training", "strategy", "optimizer", "task", "seed", "nodes", "gpus_per_node",
             "device", "name", "plan"}  # fmt: skip
@@ -71,7 +72,11 @@ def inherited(overrides: Sequence[str]) -> list[str]:
     """The recorded overrides without those that only count if they are typed."""
     if any(key_of(override) == NOTIFY for override in overrides):
         print(f"the recorded {NOTIFY} is not used: only what is typed now counts", file=sys.stderr)
-    return [override for override in overrides if key_of(override) not in (SHARED_FOLDER, NOTIFY)]
+    return [
+        override for override in overrides
+        if key_of(override) not in (SHARED_FOLDER, NOTIFY)
+        and (key_of(override).partition(".")[0] != STAGES or override == NO_STAGES)
+    ]  # fmt: skip
 
 
 def grants_trust(overrides: Sequence[str], value_of: Callable[[str], Any]) -> bool:

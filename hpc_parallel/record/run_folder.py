@@ -65,6 +65,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def evaluations(self) -> Path:
+        """Lines of validation that another run has added to those of `metrics` (`task.follow`)."""
+        return self.path / "evaluations.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

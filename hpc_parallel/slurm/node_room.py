@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,10 @@ class Room:
     cpus: int
     gpus: int = 0
     memory_mb: int = 0
+
+    def shared(self, runs_per_gpu: int) -> Room:
+        """The same room, if `runs_per_gpu` runs share each GPU: `gpus` counts their shares."""
+        return replace(self, gpus=self.gpus * runs_per_gpu)
 
     def count_of(self, need: Room) -> int:
         """How often `need` fits in here."""
@@ -55,6 +59,25 @@ class FreePlaces:
             self._free[index] = Room(
                 free.cpus + room.cpus, free.gpus + room.gpus, free.memory_mb + room.memory_mb
             )
+
+
+class SharedGpus:
+    """How many runs each GPU of each node has."""
+
+    def __init__(self, nodes: int, gpus: int) -> None:
+        self._runs = [[0] * gpus for _ in range(nodes)]
+
+    def take(self, count: int, *, node: int = 0) -> list[int]:
+        """The indices of the GPUs of the node with the fewest runs, for one more run."""
+        runs = self._runs[node]
+        gpus = sorted(sorted(range(len(runs)), key=lambda gpu: runs[gpu])[:count])
+        for gpu in gpus:
+            runs[gpu] += 1
+        return gpus
+
+    def give_back(self, gpus: Sequence[int], *, node: int = 0) -> None:
+        for gpu in gpus:
+            self._runs[node][gpu] -= 1
 
 
 def makespan_s(work: Sequence[tuple[Need, float]], *, nodes: int, room: Room) -> float:

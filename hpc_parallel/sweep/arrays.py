@@ -181,7 +181,9 @@ def _write_scripts(array: Array) -> None:
             write_text(folder.batch_script, array.script)
             write_text(folder.resubmission, render(planned.run))
         else:  # the packed job starts the script, and is what starts again
-            write_text(folder.batch_script, render_packed(planned.run, array.queue.runs[index].need))
+            need = array.queue.runs[index].need
+            room = array.queue.room if array.queue.runs_per_gpu > 1 else None
+            write_text(folder.batch_script, render_packed(planned.run, need, room=room))
             write_text(folder.resubmission, array.script)
         (array.tasks / str(index)).symlink_to(folder.path)
 

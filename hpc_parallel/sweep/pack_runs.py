@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.record.owner import this_process
 from hpc_parallel.slurm.limits import node_kinds
-from hpc_parallel.slurm.node_room import FreePlaces, Need, Room, least_nodes, makespan_s
+from hpc_parallel.slurm.node_room import FreePlaces, Need, Room, SharedGpus, least_nodes, makespan_s
 from hpc_parallel.slurm.short_forms import gpu_count
 
 # One job has one value of each.
@@ -46,8 +45,9 @@ def packs(runs: Sequence[PreparedRun]) -> list[Pack]:
     A job gets the longest runs that are left, as many as end before its time limit. A run is assumed to take
     its planned time, or else its own time limit.
     """
-    room, settings = room_of(runs), runs[0].config.sweep
-    assert room is not None  # checked by `find_problems`
+    node, settings = room_of(runs), runs[0].config.sweep
+    assert node is not None  # checked by `find_problems`
+    room = node.shared(settings.runs_per_gpu)
     work = [(need_of(run, room), seconds_of(run)) for run in runs]
     nodes = settings.pack_nodes or max(run.config.nodes for run in runs)
     if all(_times(need, nodes=nodes, room=room) < 2 for need, _ in work):
@@ -57,7 +57,7 @@ def packs(runs: Sequence[PreparedRun]) -> list[Pack]:
     jobs: list[Pack] = []
     while order:
         count = _fitting([work[at] for at in order], nodes=nodes, room=room, limit_s=limit_s)
-        jobs.append(_pack(order[:count], runs=runs, work=work, nodes=nodes, room=room))
+        jobs.append(_pack(order[:count], runs=runs, work=work, nodes=nodes, node=node))
         order = order[count:]
     return jobs
 
@@ -90,15 +90,16 @@ def _pack(
     runs: Sequence[PreparedRun],
     work: Sequence[tuple[Need, float]],
     nodes: int,
-    room: Room,
+    node: Room,
 ) -> Pack:
     needs = [work[at][0] for at in positions]
     queued = tuple(QueuedRun(work[at][0], runs[at].processes_per_node) for at in positions)
     grace_s = max(runs[at].config.launcher.grace_s for at in positions)
+    shares = runs[0].config.sweep.runs_per_gpu
     return Pack(
         positions,
-        least_nodes(needs, most=nodes, room=room),
-        Queue(room, grace_s, queued, this_process().process),
+        least_nodes(needs, most=nodes, room=node.shared(shares)),
+        Queue(node, grace_s, queued, this_process().process, shares),
     )
 
 
@@ -115,13 +116,16 @@ def seconds_of(run: PreparedRun) -> float:
 
 
 def need_of(run: PreparedRun, room: Room) -> Need:
-    """What a run needs of its nodes. Without `launcher.memory_gb`, its share of the memory of a node."""
-    config = run.config
-    cpus = run.processes_per_node * run.cpus_per_process
+    """What a run needs of its nodes. Without `launcher.memory_gb`, its share of the memory of a node.
+
+    Runs that share a GPU share its CPUs and memory too; `room` and the need then count shares of GPUs.
+    """
+    config, shares = run.config, run.config.sweep.runs_per_gpu
+    cpus = max(1, run.processes_per_node * run.cpus_per_process // shares)
     gpus = config.gpus_per_node if gpu_flags(run) else 0
     memory_mb = room.memory_mb // max(1, room.count_of(Room(cpus, gpus)))
     if config.launcher.memory_gb is not None:
-        memory_mb = math.ceil(config.launcher.memory_gb * 1024)
+        memory_mb = math.ceil(config.launcher.memory_gb * 1024 / shares)
     return Need(config.nodes, Room(cpus, gpus, memory_mb if room.memory_mb else 0))
 
 
@@ -158,12 +162,16 @@ def find_problems(runs: Sequence[PreparedRun]) -> Problems:
         for key in ("pack_nodes", "pack_minutes"):
             if (value := getattr(settings, key)) is not None:
                 yield Problem(f"sweep.{key}", value, rule, (None,))
+        if choice(config) == "auto":
+            yield from _sharing_problems(runs)
+        elif settings.runs_per_gpu > 1:
+            yield Problem("sweep.runs_per_gpu", settings.runs_per_gpu, rule, (1,))
         return
     if kind != "slurm":
         rule = f"packs runs into jobs of Slurm, or on this machine, and not with launcher.kind={kind}"
         yield Problem("sweep.pack", settings.pack, rule, ("off",))
         return
-    problems = [*_job_problems(runs), *_host_problems(runs), *_room_problems(runs)]
+    problems = [*_job_problems(runs), *_host_problems(runs), *_sharing_problems(runs), *_room_problems(runs)]
     yield from problems
     if problems and settings.pack is None:
         yield f"cluster.pack=auto: {config.cluster.name} packs sweeps. Try sweep.pack=off for separate jobs."
@@ -216,14 +224,35 @@ def _host_problems(runs: Sequence[PreparedRun]) -> Problems:
             yield Problem(f"launcher.{key}", max(chosen), "is for a job that has one run", (off,))
 
 
+def _sharing_problems(runs: Sequence[PreparedRun]) -> Problems:
+    """Why the runs can't share GPUs. `planning/forecast.py` refuses a run that needs more than its share."""
+    config = runs[0].config
+    shares = config.sweep.runs_per_gpu
+    if shares == 1:
+        return
+    of_cpus = not (visible_gpus(os.environ) if config.launcher.kind == "local" else gpu_flags(runs[0]))
+    if of_cpus or any(run.config.device == "cpu" for run in runs):
+        yield Problem("sweep.runs_per_gpu", shares, "is for runs on GPUs, and these are on CPUs", (1,))
+    elif most := max((run.config.devices for run in runs if run.config.devices > 1), default=0):
+        rule = f"is for runs of one GPU, and a run has {most}"
+        yield Problem("sweep.runs_per_gpu", shares, rule, (1,))
+    elif any(
+        run.config.plan.on_overflow != "off" and "peak_memory_bytes" not in (run.predicted or {})
+        for run in runs
+    ):
+        rule = "needs a plan of the memory (hardware=NAME), or plan.on_overflow=off, which checks none"
+        yield Problem("sweep.runs_per_gpu", shares, rule, (1,))
+
+
 def _room_problems(runs: Sequence[PreparedRun]) -> Iterator[Problem]:
     """Runs that need more than a node has."""
-    room, partition = room_of(runs), runs[0].config.launcher.partition
+    node, partition = room_of(runs), runs[0].config.launcher.partition
     where = f"partition {partition}" if partition else "the default partition"
-    if room is None:
+    if node is None:
         rule = f"needs to know what the nodes of {where} have, and Slurm does not say it"
         yield Problem("sweep.pack", "auto", rule, ("off",))
         return
+    room = node.shared(runs[0].config.sweep.runs_per_gpu)
     for run in {need_of(run, room).room: run for run in runs}.values():
         need, launcher, devices = need_of(run, room).room, run.config.launcher, run.config.gpus_per_node
         if need.cpus > room.cpus:
@@ -231,8 +260,8 @@ def _room_problems(runs: Sequence[PreparedRun]) -> Iterator[Problem]:
             legal = (room.cpus // devices,) if room.cpus >= devices else ()
             yield Problem("launcher.cpus_per_device", launcher.cpus_per_device, rule, legal)
         if need.gpus > room.gpus:
-            rule = f"is more than the {room.gpus} GPUs of nodes of {where}"
-            yield Problem("gpus_per_node", devices, rule, (room.gpus,) if room.gpus else ())
+            rule = f"is more than the {node.gpus} GPUs of nodes of {where}"
+            yield Problem("gpus_per_node", devices, rule, (node.gpus,) if node.gpus else ())
         if need.memory_mb > room.memory_mb:
             rule = f"is more than the {room.memory_mb / 1024:g} GB of nodes of {where}"
             yield Problem("launcher.memory_gb", launcher.memory_gb, rule, (room.memory_mb // 1024,))
@@ -241,14 +270,14 @@ def _room_problems(runs: Sequence[PreparedRun]) -> Iterator[Problem]:
 class LocalPlaces:
     """The GPUs and cores of this machine, which runs that are going on here share."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], *, runs_per_gpu: int = 1) -> None:
         count, listed = visible_gpus(environment), environment.get("CUDA_VISIBLE_DEVICES")
-        names = [str(index) for index in range(count)] if listed is None else listed.split(",")[:count]
-        self._free = deque(names)
-        self._room = Room(len(os.sched_getaffinity(0)), count)
+        self._names = [*map(str, range(count))] if listed is None else listed.split(",")[:count]
+        self._gpus = SharedGpus(1, count)
+        self._room = Room(len(os.sched_getaffinity(0)), count).shared(runs_per_gpu)
         self._places = FreePlaces(1, self._room)
         self._environment = environment
-        self._taken: dict[int, list[str]] = {}
+        self._taken: dict[int, list[int]] = {}
 
     def take(self, run: PreparedRun) -> dict[str, str] | None:
         """The variables of the run's processes; None if there is no place for it now.
@@ -258,18 +287,20 @@ class LocalPlaces:
         need = self._need(run)
         if self._places.take(need) is None:
             return None
-        gpus = self._taken[id(run)] = [self._free.popleft() for _ in range(need.room.gpus)]
-        variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if self._room.gpus else {}
+        gpus = self._taken[id(run)] = self._gpus.take(need.room.gpus)
+        visible = ",".join(self._names[gpu] for gpu in gpus)
+        variables = {"CUDA_VISIBLE_DEVICES": visible} if self._room.gpus else {}
         if "OMP_NUM_THREADS" not in self._environment:
             variables["OMP_NUM_THREADS"] = str(max(1, need.room.cpus // run.processes))
         return variables
 
     def give_back(self, run: PreparedRun) -> None:
         self._places.give_back((0,), self._need(run))
-        self._free.extend(self._taken.pop(id(run)))
+        self._gpus.give_back(self._taken.pop(id(run)))
 
     def _need(self, run: PreparedRun) -> Need:
         config = run.config
-        gpus = 0 if config.device == "cpu" else min(config.devices, self._room.gpus)
-        cpus = min(run.processes * run.cpus_per_process, self._room.cpus)
+        gpus = 0 if config.device == "cpu" else min(config.devices, len(self._names))
+        cpus = run.processes * run.cpus_per_process // config.sweep.runs_per_gpu
+        cpus = min(max(1, cpus), self._room.cpus)
         return Need(1, Room(cpus, gpus))

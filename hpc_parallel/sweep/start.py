@@ -220,7 +220,7 @@ class _Runner:
         self.completed = True  # all runs so far
         packed = pack_runs.choice(plan.runs[0].run.config) == "auto"
         self._limit = plan.settings.parallelism or (len(plan.runs) if packed else 1)
-        self._machine = LocalPlaces(os.environ) if packed else None
+        self._machine = LocalPlaces(os.environ, runs_per_gpu=plan.settings.runs_per_gpu) if packed else None
         self._display = display
         self._signals = signals  # received so far
 

@@ -241,7 +241,8 @@ def _require_consistent(runs: Sequence[PreparedRun], settings: SweepConfig, *, k
         ("sweep.pack", {pack_runs.choice(run.config) for run in runs}),
         *((f"sweep.{key}", {getattr(run.config.sweep, key) for run in runs})
           for key in (
-              "on_invalid", "parallelism", "wait", "pack_nodes", "pack_minutes", "prune", "prune_after"
+              "on_invalid", "parallelism", "wait", "pack_nodes", "pack_minutes", "runs_per_gpu", "prune",
+              "prune_after",
           )),
     ]  # fmt: skip
     for key, values in common:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from math import gcd
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +19,14 @@ from hpc_parallel.data.sampler import to_device
 from hpc_parallel.layout.batch_plan import BatchPlan, plan_batch
 from hpc_parallel.layout.schedules import schedule_of
 from hpc_parallel.record import attempts
-from hpc_parallel.record.endings import Summary
+from hpc_parallel.record.checkpoint_index import complete as complete_in
+from hpc_parallel.record.endings import Summary, has_final_summary
+from hpc_parallel.record.metrics_file import VALIDATION
 from hpc_parallel.record.results import results
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_write import append_line
 from hpc_parallel.start.start_times import synchronize
+from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.exchange import all_gather_numbers
 from hpc_parallel.strategies.forward_backward import ForwardBackward
 from hpc_parallel.training.load_weights import start_from
@@ -32,6 +38,7 @@ from hpc_parallel.worker.session import Session, TaskContext, complete, phases_o
 from hpc_parallel.worker.time_budget import TimeBudget, advice
 
 LEAST_PASSES = 5  # timed passes of a batch size
+LOOK_S = 1.0  # between two looks for a new checkpoint
 WARM_UP = 3  # passes; the first pass allocates buffers and infers shapes, the next passes choose kernels
 
 
@@ -47,6 +54,9 @@ def infer(context: TaskContext) -> None:
         attempts.begin(folder, step=0, environment=context.environment)
     on_phase = phases_of(folder, rank=rank)
     session = Session.open(config, device=context.device, trains=False, on_phase=on_phase)
+    if isinstance(config.task, InferConfig) and config.task.follow:
+        follow_checkpoints(context, session)
+        return
     on_phase("loading the weights")
     weights = start_from(config, session.assembled)
     writers = open_writers(config, folder=folder, values=context.values) if rank == 0 else []
@@ -64,6 +74,43 @@ def infer(context: TaskContext) -> None:
     complete(context, lines=lines, writers=writers, measured=measured)
     if rank == 0:
         print(*results(folder, Summary.read(folder) or Summary()), sep="\n", flush=True)
+
+
+def follow_checkpoints(context: TaskContext, session: Session) -> None:
+    """Take the validation loss of each newest checkpoint of `weights` until its training has ended.
+
+    Each result is a line of this run, and of `evaluations.jsonl` in the folder of the training.
+    """
+    config, rank = context.config, dist.get_rank()
+    training = RunFolder(Path(str(config.weights)))
+    writers = open_writers(config, folder=context.folder, values=context.values) if rank == 0 else []
+    lines: list[dict[str, Any]] = []
+    evaluated, is_over = 0, False
+    while not is_over:
+        is_over, newest = exchange.broadcast(_progress_of(training) if rank == 0 else None)
+        context.progress.mark("step", context.progress.latest[2])
+        if newest <= evaluated:
+            time.sleep(0 if is_over else LOOK_S)
+            continue
+        evaluated = int(Path(start_from(config, session.assembled)).name.partition("-")[2])
+        figures = validate(session, context.progress)
+        losses = {key: value for key, value in figures.items() if key.startswith(VALIDATION)}
+        consumed = evaluated * config.training.global_batch_size
+        line = {"step": evaluated, "samples": consumed, **losses, "time": datetime.now(UTC).isoformat()}
+        lines.append(line)
+        for writer in writers:
+            writer.write(line)
+        if rank == 0:
+            append_line(training.evaluations, line)
+        is_over = False  # a newer checkpoint may have come meanwhile
+    context.progress.mark("done", context.progress.latest[2])
+    complete(context, lines=lines, writers=writers, measured={"weights": str(training.path)})
+
+
+def _progress_of(training: RunFolder) -> tuple[bool, int]:
+    """Whether the training has ended, and then the step of its newest checkpoint; 0 without one."""
+    is_over = has_final_summary(training)
+    return is_over, max((checkpoint.step for checkpoint in complete_in(training.checkpoints)), default=0)
 
 
 class BatchSizeTimes:

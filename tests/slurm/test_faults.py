@@ -53,7 +53,7 @@ OF_HOSTS = {
     POWER_OFF: (Cluster.cut, Cluster.kill),
     BOOT: (Cluster.mend, Cluster.boot),
 }
-SAID = {IN_PLACE: "on the same hosts", SPARE: "on the spare", FEWER: "nodes, without"}
+SAID = {IN_PLACE: "on the same hosts", SPARE: "on the spare", FEWER: " nodes (failed: "}
 LINES = {
     KILLED: r"rank \d on {} failed first: killed by SIGKILL(; \d followers?)?",
     HANG: r"rank \d on {} failed first: stopped by a signal \(state T\).*",
@@ -215,6 +215,8 @@ class Struck:
         if not fault.is_cancelled:
             case.row.back_s = (after[0] - case.harmed).total_seconds()
         assert len(after) >= 1
+        for host in {host for harm in fault.harms if harm.what == CUT for host in harm.hosts}:
+            case.site.cluster.mend(host)  # only then can Slurm end the rank on it
         unsaved = sum(end.how in LINES for end in fault.ends)
         restarts = len(case.starts) - 1  # a start that ends before its model is made does not count
         early = sum(harm.when == RESTART for harm in fault.harms)

@@ -12,7 +12,7 @@ import pytest
 from test_jobs import SMALL, Site, losses, read
 from test_sweeps import only_sweep
 
-from hpc_parallel.record.sweep_folder import Sweep
+from hpc_parallel.record.sweep_folder import Sweep, read_sweep
 from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
@@ -28,6 +28,42 @@ with (home / "begun").open("a") as file:
 while number < 3 and not (home / f"go{number}").exists():
     time.sleep(0.1)
 sys.exit(7 if number == 1 else 0)
+"""
+
+# Of 40 runs: 1 to 3 fail, 4 hangs, 5 waits for `cancel`, 6 and 7 save at each time limit until they may end.
+MANY = """
+import os, sys, time
+from pathlib import Path
+from hpc_parallel import job_context
+number, home = int(sys.argv[1]), Path(sys.argv[2])
+with (home / "begun").open("a") as file:
+    print(number, f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}", file=file)
+if number < 4:
+    sys.exit(7)
+for step in range(10**6):
+    if job_context.stop_requested(step):
+        print("saved", flush=True)
+        sys.exit(0)
+    if number == 4 and step == 1:
+        time.sleep(10**6)
+    if step > 20 and number not in (5, 6, 7) or number in (6, 7) and (home / "end").exists():
+        break
+    print(step, flush=True)
+    time.sleep(0.1)
+with (home / "done").open("a") as file:
+    print(number, file=file)
+"""
+
+# Waits until all eight have begun: runs one after another would never end.
+SHARING = """
+import os, sys, time
+from pathlib import Path
+home = Path(sys.argv[1])
+words = (os.environ[name] for name in ("SLURM_STEP_ID", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"))
+with (home / "begun").open("a") as file:
+    print(*words, file=file)
+while len((home / "begun").read_text().splitlines()) < 8:
+    time.sleep(0.1)
 """
 
 
@@ -97,6 +133,65 @@ def test_at_the_time_limit_all_save_and_the_job_goes_on_with_what_is_left(site: 
     assert outcomes(sweep) == ["cancelled"] * 3
 
 
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+def test_of_40_runs_each_has_its_own_outcome_and_none_runs_twice(site: Site) -> None:
+    """Three fail, one hangs, one is cancelled; the time limit comes twice, and the follower is killed."""
+    (site.home / "own.py").write_text(MANY)
+    keys = ("seed=range(1,41)", "sweep.pack_nodes=2", "launcher.time_minutes=5", "sweep.pack_minutes=60",
+            "launcher.max_restarts=0", "cluster.hang_timeout_s=30")  # fmt: skip
+    follower = site.follow(*PACKED, *keys, "sweep.wait=true", "--", "own.py", "{seed}", str(site.home))
+    try:
+        wait_for(lambda: len(begun(site)) >= 4)
+    finally:
+        follower.kill()
+        follower.communicate()
+    _, sweep = only_sweep(site)
+    (job,) = {run.job_id or "" for run in sweep.runs}
+    busy = Counter[int]()  # places in use -> how often Slurm said so
+
+    def look(what: Callable[[], bool]) -> bool:
+        steps = site.cluster.run("squeue", "-h", "-s", "-o", "%i", "-j", job).split()
+        busy[sum(step.split(".")[1].isdigit() for step in steps)] += 1
+        return what()
+
+    wait_for(lambda: look(lambda: {"4", "5", "6"} <= {words[0] for words in begun(site)}))
+    cancelled = site.command("cancel", str(sweep.runs[4].run_dir), "--yes")
+    assert cancelled.returncode == 0, cancelled.stderr
+    wait_for(lambda: look((sweep.runs[3].run_dir / "summary.json").exists))
+    for limit, enough in ((1, 4), (2, 12)):
+        wait_for(lambda: look(lambda: len(done(site)) >= enough), within_s=600)  # noqa: B023
+        site.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+        wait_for(lambda: int(site.record(job)["Restarts"]) >= limit, within_s=400)  # noqa: B023
+        site.cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    wait_for(lambda: look(lambda: len(done(site)) >= 33), within_s=900)
+    (site.home / "end").touch()
+    site.ended(job, within_s=600)
+    assert outcomes(sweep) == [*["failed"] * 4, "cancelled", *["completed"] * 35]
+    kinds = [read(run.run_dir, "failure.json")["kind"] for run in sweep.runs[:4]]
+    assert kinds == ["error"] * 3 + ["hang"]
+    assert Counter(done(site)) == Counter(range(6, 41))
+    begins = Counter(int(words[0]) for words in begun(site))
+    stops = {at: len(limits(run.run_dir)) for at, run in enumerate(sweep.runs, start=1)}
+    assert stops[6] == stops[7] == 2
+    # Another start only after the time limit, which may have come before the script began.
+    assert all(1 <= begins[number] <= 1 + stops[number] for number in stops), (begins, stops)
+    assert max(busy) == 4  # places
+    used = sum(gpus * times for gpus, times in busy.items()) / (4 * busy.total())
+    print(
+        f"{used:.2f} of the places were in use, in {busy.total()} answers of squeue: {sorted(busy.items())}"
+    )
+
+
+def done(site: Site) -> list[int]:
+    file = site.home / "done"
+    return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+
+def limits(folder: Path) -> list[dict[str, Any]]:
+    return [end for end in marks(folder, "ended") if end["how"] == "time_limit"]
+
+
 def marks(folder: Path, kind: str) -> list[dict[str, Any]]:
     """The lines of one kind in `attempts.jsonl`."""
     lines = map(json.loads, (folder / "attempts.jsonl").read_text().splitlines())
@@ -161,3 +256,22 @@ def test_a_run_that_is_behind_gives_its_place_to_the_next(site: Site) -> None:
     assert not (behind / "failure.json").exists()
     resumed = site.run("-m", f"sweep.resume={folder}")
     assert "nothing is missing in " in resumed.stdout
+
+
+@pytest.mark.full
+def test_runs_that_share_a_gpu_equal_one_that_has_it_alone(
+    site: Site, alone: Callable[..., list[float]]
+) -> None:
+    """All begin at once, two on each GPU of one node; a training beside others is that of one device."""
+    (site.home / "own.py").write_text(SHARING)
+    shared = ("sweep.runs_per_gpu=2", "plan.on_overflow=off", "launcher.cpus_per_device=2", "sweep.wait=true")
+    words = ("-m", "launcher=slurm", "launcher.snapshot=false", "sweep.pack=auto", *shared)
+    ended = site.run(*words, "seed=range(8)", "--", "own.py", str(site.home))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert sorted(words[1] for words in begun(site)) == [*"00112233"]
+    assert {words[2] for words in begun(site)} == {"1"}  # threads
+    assert len({words[0] for words in begun(site)}) == 8
+    ended = site.run(*words, "strategy=single", "name=a,b,c,d,e", *SMALL, "hydra.sweep.dir=trainings")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for run in read_sweep(site.home / "trainings").runs:
+        assert losses(run.run_dir) == pytest.approx(alone(*SMALL), rel=1e-5)

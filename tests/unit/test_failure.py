@@ -280,6 +280,7 @@ def test_ranks_that_saved_only_at_sigterm_of_the_time_limit_are_requeued(
             "preempted",
         ),
         (143, "", "TimeLimit", False, "preempted"),
+        (1, "", "TimeLimit", False, "preempted"),  # Slurm made no step
         (143, "", "None", False, "cancelled"),
         (1, "", "None", False, "failed"),
         (143, "", "TimeLimit", True, "failed"),

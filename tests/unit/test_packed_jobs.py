@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -30,7 +31,7 @@ from hpc_parallel.record.typed import read_record, write_record
 from hpc_parallel.run import main
 from hpc_parallel.slurm import limits
 from hpc_parallel.slurm.jobs import Job
-from hpc_parallel.slurm.node_room import FreePlaces, Need, Room, least_nodes, makespan_s
+from hpc_parallel.slurm.node_room import FreePlaces, Need, Room, SharedGpus, least_nodes, makespan_s
 from hpc_parallel.sweep import pack_runs
 from tests.composed import prepared
 from tests.recorded_runs import prepared as recorded
@@ -171,6 +172,12 @@ def test_all_refusals_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         (("sweep.pack=off", "sweep.pack_minutes=2"), "sweep.pack_minutes = 2 needs sweep.pack=auto."),
         (("launcher.partition=gone",), "needs to know what the nodes of partition gone have"),
         (("cluster.gpu_flag=none",), "cluster.gpu_flag = none leaves no way to give each run"),
+        (("sweep.pack=off", "sweep.runs_per_gpu=2"), "sweep.runs_per_gpu = 2 needs sweep.pack=auto."),
+        (("sweep.runs_per_gpu=2",), "sweep.runs_per_gpu = 2 needs a plan of the memory (hardware=NAME)"),
+        (("sweep.runs_per_gpu=2", "nodes=1,2", "strategy=data"), "is for runs of one GPU, and a run has 2"),
+        (("sweep.runs_per_gpu=2", "cluster=cpu", "launcher.partition=cpu"), "is for runs on GPUs, and these"),
+        (("sweep.runs_per_gpu=2", "launcher=local"), "is for runs on GPUs, and these are on CPUs."),
+        (("sweep.runs_per_gpu=2,3",), "sweep.runs_per_gpu = [2,3] has several values"),
     ],
 )  # fmt: skip
 def test_what_has_no_packed_job_is_refused(
@@ -178,6 +185,73 @@ def test_what_has_no_packed_job_is_refused(
 ) -> None:
     assert main(["-m", *WORDS, "gpus_per_node=1", "seed=1,2", *words]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_runs_that_need_more_than_their_share_of_a_gpu_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The proposal itself is accepted, and the next number is not."""
+    words = [*WORDS, "plan.hardware=h100_sxm_node8_3200gbit", "model=tiny", "seed=1,2", "dry_run=true"]
+    assert main(["-m", *words, "sweep.runs_per_gpu=1000"]) == 2
+    error = capsys.readouterr().err
+    pattern = r"runs_per_gpu = 1000 leaves [\d.]+ MiB of the memory of a GPU .* Try sweep.runs_per_gpu=(\d+)"
+    found = re.search(pattern, error)
+    assert found is not None, error
+    most = int(found[1])
+    assert 1 < most < 1000
+    assert main(["-m", *words, f"sweep.runs_per_gpu={most + 1}"]) == 2
+    assert main(["-m", *words, f"sweep.runs_per_gpu={most}"]) == 0
+    assert main(["-m", *words, "sweep.runs_per_gpu=1000", "plan.on_overflow=off"]) == 0
+
+
+def test_runs_share_gpus_evenly() -> None:
+    gpus = SharedGpus(2, 2)
+    assert [gpus.take(1, node=node) for node in (0, 0, 0, 0, 1)] == [[0], [1], [0], [1], [0]]
+    gpus.give_back([1])
+    gpus.give_back([1])
+    assert [gpus.take(1), gpus.take(1)] == [[1], [1]]
+    shared = runs(9, "sweep.runs_per_gpu=2", "gpus_per_node=1")
+    first, second = pack_runs.packs(shared)
+    assert sizes([first, second]) == [(8, 1), (1, 1)]  # two on each of four GPUs
+    assert (first.queue.room.gpus, first.queue.runs_per_gpu) == (4, 2)
+    assert first.queue.runs[0].need.room == Room(6, 1, 28 * 1024)
+    script = render_packed(shared[0], first.queue.runs[0].need, room=first.queue.room)
+    (srun,) = [shlex.split(line) for line in script.splitlines() if line.startswith("srun ")]
+    assert {*srun} >= {"--overlap", "--cpus-per-task=48", "--mem=0", "--gpus-per-node=4", "--cpu-bind=none"}
+    assert "--exact" not in srun
+    choice = srun[srun.index("sh") :][:4]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "4,6,7", "hpc_parallel_gpu": "3"}
+    words = [*choice, "sh", "-c", "echo $CUDA_VISIBLE_DEVICES"]
+    assert subprocess.check_output(words, env=environment, text=True) == "7\n"
+
+
+def test_the_loop_gives_each_run_its_share_of_a_gpu(
+    here: Path, queue: list[RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four runs at a time on two hosts with one GPU each."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for folder in queue:
+        count = "$SLURM_RESTART_COUNT"
+        noted = folder.batch_script.read_text().replace(count, f"{count} $hpc_parallel_gpu $OMP_NUM_THREADS")
+        folder.batch_script.write_text(noted)
+    half = Need(1, Room(2, 1, 100))
+    queued = tuple(packed_job.QueuedRun(half, tasks=1) for _ in queue)
+    write_record(here / "queue.json", packed_job.Queue(Room(4, 1, 500), 1, queued, runs_per_gpu=2))
+    assert job(here) == 0
+    began = [line.split()[1:] for line in events(here, "began")]
+    assert sorted(words[0] for words in began[:4]) == ["n1", "n1", "n2", "n2"]
+    assert {tuple(words[2:]) for words in began} == {("1", "2")}
+
+
+def test_runs_on_this_machine_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
+    words = ("launcher=local", "launcher.snapshot=false", "strategy=single", "sweep.runs_per_gpu=2")
+    machine = pack_runs.LocalPlaces({"CUDA_VISIBLE_DEVICES": "3,5", "OMP_NUM_THREADS": "1"}, runs_per_gpu=2)
+    several = [prepared(*words, "gpus_per_node=1", f"seed={seed}") for seed in range(5)]
+    taken = [machine.take(run) for run in several]
+    assert taken == [*({"CUDA_VISIBLE_DEVICES": gpu} for gpu in "3535"), None]
+    machine.give_back(several[1])
+    assert machine.take(several[4]) == {"CUDA_VISIBLE_DEVICES": "5"}
 
 
 def test_the_scripts_take_whole_nodes_and_a_place(tmp_path: Path) -> None:

@@ -503,6 +503,18 @@ def test_a_job_that_runs_is_not_ending(
     assert restart.ending({}) is None
 
 
+@pytest.mark.parametrize(("year", "reason"), [(2020, "time_limit"), (2120, None)])
+def test_a_job_whose_time_is_over_ends_at_its_limit(
+    year: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm looks every 30 s for such jobs, and until then makes no steps."""
+    fields = {"JobState": "RUNNING", "EndTime": f"{year}-01-01T00:00:00"}
+    monkeypatch.setattr(restart, "job_fields", lambda job: fields)
+    environment = {"SLURM_JOB_ID": "7"}
+    assert restart.ending(environment) == reason
+    assert restart.why_stopped("SIGTERM", environment=environment) == "cancelled"  # of this run, by a user
+
+
 def test_a_line_torn_by_a_crash_takes_no_other_along(folder: RunFolder) -> None:
     folder.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
     attempts.begin(folder, step=2, environment={})

@@ -30,6 +30,8 @@ def find_problems(config: RunConfig) -> Problems:
     yield from _seconds(config)
     if isinstance(config.task, InferConfig):
         yield from _infer(config.task, layout)
+        if config.task.follow and config.weights is None:
+            yield "task.follow = true needs weights=RUN, the run whose checkpoints it takes."
     elif isinstance(config.task, GenerateConfig):
         yield from _generate(config, layout)
         yield from _prompts(config, config.task)

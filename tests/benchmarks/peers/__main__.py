@@ -22,11 +22,12 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.peers import entries, first_step, side_by_side, submission, world_size
+from tests.benchmarks.peers import entries, first_step, products, side_by_side, submission, world_size
 from tests.workers import Workers
 
 ALONE: dict[str, Callable[[str], dict[str, Any]]] = {
     "first_step": first_step.measure,
+    "products": products.measure,
     "submission": submission.measure,
     "world": world_size.measure,
 }
