@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -224,6 +225,7 @@ class Relay:
         self._early: list[int] = []  # received before the script started
         self._has_asked = False  # a second stop signal could end the script while it saves
         self._patience_s, self._until_s = patience_s, math.inf  # until when the warning waits
+        self._asking = threading.Lock()  # a signal may come while the watching thread asks
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._child is None:
@@ -244,9 +246,17 @@ class Relay:
 
     def ask(self, is_last: bool = False) -> None:
         """Send the stop signal if it is due, and the script handles it or the patience ends."""
-        if self._child is None or self._stop is None or self._has_asked or self._until_s == math.inf:
+        if self._child is None or self._until_s == math.inf or not self._asking.acquire(blocking=False):
             return
-        processes = receivers(self._child.pid, self._stop) if self._child.returncode is None else []
+        try:
+            self._ask(self._child)
+        finally:
+            self._asking.release()
+
+    def _ask(self, child: subprocess.Popen[bytes]) -> None:
+        if self._stop is None or self._has_asked or child.returncode is not None:
+            return
+        processes = receivers(child.pid, self._stop)
         is_ready = all(catches(process, self._stop) for process in processes)
         for process in processes if is_ready or time.monotonic() >= self._until_s else ():
             with suppress(ProcessLookupError):

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -66,7 +67,9 @@ class Pruning:
 
     def _read(self, place: tuple[Any, Any]) -> list[_Values]:
         """The losses of the other runs, with the new ones of those that have not been seen at this place."""
-        sweep = sweep_of(self._sweep)
+        sweep = None
+        with suppress(OSError):  # of NFS: the sweep may replace the list at any time
+            sweep = sweep_of(self._sweep)
         for run in () if sweep is None else sweep.runs:
             if os.path.realpath(run.run_dir) == self._run or owner_name(run.run_dir) is not None:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -103,6 +104,16 @@ def test_the_losses_of_the_same_step_are_compared(compare: Compare) -> None:
 
 def test_the_best_loss_counts_also_of_an_earlier_start(compare: Compare) -> None:
     assert compare(lines(2.0, 9.0, 9.0), THREE, before=2) == [None]
+
+
+def test_a_list_of_runs_that_cannot_be_read_ends_no_run(
+    compare: Compare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(path: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(pruning, "sweep_of", stale)
+    assert compare(lines(6.0, 4.0, 3.0), THREE) == [None, None, None]
 
 
 @pytest.mark.parametrize(

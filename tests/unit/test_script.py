@@ -559,6 +559,23 @@ time.sleep(60)
     assert stop.signal == "SIGUSR2"
 
 
+def test_a_signal_during_a_check_does_not_ask_the_script_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of the checks looks for the script's processes while the handler runs."""
+    relay = script_rank.Relay("SIGUSR1", in_job=True, reaches_all=True, stop_prefix="stop")
+    child = Child(monkeypatch)
+    relay.connect(child)  # type: ignore[arg-type]
+    find = script_rank.receivers
+
+    def interrupted(process: int, number: int) -> list[int]:
+        monkeypatch.setattr(script_rank, "receivers", find)
+        relay(signal.SIGTERM, None)
+        return find(process, number)
+
+    monkeypatch.setattr(script_rank, "receivers", interrupted)
+    relay(signal.SIGUSR2, None)
+    assert child.received == [signal.SIGUSR1]
+
+
 def test_a_script_that_slurm_has_signalled_before_its_parent_was_asked_to_stop() -> None:
     relay = script_rank.Relay("SIGUSR2", in_job=True, reaches_all=True, stop_prefix="stop")
     stop = relay.stop_of(-signal.SIGUSR2, requeue_codes=[])

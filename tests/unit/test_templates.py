@@ -177,6 +177,29 @@ def test_the_guard_outlives_the_loss_of_one_of_its_hosts(tmp_path: Path) -> None
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("concludes", "waits"), [(False, "30 60"), (True, "30 60 600")])
+def test_the_second_guard_waits_for_the_first_one(tmp_path: Path, concludes: bool, waits: str) -> None:
+    """If both concluded the run, two jobs could follow. Slurm may take minutes to answer the first one."""
+    script = render(started("srun", "none", "launcher.spares=1"))
+    guard = script[script.index("hpc_parallel_guard() {") :]
+    program = guard[guard.index("bash -c '") + len("bash -c '") : guard.index("' guard ")]
+    stubs = """
+waited=
+sleep() { waited="$waited $1"; [ "$1" != 5 ] || { echo $waited; exit; }; }
+squeue() { case "$*" in *"%B %N"*) echo n1 "n[2-3]" ;; *) echo n1 ;; esac; }
+scontrol() { printf '%s\\n' n2 n3; }
+"""
+    if concludes:
+        (tmp_path / "summary.json").touch()
+    words = ["true", "-m", "hpc_parallel.job", "conclude", str(tmp_path)]
+    done = subprocess.run(
+        ["bash", "-c", stubs + program, "guard", str(tmp_path / "log"), *words],
+        check=True, capture_output=True, text=True,
+        env=os.environ | {"SLURM_PROCID": "1", "SLURM_JOB_ID": "7"},
+    )  # fmt: skip
+    assert done.stdout == f"{waits} 5\n"
+
+
 def test_arguments_of_the_container() -> None:
     words = last_command(render(started("srun", "apptainer", "cluster.container_arguments=[--rocm]")))
     assert words[words.index("exec") + 1] == "--rocm"
