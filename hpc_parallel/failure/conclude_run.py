@@ -112,8 +112,9 @@ def conclude(
     if cancelled or (cancelled is None and _looks_cancelled(cause, returncode=returncode, text=text)):
         name = asked_by or (cause.signal if cause else None)
         by = name or signal_of_code(returncode) or "SIGTERM"
-        if not cancelled and restart.why_stopped(by, environment=environment) != restart.CANCELLED:
-            return _conclude_stop(folder, stopped=_UNSAVED, environment=environment)
+        why = restart.CANCELLED if cancelled else restart.why_stopped(by, environment=environment)
+        if why != restart.CANCELLED:
+            return _conclude_stop(folder, stopped=_UNSAVED, environment=environment, how=why)
         first = f", first rank {cause.rank} on {cause.host}" if cause and cause.signal else ""
         line, outcome, how = f"{cancelled_by(name)}{first}", "cancelled", "cancelled"
         ended = Failure()
@@ -204,13 +205,18 @@ def after_failure(
     return restart.decide(ends, limits=limits, by_slurm=restart.ending(environment))
 
 
-def _conclude_stop(folder: RunFolder, *, stopped: Stop, environment: Mapping[str, str]) -> str:
-    """Conclude a run whose ranks saved their state after a signal, and restart it if this is allowed."""
-    how = restart.REQUEUED
-    if stopped.signal is not None:
+def _conclude_stop(
+    folder: RunFolder, *, stopped: Stop, environment: Mapping[str, str], how: str | None = None
+) -> str:
+    """Conclude a run whose ranks saved their state after a signal, and restart it if this is allowed.
+
+    how: the reason, if Slurm has already said it. Asked again, it may not answer.
+    """
+    if how is None and stopped.signal is not None:
         how = restart.why_stopped(stopped.signal, environment=environment)
-    elif stopped.code is None:
+    elif how is None and stopped.code is None:
         raise DamagedError(folder.stopped, "it names no signal and no exit code")
+    how = how or restart.REQUEUED
     attempts.end(folder, how=how)
     launcher = folder.read_config()["launcher"]
     # Without a saved step or a script's exit code, the task starts from its beginning.

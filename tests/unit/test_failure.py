@@ -232,9 +232,9 @@ def test_a_cancelled_job(folder: RunFolder) -> None:
 def test_ranks_that_a_preemption_ended_before_a_save_are_not_cancelled(
     folder: RunFolder, has_record: bool, preempted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script without a handler, or a run that SIGTERM ended while it started."""
-    fields = {"JobState": "COMPLETING", "PreemptTime": preempted}
-    monkeypatch.setattr(restart, "job_fields", lambda job: fields)
+    """A script without a handler, or a run that SIGTERM ended while it started. Slurm answers only once."""
+    answers = iter([{"JobState": "COMPLETING", "PreemptTime": preempted}])
+    monkeypatch.setattr(restart, "job_fields", lambda job: next(answers, None))
     monkeypatch.setattr(restart, "requeue", lambda job, exclude: None)
     if has_record:
         failure.record_death(folder, world=world(0), returncode=-15)

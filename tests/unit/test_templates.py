@@ -164,7 +164,9 @@ def test_the_guard_outlives_the_loss_of_one_of_its_hosts(tmp_path: Path) -> None
     """Together with the host of the batch script. The spare n4 was lost before."""
     script = render(started("srun", "none", "launcher.spares=1"))
     guard = script[script.index("hpc_parallel_guard() {") : script.index("# A start that ends so that")]
-    stubs = "squeue() { echo n[1-3]; }; scontrol() { printf '%s\\n' n1 n2 n3; }"
+    # Slurm is silent at first.
+    stubs = "squeue() { echo n[1-3]; }; scontrol() { [ -n \"$asked\" ] && printf '%s\\n' n1 n2 n3; }\n"
+    stubs += "sleep() { [ \"$1\" = 30 ] && asked=yes; }"
     words = tmp_path / "words"
     program = tmp_path / "srun"
     program.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {words}\n")
