@@ -14,6 +14,9 @@ from hydra.utils import instantiate
 
 from hpc_parallel.config.tasks import batch_sizes
 from hpc_parallel.models.layered import materialise
+from hpc_parallel.record.recorded import read_run
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.training.observers import Progress
 from hpc_parallel.training.validation import validate
 from hpc_parallel.worker import inference
@@ -130,6 +133,22 @@ def test_training_validates_alike(workers: Workers) -> None:
     still = ("training.steps=1", "optimizer.learning_rate=1e-30", "optimizer.weight_decay=0")
     trained = workers.train(*words[2:], *still).lines[0]["validation_loss"]
     assert inferred == pytest.approx(trained, rel=1e-12)
+
+
+def test_an_evaluation_beside_a_training_takes_its_newest_checkpoint(workers: Workers) -> None:
+    """On another layout; its line comes into the metrics of the training."""
+    own = ("training.steps=3", "training.validate_every=1", "training.checkpoint_every=1")
+    words = (*COMMON[2:], *TEXT, *own)
+    trained = workers.train(*words, "strategy=data", "nodes=2")
+    losses = {line["step"]: line["validation_loss"] for line in trained.lines}
+    folder = RunFolder(trained.folder)
+    write_json(folder.summary, {"outcome": "completed"})
+    beside = workers.do(*words, "task=infer", "task.follow=true", f"weights={folder.path}", "strategy=single")
+    (line,), summary = read(beside)
+    assert line["step"] == 3
+    assert line["validation_loss"] == pytest.approx(losses[3], rel=1e-12) != losses[2]
+    assert summary["outcome"] == "completed"
+    assert read_run(folder.path).metrics == [*trained.lines, line]
 
 
 def test_an_inference_writes_its_results(workers: Workers) -> None:
