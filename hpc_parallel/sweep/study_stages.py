@@ -134,6 +134,8 @@ def _stage(name: str, entry: Any, problems: list[Problem | str], *, is_table: bo
     problems += _unknown(key, words)
     if words in {(command,) for command in _OF_A_RUN}:
         words = (*words, f"{{{MAIN}}}")
+    if words[:1] == ("export",) and "--output" not in words:  # each start has a new folder
+        words = (*words, "--output", f"{{{name}}}/weights.safetensors")
     rest = flatten({str(key): value for key, value in values.items() if key not in _KEYS})
     settings = tuple(f"{'++' * ('.extra.' in key)}{key}={override_value(rest[key])}" for key in rest)
     return StudyStage(name, words, settings, str(when))

@@ -20,6 +20,7 @@ from hpc_parallel.launch.run_files import write
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.checkpoint_index import publish, unfinished_folder
+from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.recorded_start import inherited
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.run import main
@@ -114,6 +115,8 @@ def complete(study: Study) -> None:
         if stage.name == "tokens":
             assert tokenize(["corpus.txt", "--output", str(folder.path / "tokens.npy")]) == 0
             Path("written.txt").write_text("by the stage")
+        if stage.name == "export":
+            (folder.path / "weights.safetensors").touch()
         if stage.name == "run":
             unfinished_folder(folder.checkpoints, 1).mkdir(parents=True)
             publish(folder.checkpoints, step=1, files={}, about={"config": stage.run.values})
@@ -199,7 +202,8 @@ def test_a_stage_has_resources_of_its_own(study: Study) -> None:
     assert by_name["run"].config.data["path"] == str(by_name["tokens"].folder.path / "tokens.npy")
     assert by_name["evaluate"].config.data["path"] == by_name["run"].config.data["path"]
     export = by_name["export"].config
-    assert export.script.words == ["export", str(by_name["run"].folder.path)]
+    output = str(by_name["export"].folder.path / "weights.safetensors")
+    assert export.script.words == ["export", str(by_name["run"].folder.path), "--output", output]
     assert (export.device, export.cluster.gpus, export.devices) == ("cpu", False, 1)
     assert all(run.config.then is None and run.values["then"] is None for run in by_name.values())
 
@@ -246,3 +250,24 @@ def test_a_run_folder_starts_no_stages(study: Study) -> None:
 def test_what_can_have_no_stages_says_so(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "device=cpu", "launcher.snapshot=false", "then=report"]) == 2
     assert "stages" in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_five_stages_that_have_run_are_not_started_again(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They run to their ends here, and the second time only what depends on a change does."""
+    (here / "corpus.txt").write_text(40 * "some words ")
+    infer = {"run": "task=infer task.seconds=1 task.batch_sizes=[1]"}
+    planned(then=FIVE | {"evaluate": infer})  # writes the file of the study
+    line = ["--config-dir", "own", *LINE, "jobs=study", "training.steps=2"]
+    started = []
+    for words in ((), (), ("+then.evaluate.seed=3",)):
+        assert main([*line, *words]) == 0
+        lines = capfd.readouterr().out.splitlines()
+        started.append([text.split()[0] for text in lines if " starts: " in text])
+    assert started == [ORDER, [], ORDER[2:]]
+    folders = [*here.glob("runs/five*/2*")]
+    assert len(folders) == len(ORDER) + len(ORDER[2:])
+    assert {read_run(folder).totals.outcome for folder in folders} == {"completed"}
