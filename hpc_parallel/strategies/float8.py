@@ -407,10 +407,9 @@ def largest_of(x: Tensor, *, dim: int | None) -> Tensor:
     dim: -1 gives a value for each row ([rows, 1]), -2 gives one for each column ([1, columns]), None gives
     one for all (no dims).
     """
-    # Reduced in float32: torch 2.13 writes code that a C++ compiler refuses if layers with the same input
-    # keep the largest values of its columns in bfloat16.
-    magnitudes = x.abs().float()
-    return magnitudes.amax() if dim is None else magnitudes.amax(dim, keepdim=True)
+    if torch.compiler.is_compiling():  # torch 2.13 names two maxima in bfloat16 alike in its C++ code
+        x = x.float()
+    return (x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)).float()
 
 
 def quantise(

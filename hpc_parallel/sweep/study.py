@@ -71,7 +71,7 @@ class Study:
     def main(self) -> PlannedStage:
         return next(planned for planned in self.stages if planned.name == MAIN)
 
-    def save(self, jobs: Mapping[str, str]) -> None:
+    def record(self, jobs: Mapping[str, str]) -> None:
         """Write what `status` shows, and what the next start compares with."""
         runs = tuple(
             SweepRun((planned.name,), Path(planned.record.run_dir), planned.run.config.nodes,
@@ -107,7 +107,7 @@ def start(line: CommandLine, config: Any) -> int:
     require_trusted(study.folder, key="name", shared_folder=main.launcher.shared_folder)
     with held(study.folder, key="name"):
         if not waiting:
-            study.save(_jobs(study))
+            study.record(_jobs(study))
             return DONE
         return submit(study) if main.launcher.kind == "slurm" else run_in_order(study)
 
@@ -262,7 +262,7 @@ def _prepared(line: CommandLine, *, folders: Mapping[str, Path], awaited: Sequen
 
 def run_in_order(study: Study) -> int:
     """Run the stages here, one after another; returns FAILED if one of them failed."""
-    study.save({})
+    study.record({})
     ended: dict[str, str] = {planned.name: COMPLETED for planned in study.stages if planned.is_done}
     beside = [planned for planned in study.stages if planned.stage.when == BESIDE and not planned.is_done]
     threads: dict[str, threading.Thread] = {}
@@ -365,7 +365,7 @@ def submit(study: Study) -> int:
             runs[planned.name] = replace(planned.run, dependency=_dependency(planned.stage, jobs))
             write(runs[planned.name])
             jobs[planned.name] = submit_run(runs[planned.name])
-        study.save({name: job.id for name, job in jobs.items()})
+        study.record({name: job.id for name, job in jobs.items()})
     except BaseException as error:  # a refusal, a full disk, Ctrl-C
         withdraw(jobs.values())
         for run in runs.values():

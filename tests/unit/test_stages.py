@@ -123,7 +123,7 @@ def complete(study: Study) -> None:
         ended = datetime.now(UTC).isoformat()
         write_json(folder.summary, {"outcome": "completed", "ended": ended})
         owner.release(folder)
-    study.save({})
+    study.record({})
 
 
 def starting(study: Study) -> list[str]:
