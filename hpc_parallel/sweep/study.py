@@ -320,7 +320,7 @@ def _start_beside(
     free = (names if "CUDA_VISIBLE_DEVICES" in os.environ else list(map(str, range(count))))[:count]
     free = free[main.run.config.devices :] if main.run.config.device != "cpu" else free
     for planned in beside:
-        needed = planned.run.config.devices if planned.run.config.device != "cpu" else 0
+        needed = planned.run.config.devices if count and planned.run.config.device != "cpu" else 0
         launcher, _ = launcher_of(planned.run)
         if any(ended.get(name) != COMPLETED for name in planned.stage.after):
             continue

@@ -15,6 +15,7 @@ import yaml
 from hpc_parallel.commands.tokenize import main as tokenize
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import compose_run
+from hpc_parallel.launch import local_launcher
 from hpc_parallel.launch.resume import resumed
 from hpc_parallel.launch.run_files import write
 from hpc_parallel.problems import ConfigError
@@ -24,6 +25,7 @@ from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.recorded_start import inherited
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.run import main
+from hpc_parallel.sweep import study as study_module
 from hpc_parallel.sweep.study import Study, plan
 from hpc_parallel.sweep.study_stages import COMMANDS, stages_of
 
@@ -250,6 +252,20 @@ def test_a_run_folder_starts_no_stages(study: Study) -> None:
 def test_what_can_have_no_stages_says_so(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "device=cpu", "launcher.snapshot=false", "then=report"]) == 2
     assert "stages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gpus", "beside"), [(0, ["evaluate"]), (1, []), (2, ["evaluate"])])
+def test_a_stage_beside_a_run_needs_a_gpu_only_if_there_are_some(
+    gpus: int, beside: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    then = {"evaluate": {"run": "task=infer", "when": "beside"}}
+    Path("corpus.txt").write_text(40 * "some words ")
+    found = planned("device=auto", "data=text", "data.path=corpus.txt", then=then)
+    monkeypatch.setattr(study_module, "visible_gpus", lambda environment: gpus)
+    monkeypatch.setattr(study_module, "write", lambda run: None)
+    monkeypatch.setattr(local_launcher, "watched_agent", lambda folder, start: None)
+    started = study_module._start_beside(found.main, found.stages[1:], {})
+    assert [name for name, _ in started] == beside
 
 
 @pytest.mark.full
