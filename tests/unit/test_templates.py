@@ -166,7 +166,7 @@ def test_the_guard_outlives_the_loss_of_one_of_its_hosts(tmp_path: Path) -> None
     guard = script[script.index("hpc_parallel_guard() {") : script.index("# A start that ends so that")]
     # Slurm is silent at first.
     stubs = "squeue() { echo n[1-3]; }; scontrol() { [ -n \"$asked\" ] && printf '%s\\n' n1 n2 n3; }\n"
-    stubs += 'sleep() { [ "$1" = 30 ] && asked=yes; }'
+    stubs += 'sleep() { [ "$1" = 2 ] && asked=yes; }'
     words = tmp_path / "words"
     program = tmp_path / "srun"
     program.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {words}\n")
