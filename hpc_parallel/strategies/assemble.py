@@ -341,6 +341,7 @@ def prepare(part: LayeredModel, *, config: RunConfig, mesh: DeviceMesh, device: 
     float8.apply(
         part, recipe=training.fp8, device=device,
         context=axis_of(mesh, "context"), tensor=axis_of(mesh, "tensor"),
+        apart=splits_backward(config.strategy, mesh=mesh),
     )  # fmt: skip
     checkpointing.apply(part, keeps=training.activation_checkpointing, compiled=training.compile)
     if training.compile:

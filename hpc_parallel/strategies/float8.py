@@ -79,11 +79,13 @@ def apply(
     device: torch.device,
     context: DeviceMesh | None = None,
     tensor: DeviceMesh | None = None,
+    apart: bool = False,
 ) -> LayeredModel:
     """Let the linear layers and experts in the blocks of `model` multiply in float8, as `recipe` says.
 
     Stem and head keep bfloat16. So do layers that `layers_of` and `experts_of` leave out. `recipe`:
-    `training.fp8`. `context`, `tensor`: the axes that have split sequences and layers.
+    `training.fp8`. `context`, `tensor`: the axes that have split sequences and layers. `apart`: the gradients
+    of weights are computed after those of the inputs, as zero-bubble schedules do.
     Raises ConfigError if `device` can't multiply float8.
     """
     if recipe == OFF:
@@ -94,15 +96,15 @@ def apply(
         if problem is not None:
             raise ConfigError([problem])
     by_rows, rows, over = recipe == BY_ROWS, ScaleAxis.of(context), ScaleAxis.of(tensor)
-    forward = partial(multiply, by_rows=by_rows, context=rows, tensor=over)
+    forward = partial(multiply, by_rows=by_rows, context=rows, tensor=over, apart=apart)
     for layer in list(layers_of(model)):
         replace_forward(layer, forward, technique="Float8")
         if not by_rows:
             setattr(layer, LARGEST, None)
     for part in experts:
         product = product_of_groups if isinstance(part, Experts) else partial(shared_product, by_rows=by_rows)
-        part.widen = partial(product, splits=LayerSplits(rows, outputs=over))
-        part.narrow = partial(product, splits=LayerSplits(rows, inputs=over))
+        part.widen = partial(product, splits=LayerSplits(rows, outputs=over), apart=apart)
+        part.narrow = partial(product, splits=LayerSplits(rows, inputs=over), apart=apart)
     return model
 
 
@@ -219,6 +221,7 @@ def multiply(
     by_rows: bool,
     context: tuple[ScaleAxis, ...] = (),
     tensor: tuple[ScaleAxis, ...] = (),
+    apart: bool = False,
 ) -> Tensor:
     """The output of `layer` for `x` [..., in]: in bfloat16, as under autocast, or in float64 if `x` is.
 
@@ -228,35 +231,46 @@ def multiply(
     rows = x.shape[:-1].numel()
     if rows == 0 or rows % ALIGNED:
         return original(layer, x)
-    weight, largest = layer.weight, getattr(layer, LARGEST, None)
+    weight = layer.weight
+    part = partial(product, by_rows=by_rows, largest=getattr(layer, LARGEST, None), apart=apart)
     if not isinstance(weight, DTensor):
-        output = product(x, weight, by_rows=by_rows, splits=LayerSplits(rows=context), largest=largest)
+        output = part(x, weight, splits=LayerSplits(rows=context))
     else:
         assert isinstance(x, DTensor)
         columns = weight.placements == (Shard(0),)  # of the output; otherwise the inputs are split
         split = LayerSplits(context, outputs=tensor) if columns else LayerSplits(context, inputs=tensor)
         local = x.to_local(grad_placements=[Partial()]) if columns else x.to_local()
-        output = product(local, weight.to_local(), by_rows=by_rows, splits=split, largest=largest)
+        output = part(local, weight.to_local(), splits=split)
         placement = Shard(output.dim() - 1) if columns else Partial()
         output = DTensor.from_local(output, weight.device_mesh, [placement], run_check=False)
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 
-def shared_product(x: Tensor, weight: Tensor, *, by_rows: bool, splits: LayerSplits) -> Tensor:
+def shared_product(
+    x: Tensor, weight: Tensor, *, by_rows: bool, splits: LayerSplits, apart: bool = False
+) -> Tensor:
     """As `multiply`, for this rank's part of a weight [out, in] of experts that every token uses."""
     if (rows := x.shape[:-1].numel()) == 0 or rows % ALIGNED:
         return linear(x, weight)
-    return product(x, weight, by_rows=by_rows, splits=splits)
+    return product(x, weight, by_rows=by_rows, splits=splits, apart=apart)
 
 
-def product_of_groups(rows: Tensor, weights: Tensor, ends: Tensor, *, splits: LayerSplits) -> Tensor:
+def product_of_groups(
+    rows: Tensor, weights: Tensor, ends: Tensor, *, splits: LayerSplits, apart: bool = False
+) -> Tensor:
     """As `models.experts.grouped_product`, by rows in float8, in bfloat16, or in float64 if `rows` is."""
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.bfloat16
-    return ProductOfGroups.apply(rows.to(dtype), weights.to(dtype), ends, splits)  # type: ignore[no-any-return]
+    return multiplied(ProductOfGroups, rows.to(dtype), weights.to(dtype), ends, splits, apart=apart)
 
 
 def product(
-    x: Tensor, weight: Tensor, *, by_rows: bool, splits: LayerSplits, largest: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    *,
+    by_rows: bool,
+    splits: LayerSplits,
+    largest: Tensor | None = None,
+    apart: bool = False,
 ) -> Tensor:
     """This rank's `x` [..., in] times the transpose of its `weight` [out, in].
 
@@ -264,8 +278,48 @@ def product(
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.bfloat16
     flat = x.reshape(-1, x.shape[-1]).to(dtype)
-    output: Tensor = Product.apply(flat, weight.to(dtype), by_rows, splits, largest)
+    output = multiplied(Product, flat, weight.to(dtype), by_rows, splits, largest, apart=apart)
     return output.reshape(*x.shape[:-1], len(weight))
+
+
+def multiplied(
+    kind: type[Product | ProductOfGroups], x: Tensor, weight: Tensor, *others: Any, apart: bool
+) -> Tensor:
+    """`kind.apply` of the other arguments; if `apart`, a node of its own has the gradient of `weight`.
+
+    A pass of autograd that needs one gradient of a Function lets it compute all of them.
+    """
+    if not (apart and x.requires_grad and weight.requires_grad):
+        return kind.apply(x, weight, *others)  # type: ignore[no-any-return]
+    output: Tensor = kind.apply(x, weight.detach(), *others)
+    return Joined.apply(output, WeightGradient.apply(weight, output.detach(), kind, output.grad_fn))  # type: ignore[no-any-return]
+
+
+class WeightGradient(torch.autograd.Function):
+    """Zeros like `output`, without their memory. The gradient of `weight` is that of the `product`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, output: Tensor, kind: type[Product | ProductOfGroups], product: Any
+    ) -> Tensor:
+        ctx.kind, ctx.product = kind, product
+        return output.new_zeros(()).expand_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+        return ctx.kind.gradients(ctx.product, gradient, by_x=False, by_weight=True)[1], None, None, None
+
+
+class Joined(torch.autograd.Function):
+    """`output`. `zeros` gets the same gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, zeros: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient
 
 
 class Product(torch.autograd.Function):
@@ -297,27 +351,41 @@ class Product(torch.autograd.Function):
         return scaled_product(x8, weight8.t(), scales=(of_x, of_weight.t()), dtype=x.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        by_x, by_weight, *_ = ctx.needs_input_grad
+        return *Product.gradients(ctx, gradient, by_x=by_x, by_weight=by_weight), None, None, None
+
+    @staticmethod
+    def gradients(
+        ctx: Any, gradient: Tensor, *, by_x: bool, by_weight: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
         x, weight, *known = ctx.saved_tensors
         largest_x, largest_weight = known or (None, None)
         by_rows: bool = ctx.by_rows
         splits: LayerSplits = ctx.splits
         inner, columns = (-1, -2) if by_rows else (None, None)
         along_rows = Factor(gradient, GRADIENT[by_rows], inner, (splits.rows, splits.outputs))
-        (weight8, of_weight), (x8, of_x), *gradients = quantise_all(
-            Factor(weight, INPUT, columns, (splits.outputs, splits.inputs), largest_weight),
-            Factor(x, INPUT, columns, (splits.rows, splits.inputs), largest_x),
-            along_rows,
+        factors = {}
+        if by_x:
+            factors["weight"] = Factor(
+                weight, INPUT, columns, (splits.outputs, splits.inputs), largest_weight
+            )
+            factors["rows"] = along_rows
+        if by_weight:
+            factors["x"] = Factor(x, INPUT, columns, (splits.rows, splits.inputs), largest_x)
             # The rows of the gradient's transpose have their own scales.
-            *([along_rows._replace(dim=columns)] if by_rows else []),
-        )
-        gradient8, of_gradient = gradients[0]
-        scales = of_gradient, of_weight
-        by_x = scaled_product(gradient8, weight8, scales=scales, dtype=x.dtype, fast=False)
-        gradient8, of_gradient = gradients[-1]
-        scales = of_gradient.t(), of_x
-        by_weight = scaled_product(gradient8.t(), x8, scales=scales, dtype=x.dtype, fast=False)
-        return by_x, by_weight, None, None, None
+            factors["columns" if by_rows else "rows"] = along_rows._replace(dim=columns)
+        rounded = dict(zip(factors, quantise_all(*factors.values()), strict=True))
+        of_x = of_weight = None
+        if by_x:
+            (gradient8, of_gradient), (weight8, scale) = rounded["rows"], rounded["weight"]
+            scales = of_gradient, scale
+            of_x = scaled_product(gradient8, weight8, scales=scales, dtype=x.dtype, fast=False)
+        if by_weight:
+            (gradient8, of_gradient), (x8, scale) = rounded["columns" if by_rows else "rows"], rounded["x"]
+            scales = of_gradient.t(), scale
+            of_weight = scaled_product(gradient8.t(), x8, scales=scales, dtype=x.dtype, fast=False)
+        return of_x, of_weight
 
 
 class ProductOfGroups(torch.autograd.Function):
@@ -339,17 +407,26 @@ class ProductOfGroups(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        by_x, by_weight, *_ = ctx.needs_input_grad
+        return *ProductOfGroups.gradients(ctx, gradient, by_x=by_x, by_weight=by_weight), None, None
+
+    @staticmethod
+    def gradients(
+        ctx: Any, gradient: Tensor, *, by_x: bool, by_weight: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
         rows, weights, ends = ctx.saved_tensors
         splits: LayerSplits = ctx.splits
         gradient = gradient.contiguous()
-        (weights8, of_weights), (gradient8, of_gradient) = quantise_all(
-            Factor(weights, INPUT, -2, (splits.outputs, splits.inputs)),
-            Factor(gradient, GRADIENT[True], -1, ((), splits.outputs)),
-        )
-        scales, exact = (of_gradient, of_weights), rows.dtype == torch.float64
-        by_rows = scaled_product_of_groups(gradient8, weights8, ends, *scales, exact)
-        return by_rows, weight_gradients_of_groups(rows, gradient, ends), None, None
+        of_rows = None
+        if by_x:
+            (weights8, of_weights), (gradient8, of_gradient) = quantise_all(
+                Factor(weights, INPUT, -2, (splits.outputs, splits.inputs)),
+                Factor(gradient, GRADIENT[True], -1, ((), splits.outputs)),
+            )
+            scales, exact = (of_gradient, of_weights), rows.dtype == torch.float64
+            of_rows = scaled_product_of_groups(gradient8, weights8, ends, *scales, exact)
+        return of_rows, weight_gradients_of_groups(rows, gradient, ends) if by_weight else None
 
 
 class Factor(NamedTuple):

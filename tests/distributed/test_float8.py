@@ -162,6 +162,16 @@ MORE_SPLITS = {
         (*MIXTURE, "strategy=pipeline", *FOUR, "strategy.pipeline=2", "strategy.expert=2", SELECTIVE,
          "training.compile=true"), 4,
     ),
+    "pipeline x tensor, split backward passes": (
+        "tensorwise",
+        ("strategy=pipeline", *FOUR, "strategy.pipeline=2", "strategy.tensor=2",
+         "strategy.schedule=interleaved_zero_bubble", "model.layers=4"), 4,
+    ),
+    "a mixture, pipeline x expert, split backward passes": (
+        "rowwise",
+        (*MIXTURE, "strategy=pipeline", *FOUR, "strategy.pipeline=2", "strategy.expert=2",
+         "strategy.schedule=zbv", "model.layers=4"), 4,
+    ),
     "a mixture, tensor, whole sequences": (
         "rowwise", (*MIXTURE, "strategy=tensor", "nodes=2", "strategy.sequence_parallel=false"), 16
     ),

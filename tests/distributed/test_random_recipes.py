@@ -41,7 +41,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 # Reasons of refusals that somebody could remove; the others are what can't be right, or what torch can't do.
-UNTRIED = re.compile("not proven|backward pass is one operation")
+UNTRIED = re.compile("not proven")
 
 
 def recipes() -> Iterator[list[str]]:

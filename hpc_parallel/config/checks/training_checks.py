@@ -181,9 +181,6 @@ def fp8_problems(config: RunConfig) -> Problems:
         if layout.degrees[axis] > 1:
             rule = f"can't be combined with training.fp8 = {recipe}: that is not proven"
             yield without_axis(axis, rule, config=config, layout=layout)
-    if layout.pipeline > 1 and schedule_of(strategy).splits_backward:
-        rule = f"can't be combined with training.fp8 = {recipe}, whose backward pass is one operation"
-        yield Problem("strategy.schedule", strategy.schedule, rule, ("1f1b",))
 
 
 def rounding_warnings(config: RunConfig) -> list[str]:
