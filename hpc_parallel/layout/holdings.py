@@ -43,8 +43,8 @@ class ModelFacts:
     """Facts about a model. A fact that the configuration does not state is None.
 
     reads: `text` or `images`. tied: stem and head share a weight. batch_norm: it has BatchNorm layers.
-    whole_head: the head of a model of images needs the whole image. balanced: it is the reference mixture,
-    whose routers balance whole sequences. loads: it counts the load of each expert.
+    whole_head: the head of a model of images needs the whole image. balanced: its routers have a loss that
+    balances whole sequences. loads: it counts the load of each expert.
     """
 
     reads: str | None = None
@@ -96,7 +96,7 @@ def model_facts(model: Any) -> ModelFacts:
         whole_head = model["_target_"] == ConvNetConfig._target_
         return ModelFacts(kind, tied=False, batch_norm=True, whole_head=whole_head)
     if kind == "text":
-        balanced = model["_target_"] == MoeTransformerConfig._target_
+        balanced = model["_target_"] == MoeTransformerConfig._target_ and bool(model["balance"])
         loads = bool(model.get("balance_step"))
         return ModelFacts(kind, tied=_tied(model), batch_norm=False, balanced=balanced, loads=loads)
     return ModelFacts()

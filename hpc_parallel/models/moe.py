@@ -128,7 +128,7 @@ class MixtureOfExperts(nn.Module):
         self.sigmoid = gate == "sigmoid"
         self.shared = shared
         self.load = load
-        self.auxiliary = AuxiliaryLoss()
+        self.auxiliary = AuxiliaryLoss() if balance else None
         self.over_positions = SequenceSum()
 
     @property
@@ -148,6 +148,8 @@ class MixtureOfExperts(nn.Module):
         output = self._mix(x.flatten(0, 1), chosen.flatten(0, 1), gates.flatten(0, 1)).view_as(x)
         if self.shared is not None:
             output = output + self.shared(x)
+        if self.auxiliary is None:
+            return output
         probabilities = scores / scores.sum(dim=-1, keepdim=True) if self.sigmoid else scores
         return self.auxiliary(output, self.balance * imbalance(probabilities, chosen, self.over_positions))  # type: ignore[no-any-return]
 

@@ -30,7 +30,9 @@ WORDS = (
 KINDS = ("ring", "gather", "all_to_all")
 RING, GATHER = (f"strategy.context_attention={kind}" for kind in KINDS[:2])
 TWO_BY_TWO = "nodes=2 gpus_per_node=2"
+MIXTURE = "model=moe_tiny model.ffn_dim=48 model.balance=0 model.balance_step=0.1 model.shared_experts=1"
 LAYOUTS = (
+    f"strategy=expert nodes=2 {MIXTURE}",
     "strategy=data nodes=2 training.microbatch_size=2",
     "strategy=single training.compile=true",
     "strategy=tensor nodes=2",
@@ -48,6 +50,9 @@ LAYOUTS = (
         ("strategy=data nodes=2 strategy.shares=[1,3]",),
         ("strategy=tensor nodes=2 training.compile=true",),
         ("strategy=tensor nodes=2 strategy.sequence_parallel=false strategy.loss_parallel=false",),
+        (f"strategy=tensor nodes=2 {MIXTURE}",),
+        (f"strategy=context {TWO_BY_TWO} strategy.context=2 strategy.expert=2 {RING} {MIXTURE}",),
+        (f"strategy=pipeline nodes=2 strategy.schedule=1f1b training.compile=true {MIXTURE}",),
         ("strategy=pipeline nodes=2 strategy.schedule=1f1b",),
         ("strategy=pipeline nodes=2 strategy.schedule=gpipe training.compile=true",),
         ("strategy=pipeline nodes=2 strategy.schedule=interleaved model.layers=4",),
@@ -72,8 +77,10 @@ def reference(trained: Train) -> Trained:
     return trained(*WORDS, "strategy=single")
 
 
-def test_one_device_takes_the_documents_one_by_one(workers: Workers, reference: Trained) -> None:
+@pytest.mark.parametrize("words", ["", *in_full([(MIXTURE.replace("balance_step=0.1", "balance_step=0"),)])])
+def test_one_device_takes_the_documents_one_by_one(trained: Train, words: str) -> None:
     """Loss and gradient of the first batch, and the loss of all held-out documents."""
+    reference = trained(*WORDS, "strategy=single", *words.split())
     config, _ = read_config(reference.folder / "config.yaml")
     data = as_data(build(config.data, key="data"))
     model: LayeredModel = build(config.model, key="model")
@@ -95,7 +102,7 @@ def test_one_device_takes_the_documents_one_by_one(workers: Workers, reference: 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_follows_one_device(workers: Workers, trained: Train, layout: str) -> None:
-    deeper = [word for word in layout.split() if word.startswith("model.")]
+    deeper = [word for word in layout.split() if word.startswith("model")]
     reference = trained(*WORDS, "strategy=single", *deeper)
     assert_follows(workers.train(*WORDS, *layout.split()), reference, losses=1e-10, weights=1e-10)
 

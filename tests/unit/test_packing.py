@@ -168,7 +168,7 @@ def test_problems_are_told_before_the_run_starts(tmp_path: Path) -> None:
     assert "data.separator = 3 is used with data.packing=true only" in told(*words, "data.separator=3")
     right = (*needed, "data.separator=999")
     assert prepared("launcher=local", *right).config.data["separator"] == 999
-    assert "the experts are balanced over whole samples" in told(*right, "model=moe_tiny")
+    assert "Try model.balance=0." in told(*right, "model=moe_tiny")
     assert "can't be used with task=generate" in told(*right, "task=generate")
     texts = ("data=dataset", "data.dataset._target_=tests.datasets.Texts", "data.packing=true")
     both = told(*texts)

@@ -47,10 +47,6 @@ FITTING = {
     UNetConfig._target_: {"cells": CellsDataConfig._target_},
 }
 # Our models that can't keep packed documents apart.
-UNPACKED = {
-    MoeTransformerConfig._target_: "the experts are balanced over whole samples, which mixes documents and "
-    "padding",
-}
 MOST_FILES = 256  # Parquet files whose schemas are read; the job reads all files
 
 
@@ -96,8 +92,12 @@ def packing_problems(config: RunConfig) -> Problems:
     if target == ParquetDataConfig._target_ and data["target"] is not None:
         rule = "can't be used with data.target: a packed document is a row of token ids (data.input)"
         yield Problem("data.packing", True, rule, (False,))
-    if reason := UNPACKED.get(str(model)):
-        yield Problem("data.packing", True, f"can't be used: {reason}", (False,))
+    if model == MoeTransformerConfig._target_ and config.model["balance"]:
+        rule = (
+            "can't be used with data.packing=true: this loss balances whole samples, which mixes documents "
+            "and padding. model.balance_step balances without a loss"
+        )
+        yield Problem("model.balance", config.model["balance"], rule, (0.0,))
 
 
 def _separator(data: dict[str, Any]) -> Problems:
