@@ -292,22 +292,30 @@ def multiplied(
     if not (apart and x.requires_grad and weight.requires_grad):
         return kind.apply(x, weight, *others)  # type: ignore[no-any-return]
     output: Tensor = kind.apply(x, weight.detach(), *others)
-    return Joined.apply(output, WeightGradient.apply(weight, output.detach(), kind, output.grad_fn))  # type: ignore[no-any-return]
+    zeros = WeightGradient.apply(kind, output.detach(), x.detach(), weight, *others)
+    return Joined.apply(output, zeros)  # type: ignore[no-any-return]
 
 
 class WeightGradient(torch.autograd.Function):
-    """Zeros like `output`, without their memory. The gradient of `weight` is that of the `product`."""
+    """Zeros like `output`, without their memory. Their gradient gives that of `weight` in this product."""
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, output: Tensor, kind: type[Product | ProductOfGroups], product: Any
+        ctx: Any,
+        kind: type[Product | ProductOfGroups],
+        output: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        *others: Any,
     ) -> Tensor:
-        ctx.kind, ctx.product = kind, product
+        ctx.kind = kind
+        kind.keep(ctx, x, weight, *others)
         return output.new_zeros(()).expand_as(output)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
-        return ctx.kind.gradients(ctx.product, gradient, by_x=False, by_weight=True)[1], None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _, by_weight = ctx.kind.gradients(ctx, gradient, by_x=False, by_weight=True)
+        return None, None, None, by_weight, *[None for _ in ctx.needs_input_grad[4:]]
 
 
 class Joined(torch.autograd.Function):
@@ -339,16 +347,29 @@ class Product(torch.autograd.Function):
         splits: LayerSplits,
         largest: Tensor | None = None,
     ) -> Tensor:
-        ctx.by_rows, ctx.splits = by_rows, splits
         inner = -1 if by_rows else None
         factors = with_largest(
             Factor(x, INPUT, inner, (splits.rows, splits.inputs)),
             Factor(weight, INPUT, inner, (splits.outputs, splits.inputs), largest),
         )
-        # With a scale for a tensor, the backward pass needs the same values.
-        ctx.save_for_backward(x, weight, *(factor.largest for factor in factors if not by_rows))
+        Product.keep(ctx, x, weight, by_rows, splits, *reversed([factor.largest for factor in factors]))
         (x8, of_x), (weight8, of_weight) = quantise_all(*factors)
         return scaled_product(x8, weight8.t(), scales=(of_x, of_weight.t()), dtype=x.dtype, fast=True)
+
+    @staticmethod
+    def keep(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        by_rows: bool,
+        splits: LayerSplits,
+        largest: Tensor | None = None,
+        largest_of_x: Tensor | None = None,
+    ) -> None:
+        ctx.by_rows, ctx.splits = by_rows, splits
+        # With a scale for a tensor, the backward pass needs the same values.
+        known = () if by_rows or largest_of_x is None else (largest_of_x, largest)
+        ctx.save_for_backward(x, weight, *known)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -396,8 +417,7 @@ class ProductOfGroups(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor, splits: LayerSplits) -> Tensor:
-        ctx.save_for_backward(rows, weights, ends)
-        ctx.splits = splits
+        ProductOfGroups.keep(ctx, rows, weights, ends, splits)
         (rows8, of_rows), (weights8, of_weights) = quantise_all(
             Factor(rows, INPUT, -1, ((), splits.inputs)),
             Factor(weights, INPUT, -1, (splits.outputs, splits.inputs)),
@@ -405,6 +425,11 @@ class ProductOfGroups(torch.autograd.Function):
         scales, exact = (of_rows, of_weights.mT), rows.dtype == torch.float64
         output: Tensor = scaled_product_of_groups(rows8, weights8.mT, ends, *scales, exact)
         return output
+
+    @staticmethod
+    def keep(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor, splits: LayerSplits) -> None:
+        ctx.save_for_backward(rows, weights, ends)
+        ctx.splits = splits
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:

@@ -167,10 +167,10 @@ MORE_SPLITS = {
         ("strategy=pipeline", *FOUR, "strategy.pipeline=2", "strategy.tensor=2",
          "strategy.schedule=interleaved_zero_bubble", "model.layers=4"), 4,
     ),
-    "a mixture, pipeline x expert, split backward passes": (
+    "a mixture, pipeline x expert, some split backward passes, recomputing": (
         "rowwise",
         (*MIXTURE, "strategy=pipeline", *FOUR, "strategy.pipeline=2", "strategy.expert=2",
-         "strategy.schedule=zbv", "model.layers=4"), 4,
+         "strategy.schedule=dualpipev", "model.layers=4", "training.activation_checkpointing=full"), 2,
     ),
     "a mixture, tensor, whole sequences": (
         "rowwise", (*MIXTURE, "strategy=tensor", "nodes=2", "strategy.sequence_parallel=false"), 16
