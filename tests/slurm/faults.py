@@ -7,7 +7,7 @@ first start, and n2; then come the spares, if the row asks for any.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from chaos import DATA, SLOW
@@ -42,6 +42,7 @@ class Who:
     ranks_per_node: int = 1
 
 
+ONE_SAMPLE = "training.microbatch_size=1"
 OWN = Who("own script", ("nodes=2",))
 TRAININGS = (
     Who("data", DATA, SLOW),
@@ -49,6 +50,11 @@ TRAININGS = (
     Who("hybrid", ("strategy=hybrid", "nodes=2", "gpus_per_node=2"), (*SLOW, "model.pause_s=0.02"), 2),
 )
 WHO = (*TRAININGS, OWN)
+# On any number of nodes the microbatches of all replicas have one size: the model could have BatchNorm.
+SHRINKING = tuple(
+    replace(who, words=(*who.words, "launcher.min_nodes=1", *(() if who.words == DATA else (ONE_SAMPLE,))))
+    for who in TRAININGS
+)
 
 
 @dataclass(frozen=True)
@@ -92,8 +98,6 @@ N2_KILLED, N1_KILLED = End(KILLED, "n2", IN_PLACE), End(KILLED, "n1", IN_PLACE)
 N2_TO_SPARE, N2_TO_FEWER = End(NODE_LOST, "n2", SPARE), End(NODE_LOST, "n2", FEWER)
 ENDED_BY_USER, TAKEN = End(CANCELLED, None, END), End(PREEMPTED, None, REQUEUE)
 ONE_SPARE = ("launcher.spares=1",)
-# On any number of nodes the microbatches have one size: the model could have BatchNorm.
-SHRINKS = ("launcher.min_nodes=1", "training.microbatch_size=1")
 
 FAULTS = (
     Fault("a rank is killed", (KILL_N2,), (N2_KILLED,), in_gate=True),
@@ -127,7 +131,7 @@ FAULTS = (
         ONE_SPARE,
     ),
     Fault("a failure during a save", (Harm(KILL, 0, SAVE),), (N1_KILLED,)),
-    Fault("a failure during a shrink", (N2_OFF, KILL_N1_AGAIN), (N2_TO_FEWER, N1_KILLED), SHRINKS, TRAININGS),
+    Fault("a failure during a shrink", (N2_OFF, KILL_N1_AGAIN), (N2_TO_FEWER, N1_KILLED), who=SHRINKING),
     Fault("a host fails again", (KILL_N2, KILL_N2), (N2_KILLED, End(KILLED, "n2", SPARE)), ONE_SPARE),
     Fault(
         "the time limit during a restart",
@@ -145,7 +149,7 @@ FAULTS = (
     Fault("scancel during a save", (Harm(SCANCEL, when=SAVE),), (ENDED_BY_USER,)),
     Fault("scancel during a restart", (KILL_N2, SCANCEL_LATER), (N2_KILLED, ENDED_BY_USER)),
     Fault(
-        "scancel during a shrink", (N2_OFF, SCANCEL_LATER), (N2_TO_FEWER, ENDED_BY_USER), SHRINKS, TRAININGS
+        "scancel during a shrink", (N2_OFF, SCANCEL_LATER), (N2_TO_FEWER, ENDED_BY_USER), who=SHRINKING
     ),
     Fault(
         "scancel of a job that waits for hosts",

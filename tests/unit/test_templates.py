@@ -90,9 +90,10 @@ MOUNTED = ["--bind", "/data", "--bind", "/my files:/mnt"]
 APPTAINER = ["apptainer", "exec", "--nv", "--bind", "RUN", *MOUNTED, "/images/a b.sif"]
 PYXIS = ["--container-image=nvcr.io#nvidia/pytorch:25.01",
          "--container-mounts=RUN:RUN,/data:/data,/my files:/mnt"]  # fmt: skip
-SRUN = ["srun", "--cpus-per-task=3", "--distribution=block:block", "--kill-on-bad-exit=1", "--wait=0"]
+SRUN = ["srun", "--cpus-per-task=3", "--distribution=block:block", "--kill-on-bad-exit=1", "--wait=0",
+        "--immediate=300"]  # fmt: skip
 NODES = ["srun", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=6", "--distribution=block:block",
-         "--kill-on-bad-exit=1", "--wait=0"]  # fmt: skip
+         "--kill-on-bad-exit=1", "--wait=0", "--immediate=300"]  # fmt: skip
 TORCHRUN = ["bash", "-c", 'trap "" TERM USR2; exec "$@"', "torchrun"]
 MODULE = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
           "--rdzv-id=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$hpc_parallel_start",
