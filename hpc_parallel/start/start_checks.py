@@ -23,7 +23,7 @@ from hpc_parallel.record.provenance import installed_packages
 from hpc_parallel.record.recorded_preflight import difference_table, listed_hosts
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.start.start_times import SUMMED_BYTES, all_reduce_times_s, matrix_times_s
+from hpc_parallel.start.start_times import SUMMED_BYTES, all_reduce_times_s, matrix_times_s, product_times_s
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.exchange import FollowerError
 
@@ -99,12 +99,25 @@ def _add_times(
         hosts[rank["host"]]["all_reduce_s"].append(time_s)
 
 
+def check_alone(folder: RunFolder, *, host: str, devices: Sequence[torch.device]) -> list[Finding]:
+    """What the checks find on this host without any other, for a spare. devices: those of its ranks."""
+    facts = _facts_of_host(folder, devices[0]) | {"time_s": time.time(), "time_tolerance_s": 0.0}
+    ranks = [
+        {"host": host, "pid": os.getpid(), "facts": facts, "device": describe_device(device)}
+        for device in devices
+    ]
+    compared = [device for device in devices if device.type == "cuda"]
+    return findings(by_host(ranks, matrix_s=[min(product_times_s(device)) for device in compared]))
+
+
+def _facts_of_host(folder: RunFolder, device: torch.device) -> dict[str, Any]:
+    folders = {"run": folder.path, "temporary": Path(tempfile.gettempdir())}
+    caches = cache_folders(os.environ, other_than=folders.values())
+    return host_facts(folders=folders, caches=caches, versions=_versions(device), nvml=_nvml(device))
+
+
 def _facts_of_rank(folder: RunFolder, *, world: World, device: torch.device) -> dict[str, Any]:
-    facts = None
-    if world.local_rank == 0:
-        folders = {"run": folder.path, "temporary": Path(tempfile.gettempdir())}
-        caches = cache_folders(os.environ, other_than=folders.values())
-        facts = host_facts(folders=folders, caches=caches, versions=_versions(device), nvml=_nvml(device))
+    facts = _facts_of_host(folder, device) if world.local_rank == 0 else None
     dist.barrier()
     before = time.perf_counter()
     dist.barrier()

@@ -316,6 +316,15 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     assert driver_version(tmp_path / "none") is None
 
 
+def test_a_spare_is_checked_alone(tmp_path: Path) -> None:
+    """By what needs no other host."""
+    devices = [torch.device("cpu")] * 2
+    assert start_checks.check_alone(RunFolder(tmp_path), host="n3", devices=devices) == []
+    gone = RunFolder(tmp_path / "gone")
+    (finding,) = start_checks.check_alone(gone, host="n3", devices=devices)
+    assert (finding.line, finding.harmful) == (f"n3: run folder {gone.path}: No such file or directory", True)
+
+
 def test_ranks_are_joined_by_host() -> None:
     gpus = [{"uuid": "GPU-a", "processes": [11, 12, 99]}, {"uuid": "GPU-z", "processes": [5]}]
     device = {"uuid": "GPU-a", "name": "H100"}

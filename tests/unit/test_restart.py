@@ -183,6 +183,10 @@ def test_the_hosts_of_a_job_are_those_that_slurm_has_left_it(
 
     assert found() is None
     assert found(spares=1) == (None if held is None else Hosts(("n1", "n2"), held, sizes=(2,)))
+    folder.unfit_spares.write_text("n1\nn3\n")  # a host that works is none of the spares
+    fit = None if held is None else Hosts(("n1", "n2"), held[:1], sizes=(2,))
+    assert found(spares=1) == fit
+    folder.unfit_spares.write_text("")
     folder.smaller.mkdir()
     for nodes in (1, 10, 2):
         folder.on_nodes(nodes).write_text("")
