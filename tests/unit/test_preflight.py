@@ -432,7 +432,7 @@ def test_all_accused_hosts_are_excluded_at_once() -> None:
         with pytest.raises(PreflightError, match=r"^n2: hot; also accused: n4$") as stopped:
             act_on(host_findings, act="exclude", host=host, hosts=cluster)
         assert stopped.value.details == {"exclude": ["n2", "n4"]}
-    with pytest.raises(PreflightError, match=r"also accused: n4\. Try launcher.exclude=n2,n4, or"):
+    with pytest.raises(PreflightError, match=r"also accused: n4\. Try \"launcher.exclude='n2,n4'\", or"):
         act_on(host_findings, act="stop", host="n2", hosts=cluster)
     with pytest.raises(FollowerError):
         act_on(host_findings, act="exclude", host="n1", hosts=cluster)
