@@ -135,7 +135,7 @@ class RestartLimits:
 
     start: the number of this start in its job, from 0; None: nothing can start the ranks again in the job.
     is_own_job: false in an allocation, which Slurm would start again with all that the user does there.
-    hosts: None in a job that does not choose them for each start.
+    hosts: None in a job that does not choose them for each start. time_key: what sets the job's time limit.
     """
 
     max_restarts: int
@@ -144,6 +144,7 @@ class RestartLimits:
     start: int | None = None
     is_own_job: bool = True
     hosts: Hosts | None = None
+    time_key: str = "launcher.time_minutes"
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, start: int | None = None) -> RestartLimits:
@@ -200,7 +201,7 @@ def _decided(
         return Decision(END)
     if end.how in (TIME_LIMIT, REQUEUED):
         if end.how == TIME_LIMIT and not continues:  # a new start would only reach the limit again
-            return Decision(END, "try a longer launcher.time_minutes or a smaller task.seconds")
+            return Decision(END, f"try a longer {limits.time_key} or a smaller task.seconds")
         if counts[end.how] > limits.max_requeues:  # the count includes this end
             return Decision(END, f"launcher.max_requeues={limits.max_requeues} are used up")
         return Decision(REQUEUE)
