@@ -41,6 +41,11 @@ def pack(folder: str) -> None:
     sys.exit(packed_job.run(folder))
 
 
+def spare(run_folder: str) -> None:
+    """Check this host, which the run may need later."""
+    resolve_name("hpc_parallel.worker.spare_check:main")(run_folder)
+
+
 def send_signal(arguments: Sequence[str]) -> None:
     """Send a signal to the ranks of a run on this host."""
     from hpc_parallel.failure import signal_ranks
@@ -82,12 +87,14 @@ def main(arguments: Sequence[str]) -> None:
         conclude(rest)
     elif part == "pack":
         pack(*rest)
+    elif part == "spare":
+        spare(*rest)
     elif part == "signal":
         send_signal(rest)
     elif part == "notify":
         notify(rest)
     else:
-        sys.exit(f"hpc_parallel.job has no part {part}: rank, agent, conclude, pack, signal or notify")
+        sys.exit(f"hpc_parallel.job has no part {part}: rank, agent, conclude, pack, spare, signal or notify")
 
 
 if __name__ == "__main__":

@@ -110,6 +110,12 @@ def quoted(text: object) -> str:
     return "'" + re.sub(r"(\\*)('|\Z)", lambda end: end[1] * 2 + "\\" * len(end[2]) + end[2], str(text)) + "'"
 
 
+def excluding(hosts: Sequence[str]) -> str:
+    """The override that leaves out these hosts, as a shell takes it. Hydra needs a list to be quoted."""
+    names = ",".join(hosts)
+    return f"launcher.exclude={names}" if set(names).isdisjoint(",[") else f"\"launcher.exclude='{names}'\""
+
+
 def alternatives(texts: Sequence[str]) -> str:
     """`a`, `a or b`, `a, b or c`."""
     return " or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)

@@ -223,6 +223,8 @@ def _conclude_stop(
     packed, saved = is_packed(folder), stopped.step is not None or stopped.code is not None
     continues = saved or (packed and attempts.is_starting(folder))  # it had none of the job's time
     limits, ends = RestartLimits.of(folder.read_config()), attempts.recent_ends(folder)
+    if packed:
+        limits = replace(limits, time_key="sweep.pack_minutes")
     decision = restart.decide(ends, limits=limits, continues=continues)
     restarts = decision.starts_again
     limit = "the packed job" if packed else f"{launcher['time_minutes']} min"

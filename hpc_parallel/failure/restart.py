@@ -18,7 +18,7 @@ from typing import Any
 from hpc_parallel.failure import failure
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import DamagedError
+from hpc_parallel.record.safe_read import DamagedError, read_text
 from hpc_parallel.record.time_use import time_of
 from hpc_parallel.slurm.allocation import in_allocation
 from hpc_parallel.slurm.jobs import ENDED, job_fields, job_of, seconds_since_1970
@@ -95,8 +95,8 @@ def _is_requeued(fields: Mapping[str, str], *, environment: Mapping[str, str]) -
 class Hosts:
     """The hosts of a job that chooses them for each start, in Slurm's order.
 
-    used: those of this start. held: those that the job still has. sizes: the numbers of hosts of which a
-    start can take one, largest first.
+    used: those of this start. held: those that the job still has, without unfit spares. sizes: the numbers of
+    hosts of which a start can take one, largest first.
     """
 
     used: tuple[str, ...]
@@ -115,6 +115,9 @@ class Hosts:
         used = expand_hosts(environment.get("SLURM_JOB_NODELIST", ""))
         if environment.get("SLURMD_NODENAME") not in held:
             held = ()  # Slurm takes the host of this script for lost
+        with suppress(FileNotFoundError):
+            unfit = set(read_text(folder.unfit_spares).split()).difference(used)
+            held = tuple(host for host in held if host not in unfit)
         return cls(used, held, sizes or (config["nodes"],))
 
     def next(self, unfit: Set[str]) -> tuple[str, ...]:
@@ -132,7 +135,7 @@ class RestartLimits:
 
     start: the number of this start in its job, from 0; None: nothing can start the ranks again in the job.
     is_own_job: false in an allocation, which Slurm would start again with all that the user does there.
-    hosts: None in a job that does not choose them for each start.
+    hosts: None in a job that does not choose them for each start. time_key: what sets the job's time limit.
     """
 
     max_restarts: int
@@ -141,6 +144,7 @@ class RestartLimits:
     start: int | None = None
     is_own_job: bool = True
     hosts: Hosts | None = None
+    time_key: str = "launcher.time_minutes"
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, start: int | None = None) -> RestartLimits:
@@ -197,7 +201,7 @@ def _decided(
         return Decision(END)
     if end.how in (TIME_LIMIT, REQUEUED):
         if end.how == TIME_LIMIT and not continues:  # a new start would only reach the limit again
-            return Decision(END, "try a longer launcher.time_minutes or a smaller task.seconds")
+            return Decision(END, f"try a longer {limits.time_key} or a smaller task.seconds")
         if counts[end.how] > limits.max_requeues:  # the count includes this end
             return Decision(END, f"launcher.max_requeues={limits.max_requeues} are used up")
         return Decision(REQUEUE)

@@ -340,6 +340,7 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "smaller": bool(run.smaller),
         "hosts": ",".join(hosts_here(run)),
         "chooses_hosts": chooses_hosts(launcher),
+        "checks_spares": launcher.spares > 0 and run.config.preflight.act != "off",
         "processes_per_node": run.processes_per_node,
         "processes": ShellWord(f'"$((SLURM_JOB_NUM_NODES * {run.processes_per_node}))"')
         if chooses_hosts(launcher)

@@ -269,7 +269,7 @@ def _values(name: str, folders: Sequence[Path], *, by: tuple[str, ...] = ()) -> 
     names = hardware_names(folders)
     if name not in names or name in by:
         rule = "extends itself" if name in by else f"is none of {', '.join(names)}"
-        near = [choice for choice in names if name.lower() in choice] or nearest(name, names) or names[:1]
+        near = [choice for choice in names if name.lower() in choice] or nearest(name, names)
         raise ConfigError([Problem("hardware", name, rule, tuple(near))])
     file = next(folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file())
     try:

@@ -174,9 +174,10 @@ def history(
     Raises DamagedError.
     """
     records = starts(folder)
+    launches = sum("launched" in event for event in read_lines(folder.attempts))  # some end before they begin
     jobs = [*(record.job_id for record in records), job_of(environment)]
     return History(
-        restarts=max(0, len(records) - 1),
+        restarts=max(0, len(records) - 1, launches - 1),
         lost_steps=sum(record.lost_steps for record in records),
         started=records[0].began if records else None,
         job_ids=tuple(dict.fromkeys(job for job in jobs if job)),

@@ -141,6 +141,8 @@ def _fitting(word: str) -> list[Callable[[str], bool]]:
     """
 
     def holds(name: str) -> bool:
+        if "/" in word:  # its first folder is a whole name: `a/` is no part of `data/1`
+            return f"/{word}" in f"/{name}"
         return name.rpartition("/")[2].startswith(word) if is_job_id(word) else word in name
 
     return [

@@ -165,6 +165,11 @@ class RunFolder:
         return self.path / "preflight.json"
 
     @property
+    def unfit_spares(self) -> Path:
+        """The spares of the job that failed their checks, one a line (`sbatch_templates/hosts.sh.j2`)."""
+        return self.path / "unfit_spares"
+
+    @property
     def machine_check(self) -> Path:
         """What `task=preflight` measured."""
         return self.path / "machine_check.json"

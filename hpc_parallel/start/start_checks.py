@@ -19,11 +19,12 @@ from hpc_parallel.machine.host_findings import Finding, findings
 from hpc_parallel.machine.topology import nvml_module
 from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents, event_records
+from hpc_parallel.problems import excluding
 from hpc_parallel.record.provenance import installed_packages
 from hpc_parallel.record.recorded_preflight import difference_table, listed_hosts
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.start.start_times import SUMMED_BYTES, all_reduce_times_s, matrix_times_s
+from hpc_parallel.start.start_times import SUMMED_BYTES, all_reduce_times_s, matrix_times_s, product_times_s
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.exchange import FollowerError
 
@@ -99,12 +100,25 @@ def _add_times(
         hosts[rank["host"]]["all_reduce_s"].append(time_s)
 
 
+def check_alone(folder: RunFolder, *, host: str, devices: Sequence[torch.device]) -> list[Finding]:
+    """What the checks find on this host without any other, for a spare. devices: those of its ranks."""
+    facts = _facts_of_host(folder, devices[0]) | {"time_s": time.time(), "time_tolerance_s": 0.0}
+    ranks = [
+        {"host": host, "pid": os.getpid(), "facts": facts, "device": describe_device(device)}
+        for device in devices
+    ]
+    compared = [device for device in devices if device.type == "cuda"]
+    return findings(by_host(ranks, matrix_s=[min(product_times_s(device)) for device in compared]))
+
+
+def _facts_of_host(folder: RunFolder, device: torch.device) -> dict[str, Any]:
+    folders = {"run": folder.path, "temporary": Path(tempfile.gettempdir())}
+    caches = cache_folders(os.environ, other_than=folders.values())
+    return host_facts(folders=folders, caches=caches, versions=_versions(device), nvml=_nvml(device))
+
+
 def _facts_of_rank(folder: RunFolder, *, world: World, device: torch.device) -> dict[str, Any]:
-    facts = None
-    if world.local_rank == 0:
-        folders = {"run": folder.path, "temporary": Path(tempfile.gettempdir())}
-        caches = cache_folders(os.environ, other_than=folders.values())
-        facts = host_facts(folders=folders, caches=caches, versions=_versions(device), nvml=_nvml(device))
+    facts = _facts_of_host(folder, device) if world.local_rank == 0 else None
     dist.barrier()
     before = time.perf_counter()
     dist.barrier()
@@ -207,7 +221,7 @@ def warn(findings: Sequence[Finding]) -> None:
     for finding in findings:
         print(f"WARNING: preflight: {finding.line}", file=sys.stderr, flush=True)
     if hosts := accused(findings):
-        print(f"To start without them: launcher.exclude={','.join(hosts)}", file=sys.stderr, flush=True)
+        print(f"To start without them: {excluding(hosts)}", file=sys.stderr, flush=True)
 
 
 def accused(findings: Sequence[Finding]) -> list[str]:
@@ -237,5 +251,5 @@ def act_on(findings: Sequence[Finding], *, act: str, host: str, hosts: Sequence[
 
 def _advice(first: Finding, *, blamed: Sequence[str]) -> str:
     if first.excludable:
-        return f". Try launcher.exclude={','.join(blamed)}, or preflight.act=report"
+        return f". Try {excluding(blamed)}, or preflight.act=report"
     return ". No host alone is to blame, so none is excluded. Correct the cause, or try preflight.act=report"

@@ -86,6 +86,7 @@ class Trainer:
         if self.steps_done:  # the last start may have died between its early end and its summary
             self.ended_early = self._callbacks.reason()
         if self.ended_early is not None:
+            self._save_last(self.steps_done)  # which may come from a copy in memory
             return None
         with collecting(self._training.collect_every) as collect:
             return self._fit(collect)

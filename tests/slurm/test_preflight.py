@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.full, pytest.mark.timing, pytest.ma
 HOSTS, BAD = 4, "n3"
 WORDS = ("strategy=data", f"nodes={HOSTS}", *SMALL, "training.steps=2", "launcher.wait=true")
 PACKAGE = "xxhash"
+SMALL_DISK = ("-t", "tmpfs", "-o", "size=64k", "tmpfs")
 
 
 def findings(site: Site, *words: str, code: int = 0) -> list[dict[str, Any]]:
@@ -38,20 +39,20 @@ def findings(site: Site, *words: str, code: int = 0) -> list[dict[str, Any]]:
     return found
 
 
-def inside(cluster: Cluster, *command: str) -> None:
-    """Run a command among the mounts of the bad host, which its slurmd and its jobs see."""
-    slurmd = next(pid for pid in cluster.pids(BAD) if psutil.Process(pid).name() == "slurmd")
+def inside(cluster: Cluster, *command: str, host: str = BAD) -> None:
+    """Run a command among the mounts of a host, which its slurmd and its jobs see."""
+    slurmd = next(pid for pid in cluster.pids(host) if psutil.Process(pid).name() == "slurmd")
     subprocess.run(["nsenter", f"--mount=/proc/{slurmd}/ns/mnt", *command], check=True)
 
 
 @contextmanager
-def mounted(cluster: Cluster, target: Path, *options: str) -> Iterator[None]:
-    """Something else in the place of `target` on the bad host alone."""
-    inside(cluster, "mount", *options, str(target))
+def mounted(cluster: Cluster, target: Path, *options: str, host: str = BAD) -> Iterator[None]:
+    """Something else in the place of `target` on one host alone."""
+    inside(cluster, "mount", *options, str(target), host=host)
     try:
         yield
     finally:
-        inside(cluster, "umount", "--lazy", str(target))
+        inside(cluster, "umount", "--lazy", str(target), host=host)
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def full_disk(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     scratch = site.home / "scratch"
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))
-    with mounted(site.cluster, scratch, "-t", "tmpfs", "-o", "size=64k", "tmpfs"):
+    with mounted(site.cluster, scratch, *SMALL_DISK):
         yield scratch
 
 
@@ -89,6 +90,24 @@ def test_an_accused_host_is_left_out_of_the_next_start(site: Site, full_disk: Pa
     assert [(end.how, end.host) for end in ends] == [("preflight", BAD)]
     hosts = {rank["host"] for rank in read(site.home / "run", "environment.json")["ranks"]}
     assert hosts == {"n1", "n2", "n4"}
+
+
+def test_a_spare_that_fails_its_checks_is_never_chosen(site: Site, full_disk: Path) -> None:
+    """The disks of n2, which the first start accuses, and of the spare n3 are full: n4 takes the place."""
+    words = (*WORDS, "nodes=2", "launcher.spares=2", "preflight.act=exclude", "run_dir=run")
+    with mounted(site.cluster, full_disk, *SMALL_DISK, host="n2"):
+        done = site.run(*words, timeout_s=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = RunFolder(site.home / "run")
+    assert folder.unfit_spares.read_text() == f"{BAD}\n"
+    assert {rank["host"] for rank in read(folder.path, "environment.json")["ranks"]} == {"n1", "n4"}
+    log = "".join(path.read_text() for path in folder.slurm.glob("*.out"))
+    full = (
+        f"the spare {BAD} failed its checks and is not used: temporary folder {full_disk}: No space left on"
+    )
+    assert log.count(full) == 1
+    again = "the ranks start again in the same job, on the spare n4 in place of n2, after its checks"
+    assert log.count(again) == 1
 
 
 def test_a_job_for_which_too_few_hosts_are_left_ends(site: Site, full_disk: Path) -> None:

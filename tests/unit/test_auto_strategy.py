@@ -156,6 +156,9 @@ def test_a_wrong_name_comes_with_all_other_problems() -> None:
     text = "\n".join(map(str, error.value.problems))
     assert "Try hardware=h100_pcie_node8_400gbit or hardware=h100_sxm" in text
     assert "training.steps = 0" in text
+    with pytest.raises(ConfigError) as error:
+        checked("strategy=data", "model=1b", "hardware=nosuch")
+    assert "Try" not in str(error.value.problems[0])  # none is near
 
 
 def test_a_short_time_limit_is_warned_of() -> None:

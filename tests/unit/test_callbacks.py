@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.checkpoint_index import best_step, prune
 from hpc_parallel.training.callbacks import EarlyStopping, KeepBest
+from hpc_parallel.training.trainer import Trainer
 from tests.composed import prepared
 
 
@@ -35,6 +37,16 @@ def test_early_stopping_waits_for_two_lines(losses: list[float | None], stops_at
         callback.on_line({"step": line["step"] + 1, "loss": 9.0})  # a line without the key
         stopped = stopped or (line["step"] if callback.stop_reason() else None)
     assert stopped == stops_at
+
+
+def test_an_early_end_is_saved_after_a_restart_from_memory() -> None:
+    """The step may be on no disk: the start before died after the callback's line, before the save."""
+    saved: list[int] = []
+    trainer = SimpleNamespace(
+        steps_done=6, _callbacks=SimpleNamespace(reason=lambda: "as before"), _save_last=saved.append
+    )
+    assert Trainer.fit(trainer) is None  # type: ignore[arg-type]
+    assert saved == [6]
 
 
 def test_an_accuracy_improves_if_it_grows() -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
+from hpc_parallel.config.checks.suggestions import paths_near
 from hpc_parallel.config.class_paths import missing_part
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig
@@ -332,3 +333,11 @@ def test_a_run_that_this_machine_can_not_hold_is_announced(
         [] if needed_gb is None else [pytest.approx(needed_gb, abs=0.05)]
     )
     assert local_warnings(config, memory_bytes=2**40, environment=environment) == []
+
+
+def test_a_path_that_is_near_ends_like_the_missing_one(tmp_path: Path) -> None:
+    for name in ("corpus.txt", "corpuss.bin", "train.py"):
+        (tmp_path / name).touch()
+    assert paths_near(tmp_path / "corpuss.txt") == (tmp_path / "corpus.txt",)
+    assert paths_near(tmp_path / "corpus.csv") == ()
+    assert paths_near(tmp_path / "train") == (tmp_path / "train.py",)

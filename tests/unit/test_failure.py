@@ -345,6 +345,14 @@ def test_a_task_that_can_not_continue_keeps_its_rows_and_is_not_requeued(
     assert summary["outcome"] == outcome
 
 
+def test_the_advice_for_a_packed_run_is_the_limit_of_its_job(folder: RunFolder) -> None:
+    owner.queue_in_job(folder, Job("7"))
+    attempts.begin(folder, step=0, environment={})
+    write_json(folder.stopped, {"signal": "SIGUSR2", "kept": "37 of 183 rows"})
+    line = conclude(folder, returncode=1, environment={})
+    assert str(line).endswith("; try a longer sweep.pack_minutes or a smaller task.seconds")
+
+
 @pytest.mark.parametrize(
     ("job", "refusal"),
     [("7", "Requested operation is presently disabled for job 7"),  # JobRequeue=0
@@ -566,6 +574,14 @@ def test_a_new_start_keeps_the_metrics_up_to_its_checkpoint(folder: RunFolder) -
     assert not folder.summary.exists()
     known = attempts.history(folder, environment={"SLURM_JOB_ID": "9"})
     assert (known.restarts, known.lost_steps, known.job_ids) == (1, 10, ("7", "9"))
+
+
+def test_starts_that_ended_before_their_model_was_made_count(folder: RunFolder) -> None:
+    for start in range(3):
+        attempts.note(folder, "launched")
+        if start != 1:
+            attempts.begin(folder, step=0, environment={})
+        assert attempts.history(folder).restarts == start
 
 
 @pytest.mark.parametrize("peer", ["lost_peer", "killed"])

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_parallel.launch import slurm_launcher
 from hpc_parallel.record import owner
-from hpc_parallel.record.find import find_all, find_run
+from hpc_parallel.record.find import NoRunError, find_all, find_run
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.sweep_folder import Sweep, SweepRun, write_sweep
 from hpc_parallel.slurm.jobs import Job
@@ -74,3 +74,11 @@ def test_a_job_id_is_no_name_of_another_run(here: Path) -> None:
     owner.hand_to_job(finished(here / "runs/data/1"), Job("41"))
     assert find_run("41").path == here / "runs/data/1"
     assert find_run(shlex.split(command_on(here / "runs/41", "show"))[4]).path == here / "runs/41"
+
+
+def test_a_folder_in_a_word_is_a_whole_name(here: Path) -> None:
+    """`cancel a/` means no run of `data`."""
+    run = finished(here / "runs" / "data" / "20261122-01")
+    assert find_run("data/2026").path == find_run("data/").path == run.path
+    with pytest.raises(NoRunError):
+        find_run("a/2026")

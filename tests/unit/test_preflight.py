@@ -316,6 +316,15 @@ def test_facts_of_this_machine(tmp_path: Path) -> None:
     assert driver_version(tmp_path / "none") is None
 
 
+def test_a_spare_is_checked_alone(tmp_path: Path) -> None:
+    """By what needs no other host."""
+    devices = [torch.device("cpu")] * 2
+    assert start_checks.check_alone(RunFolder(tmp_path), host="n3", devices=devices) == []
+    gone = RunFolder(tmp_path / "gone")
+    (finding,) = start_checks.check_alone(gone, host="n3", devices=devices)
+    assert (finding.line, finding.harmful) == (f"n3: run folder {gone.path}: No such file or directory", True)
+
+
 def test_ranks_are_joined_by_host() -> None:
     gpus = [{"uuid": "GPU-a", "processes": [11, 12, 99]}, {"uuid": "GPU-z", "processes": [5]}]
     device = {"uuid": "GPU-a", "name": "H100"}
@@ -423,7 +432,7 @@ def test_all_accused_hosts_are_excluded_at_once() -> None:
         with pytest.raises(PreflightError, match=r"^n2: hot; also accused: n4$") as stopped:
             act_on(host_findings, act="exclude", host=host, hosts=cluster)
         assert stopped.value.details == {"exclude": ["n2", "n4"]}
-    with pytest.raises(PreflightError, match=r"also accused: n4\. Try launcher.exclude=n2,n4, or"):
+    with pytest.raises(PreflightError, match=r"also accused: n4\. Try \"launcher.exclude='n2,n4'\", or"):
         act_on(host_findings, act="stop", host="n2", hosts=cluster)
     with pytest.raises(FollowerError):
         act_on(host_findings, act="exclude", host="n1", hosts=cluster)

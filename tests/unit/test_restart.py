@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 from contextlib import suppress
 from dataclasses import replace
@@ -183,6 +184,10 @@ def test_the_hosts_of_a_job_are_those_that_slurm_has_left_it(
 
     assert found() is None
     assert found(spares=1) == (None if held is None else Hosts(("n1", "n2"), held, sizes=(2,)))
+    folder.unfit_spares.write_text("n1\nn3\n")  # a host that works is none of the spares
+    fit = None if held is None else Hosts(("n1", "n2"), held[:1], sizes=(2,))
+    assert found(spares=1) == fit
+    folder.unfit_spares.write_text("")
     folder.smaller.mkdir()
     for nodes in (1, 10, 2):
         folder.on_nodes(nodes).write_text("")
@@ -299,6 +304,24 @@ def test_spares_that_could_not_be_used_are_refused(words: tuple[str, ...], refus
         f"launcher.spares {refusal}. Try launcher.spares=0."
     ]
     prepared(*words, "launcher.spares=0")
+
+
+def test_a_file_of_hosts_to_exclude_becomes_a_list(here: Path) -> None:
+    """A requeued job leaves out further hosts: Slurm would take both for one name."""
+    for content, legal in (
+        ("n[1-2]\n# old\nlogin, # slow\n", "\"launcher.exclude='n[1-2],login'\""),
+        ("", "launcher.exclude=null"),
+        (None, "launcher.exclude=null"),
+    ):
+        if content is not None:
+            (here / "bad").write_text(content)
+        with pytest.raises(ConfigError) as refused:
+            prepared("launcher=script", f"launcher.exclude={here}/bad")
+        (problem,) = map(str, refused.value.problems)
+        assert problem.startswith(f"launcher.exclude = {here}/bad is a file, to which no restart could add")
+        assert problem.endswith(f" Try {legal}.")
+        (here / "bad").unlink(missing_ok=True)
+        prepared("launcher=script", *shlex.split(legal))
 
 
 def test_the_end_of_a_start_says_that_the_ranks_start_again(

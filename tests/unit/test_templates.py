@@ -152,6 +152,43 @@ def test_a_job_with_spares_places_its_ranks(start: str, tmp_path: Path) -> None:
         ]  # fmt: skip
 
 
+def test_a_spare_that_fails_its_checks_is_named(tmp_path: Path) -> None:
+    """n3 finds something, n4 is fit, and n5 does not answer: the log of the job names n3 and n5."""
+    run = started("srun", "none", "launcher.spares=3", "launcher.notify=cat", f"run_dir={tmp_path}/a b")
+    (run.folder.path / "logs").mkdir(parents=True)
+    script = render(run)
+    checks = script[script.index(": > ") : script.index("# Places the ranks on these hosts")]
+    checks = checks.replace(next(word for word in shlex.split(checks) if word.endswith("python")), "notifier")
+    stubs = r"""
+scontrol() { printf 'n%s\n' 1 2 3 4 5; }
+timeout() {
+    case "$*" in
+    *--nodelist=n3*) printf '%s\n' Warning "memory: bad" "srun: error: n3: task 0: Exited"; return 1 ;;
+    *--nodelist=n5*) echo "srun: error: Node failure on n5"; sleep 0.2; return 1 ;;
+    *--nodelist=n4*) return 0 ;;
+    esac
+    exit 9
+}
+notifier() { cat >> told; }
+SLURM_JOB_NODELIST=n[1-5]
+"""
+    done = subprocess.run(
+        ["bash", "-uc", f'{stubs}{checks}wait "$hpc_parallel_checks"'],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    log = run.folder.logs / "spare-n5.log"
+    lines = [
+        "the spare n3 failed its checks and is not used: memory: bad",
+        f"the spare n5 failed its checks and is not used: they did not run, see {log}",
+    ]
+    assert done.stderr.splitlines() == lines
+    told = (tmp_path / "told").read_text().splitlines()
+    assert told == [f"{run.folder.path}: {line}" for line in lines]
+    assert run.folder.unfit_spares.read_text() == "n3\nn5\n"
+    assert "job spare" not in render(started("srun", "none", "launcher.spares=1", "preflight.act=off"))
+    assert "job spare" not in render(started("srun", "none", "launcher.min_nodes=1"))
+
+
 def test_the_guard_of_an_array_task_ends_no_other_run(tmp_path: Path) -> None:
     """The number of an array's last task is that of the whole array."""
     script = render_array(started("srun", "none", "launcher.spares=1"), tasks=tmp_path, name="n", count=2)

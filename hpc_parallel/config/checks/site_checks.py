@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from hpc_parallel.config.job_python import HOOK, find_environment, named
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK, absolute
 from hpc_parallel.config.site_schema import HERE
-from hpc_parallel.problems import Problem, Problems, nearest, spell
+from hpc_parallel.problems import Problem, Problems, excluding, nearest, spell
 from hpc_parallel.record.run_folder import is_run_folder, unreadable
-from hpc_parallel.record.safe_read import list_folder
+from hpc_parallel.record.safe_read import DamagedError, list_folder, read_text
 from hpc_parallel.slurm.short_forms import minutes_of
 
 MOST_FEWER = 64  # than `nodes`: each number of nodes is checked as a run of its own
@@ -90,6 +91,10 @@ def _launcher(config: RunConfig) -> Problems:
             others = [other for other in launcher.snapshot_exclude if other.strip("/*")]
             yield Problem("launcher.snapshot_exclude", launcher.snapshot_exclude, rule, (others,))
             break
+    if launcher.exclude and "/" in launcher.exclude:
+        rule = "is a file, to which no restart could add a host: name the hosts themselves"
+        legal = excluding(hosts) if (hosts := _hosts_in(launcher.exclude)) else "launcher.exclude=null"
+        yield f"launcher.exclude = {launcher.exclude} {rule}. Try {legal}."
     if (address := launcher.notify) and re.match(r"\w+:/", address) and not _WEBHOOK.fullmatch(address):
         secure = re.sub(r"^\w+:/+([^/@]*@)?", "https://", address)
         rule = "must be a command, or the address of a webhook without a password, by https"
@@ -102,6 +107,14 @@ def _launcher(config: RunConfig) -> Problems:
             if not module.strip() or not module.isprintable():
                 rule = "must be the name of a module, such as cuda/12.4"
                 yield Problem(f"{key}.modules[{index}]", module, rule)
+
+
+def _hosts_in(file: str) -> list[str]:
+    """The hosts in a file that Slurm reads: a list in each line, and comments."""
+    lines: list[str] = []
+    with suppress(FileNotFoundError, DamagedError):
+        lines = read_text(Path(file), follow=True).splitlines()
+    return [hosts for line in lines if (hosts := line.partition("#")[0].strip(" \t,"))]
 
 
 def _spares(config: RunConfig) -> Problems:

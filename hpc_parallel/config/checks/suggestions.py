@@ -21,7 +21,8 @@ def near(value: int, legal: Iterable[int]) -> tuple[int, ...]:
 
 
 def paths_near(path: Path, *, ending: str = "") -> tuple[Path, ...]:
-    """The path beside `path` that has the nearest name, of those that end so."""
+    """The path beside `path` that has the nearest name, of those that end so, or as `path` does."""
+    ending = ending or path.suffix
     names = [entry.name for entry in list_folder(path.parent) if entry.name.endswith(ending)]
     return tuple(path.parent / name for name in nearest(path.name, names))
 
