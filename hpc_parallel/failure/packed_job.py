@@ -37,7 +37,7 @@ QUEUE = "queue.json"
 _PERIOD_S = 0.1
 _SIGNAL_EARLY_S = 60.0  # Slurm may send its signal before the time limit so much earlier
 _PLACE = "hpc_parallel_place"  # a variable of the run's script
-_GPU = "hpc_parallel_gpu"  # another one: the position of its GPU among those of the node, from 1
+GPU = "hpc_parallel_gpu"  # another one: the position of its GPU among those of the node, from 1
 _KEPT = "SLURM_RESTART_COUNT"  # the run starts again with its job
 
 
@@ -102,7 +102,7 @@ class _PackedJob:
         turns = [_Turn(run, _folder(folder / str(number))) for number, run in enumerate(queue.runs)]
         self._waiting = [turn for turn in turns if self._is_left(turn.folder)]
         self._active: list[_Turn] = []
-        self._no_start_s = self._end_s(queue.grace_s)
+        self._no_start_s = last_start_s(environment, job=self._id, grace_s=queue.grace_s)
         self._is_closed = False
         self._failed = False
 
@@ -144,15 +144,6 @@ class _PackedJob:
         owner.wait_again(folder)
         return True
 
-    def _end_s(self, grace_s: int) -> float:
-        """The time after which no run starts. A short job keeps half of its time."""
-        text = self._environment.get("SLURM_JOB_END_TIME", "")
-        fields = {} if text.isdecimal() else job_fields(self._id) or {}
-        end_s = float(text) if text.isdecimal() else seconds_since_1970(fields.get("EndTime"))
-        if end_s is None:  # no limit
-            return float("inf")
-        return end_s - min(grace_s + _SIGNAL_EARLY_S, (end_s - time.time()) / 2)
-
     def _start_waiting(self) -> None:
         for turn in list(self._waiting):
             if (place := self._places.take(turn.run.need)) is None:
@@ -174,7 +165,7 @@ class _PackedJob:
         turn.ranks, writer = os.pipe()
         variables[_PLACE] = str(writer)
         if turn.gpus:
-            variables[_GPU] = str(turn.gpus[0] + 1)
+            variables[GPU] = str(turn.gpus[0] + 1)
             variables.setdefault("OMP_NUM_THREADS", str(turn.run.need.room.cpus))
         with os.fdopen(open_append(turn.folder.slurm / f"{self._id}.out"), "ab") as log:
             script = subprocess.Popen(
@@ -224,6 +215,16 @@ class _PackedJob:
         if new is not None and new.job is not None and new.job_id != self._id:  # another job
             for folder in left:
                 owner.queue_in_job(folder, new.job)
+
+
+def last_start_s(environment: Mapping[str, str], *, job: str, grace_s: int) -> float:
+    """The time after which no run of a job or allocation starts. A short job keeps half of its time."""
+    text = environment.get("SLURM_JOB_END_TIME", "")
+    fields = {} if text.isdecimal() else job_fields(job) or {}
+    end_s = float(text) if text.isdecimal() else seconds_since_1970(fields.get("EndTime"))
+    if end_s is None:  # no limit
+        return float("inf")
+    return end_s - min(grace_s + _SIGNAL_EARLY_S, (end_s - time.time()) / 2)
 
 
 def is_left_by_all(folder: Path) -> bool:

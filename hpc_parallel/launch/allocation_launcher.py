@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from types import MappingProxyType
 
 from hpc_parallel.failure.rank_process import die_with_parent
-from hpc_parallel.launch.batch_script import hosts_here, render
+from hpc_parallel.launch.batch_script import hosts_here, render, render_packed
 from hpc_parallel.launch.local_launcher import Agent, LocalLauncher
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record import owner
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.slurm.allocation import required, variables_of_steps
+from hpc_parallel.slurm.node_room import Place
 
 _END_S = 60.0  # to save and end
 _REPEAT_S = 1.0  # the second SIGTERM ends the ranks at once
@@ -27,8 +27,8 @@ class AllocationLauncher(LocalLauncher):
     def preview(self, run: PreparedRun) -> str:
         return render(run)
 
-    def agent(self, run: PreparedRun, *, variables: Mapping[str, str] = MappingProxyType({})) -> Agent:
-        return AllocationAgent(run)
+    def agent(self, run: PreparedRun, *, place: Place | None = None) -> Agent:
+        return AllocationAgent(run, place=place or Place())
 
 
 def place_of(run: PreparedRun) -> str:
@@ -40,18 +40,21 @@ def place_of(run: PreparedRun) -> str:
 class AllocationAgent(Agent):
     """The batch script of a run in an allocation. It owns the run: SIGTERM lets the ranks save and end."""
 
-    def __init__(self, run: PreparedRun) -> None:
+    def __init__(self, run: PreparedRun, *, place: Place) -> None:
         """Write the script and start it. Raises ConfigError if the allocation has ended."""
         folder, job = run.folder, required().job
         folder.slurm.mkdir(mode=0o700, exist_ok=True)
-        write_text(folder.batch_script, render(run))
+        script = render(run)
+        if place.need is not None:
+            script = render_packed(run, place.need, room=place.room, hosts=place.hosts)
+        write_text(folder.batch_script, script)
+        hosts, tasks = place.hosts or hosts_here(run), run.processes_per_node
+        variables = variables_of_steps(os.environ, job=job, hosts=hosts, tasks=tasks)
         super().__init__(
             folder,
             command=["bash", str(folder.batch_script)],
             log=folder.slurm / f"{job}.out",
-            environment=variables_of_steps(
-                os.environ, job=job, hosts=hosts_here(run), tasks=run.processes_per_node
-            ),
+            environment={**place.variables, **variables},
             prepare=partial(die_with_parent, os.getpid(), by=signal.SIGTERM),
         )
         try:

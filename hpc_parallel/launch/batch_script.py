@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from string import Template
@@ -235,14 +235,16 @@ def render(run: PreparedRun, *, payload: bool = False) -> str:
     return _templates().get_template("job.sh.j2").render({**_values(run, suffix), **values})
 
 
-def render_packed(run: PreparedRun, need: Need, *, room: Room | None = None) -> str:
+def render_packed(
+    run: PreparedRun, need: Need, *, room: Room | None = None, hosts: Sequence[str] = ()
+) -> str:
     """The script of a run that has its place in a packed job, which starts it by bash.
 
-    room: what its nodes have, if runs share GPUs there.
+    room: what its nodes have, if runs share GPUs there. hosts: of its place, if it is in an allocation.
     """
     arguments = srun_arguments(run, packed=need, room=room)
-    values: dict[str, object] = {"flags": {}, "tasks": None, "payload": False, "packed": True}
-    values |= {"srun_arguments": arguments, "shares_gpu": room is not None}
+    values: dict[str, object] = {"flags": {}, "tasks": None, "payload": False, "packed": not hosts}
+    values |= {"hosts": ",".join(hosts), "srun_arguments": arguments, "shares_gpu": room is not None}
     return _templates().get_template("job.sh.j2").render({**_values(run, ".out"), **values})
 
 

@@ -17,7 +17,7 @@ from hpc_parallel.slurm.short_forms import expand_hosts, expand_numbers, gpu_cou
 ALLOCATION = "allocation"  # the `launcher.kind` of a run inside a job that is not its own
 _JOB = "SLURM_JOB_ID"
 _FIELD = re.compile(r"(?:^|\s)(JobState|NodeList|NumCPUs|UserId)=(\S+)")
-_NODES = re.compile(r"\sNodes=\S+ CPU_IDs=(\S+) Mem=\S* GRES\w*=(\S*)")
+_NODES = re.compile(r"\sNodes=\S+ CPU_IDs=(\S+) Mem=(\d*)\S* GRES\w*=(\S*)")
 # Facts of the job that runs record. Each other SLURM_* of a shell in a job describes a step or a request of
 # that shell (tasks, memory, binding), and srun would read it as a request of the run.
 _FACTS = {
@@ -30,12 +30,13 @@ _OF_THE_SHELL = re.compile(r"SLURMD_|SRUN_|SQUEUE_|SCANCEL_|PMI|MPI_LOCAL")
 
 @dataclass(frozen=True)
 class Allocation:
-    """A running job of this user. cpus, gpus: of its node with the fewest."""
+    """A running job of this user. cpus, gpus, memory_mb: of its node with the fewest; 0: not counted."""
 
     job: str
     hosts: tuple[str, ...]
     cpus: int
     gpus: int
+    memory_mb: int = 0
 
     @property
     def cpus_per_gpu(self) -> int:
@@ -114,9 +115,10 @@ def read_answer(job: str, record: str, *, user: int) -> Surroundings:
         return Surroundings(None, f"job {job} of SLURM_JOB_ID does not run ({state})")
     hosts = tuple(expand_hosts(fields.get("NodeList", "")))
     nodes = _NODES.findall(record)
-    cpus = min((len(expand_numbers(ids)) for ids, _ in nodes), default=0)
-    gpus = min((gpu_count(gres, gpu_type=None) for _, gres in nodes), default=0)
-    return Surroundings(Allocation(job, hosts, max(1, cpus), gpus), "", False)
+    cpus = min((len(expand_numbers(ids)) for ids, _, _ in nodes), default=0)
+    gpus = min((gpu_count(gres, gpu_type=None) for _, _, gres in nodes), default=0)
+    memory_mb = min((int(mb or 0) for _, mb, _ in nodes), default=0)
+    return Surroundings(Allocation(job, hosts, max(1, cpus), gpus, memory_mb), "", False)
 
 
 def variables_of_steps(

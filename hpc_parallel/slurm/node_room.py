@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,19 @@ class Need:
 
     nodes: int
     room: Room
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run takes place beside others: more variables of its processes, and in an allocation its hosts.
+
+    room: what its nodes have, if runs share GPUs there.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    hosts: tuple[str, ...] = ()
+    need: Need | None = None
+    room: Room | None = None
 
 
 class FreePlaces:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from hpc_parallel.config.node_devices import visible_gpus
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.failure.packed_job import Queue, QueuedRun
+from hpc_parallel.failure.packed_job import GPU, Queue, QueuedRun
 from hpc_parallel.launch.batch_script import gpu_flags
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.record.owner import this_process
+from hpc_parallel.slurm.allocation import ALLOCATION, required
 from hpc_parallel.slurm.limits import node_kinds
-from hpc_parallel.slurm.node_room import FreePlaces, Need, Room, SharedGpus, least_nodes, makespan_s
+from hpc_parallel.slurm.node_room import FreePlaces, Need, Place, Room, SharedGpus, least_nodes, makespan_s
 from hpc_parallel.slurm.short_forms import gpu_count
 
 # One job has one value of each.
@@ -28,6 +29,7 @@ _OF_ITS_SIZE = {
     "array", "cpus-per-gpu", "gpus", "gpus-per-socket", "gpus-per-task", "mem-per-cpu", "mem-per-gpu",
     "ntasks", "oversubscribe", "overcommit",
 }  # fmt: skip
+_FIRST_SPECIAL_STEP = 2**32 - 16  # the batch script and the shell of salloc, which keep nothing
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,18 @@ def packs(runs: Sequence[PreparedRun]) -> list[Pack]:
     if all(_times(need, nodes=nodes, room=room) < 2 for need, _ in work):
         return []
     limit_s = 60.0 * minutes_of(runs)
-    order = sorted(range(len(runs)), key=lambda at: (-work[at][1], -work[at][0].nodes, at))
+    order = sorted(range(len(runs)), key=lambda at: turn_of(runs[at]))
     jobs: list[Pack] = []
     while order:
         count = _fitting([work[at] for at in order], nodes=nodes, room=room, limit_s=limit_s)
         jobs.append(_pack(order[:count], runs=runs, work=work, nodes=nodes, node=node))
         order = order[count:]
     return jobs
+
+
+def turn_of(run: PreparedRun) -> tuple[float, int]:
+    """Runs take their turns in the order of this key: the longest first."""
+    return -seconds_of(run), -run.config.nodes
 
 
 def choice(config: RunConfig) -> str:
@@ -132,9 +139,16 @@ def need_of(run: PreparedRun, room: Room) -> Need:
 def room_of(runs: Sequence[PreparedRun]) -> Room | None:
     """What every node of the partition has that could take the runs; None if Slurm does not say it.
 
+    In an allocation, what each of its nodes has.
+
     Nodes with fewer GPUs than the runs need get no packed job, because it asks for more.
     """
     config = runs[0].config
+    if config.launcher.kind == ALLOCATION:
+        allocation = required()
+        return Room(
+            allocation.cpus, allocation.gpus if gpu_flags(runs[0]) else 0, _memory_mb(allocation.memory_mb)
+        )
     kinds = [kind for kind in node_kinds() if kind.is_in(config.launcher.partition) and kind.cpus]
     if not kinds:
         return None
@@ -157,21 +171,30 @@ def find_problems(runs: Sequence[PreparedRun]) -> Problems:
     """Why the runs of a sweep can't be packed into jobs."""
     config = runs[0].config
     kind, settings = config.launcher.kind, config.sweep
-    if choice(config) == "off" or kind == "local":
-        rule = "needs sweep.pack=auto" if choice(config) == "off" else "has no effect on this machine"
+    here = {"local": "on this machine", ALLOCATION: "in an allocation"}.get(kind)
+    if choice(config) == "off" or here:
+        rule = "needs sweep.pack=auto" if choice(config) == "off" else f"has no effect {here}"
         for key in ("pack_nodes", "pack_minutes"):
             if (value := getattr(settings, key)) is not None:
                 yield Problem(f"sweep.{key}", value, rule, (None,))
         if choice(config) == "auto":
             yield from _sharing_problems(runs)
+            if kind == ALLOCATION:
+                yield from (*_shell_problems(os.environ), *_step_problems(runs), *_room_problems(runs))
         elif settings.runs_per_gpu > 1:
             yield Problem("sweep.runs_per_gpu", settings.runs_per_gpu, rule, (1,))
         return
     if kind != "slurm":
-        rule = f"packs runs into jobs of Slurm, or on this machine, and not with launcher.kind={kind}"
+        rule = f"packs runs into jobs of Slurm, or here, and not with launcher.kind={kind}"
         yield Problem("sweep.pack", settings.pack, rule, ("off",))
         return
-    problems = [*_job_problems(runs), *_host_problems(runs), *_sharing_problems(runs), *_room_problems(runs)]
+    problems = [
+        *_job_problems(runs),
+        *_step_problems(runs),
+        *_host_problems(runs),
+        *_sharing_problems(runs),
+        *_room_problems(runs),
+    ]
     yield from problems
     if problems and settings.pack is None:
         yield f"cluster.pack=auto: {config.cluster.name} packs sweeps. Try sweep.pack=off for separate jobs."
@@ -194,13 +217,6 @@ def _job_problems(runs: Sequence[PreparedRun]) -> Problems:
         for flag in sorted(_OF_ITS_SIZE & flags.keys()):
             rule = "contradicts a packed job, which takes whole nodes"
             yield Problem(f"{key}.extra.{flag}", flags[flag], rule, (None,))
-    if start := next((run.config.cluster.start for run in runs if run.config.cluster.start != "srun"), None):
-        yield Problem("cluster.start", start, "can't give a run its place in a packed job", ("srun",))
-    if runs[0].config.cluster.gpus and runs[0].config.cluster.gpu_flag == "none":
-        rule = "leaves no way to give each run of a packed job its own GPUs"
-        yield Problem("cluster.gpu_flag", "none", rule, ("gpus-per-node", "gres"))
-    if port := next((run.config.cluster.port for run in runs if run.config.cluster.port), None):
-        yield Problem("cluster.port", port, "is one port, which runs side by side can't share", (None,))
     if settings.parallelism is not None:
         rule = "is for arrays: a packed job starts as many runs as its nodes have places for"
         yield Problem("sweep.parallelism", settings.parallelism, rule, (None,))
@@ -215,6 +231,27 @@ def _job_problems(runs: Sequence[PreparedRun]) -> Problems:
     if settings.pack_minutes is not None and longest > settings.pack_minutes:
         rule = f"is less than launcher.time_minutes={longest} of a run"
         yield Problem("sweep.pack_minutes", settings.pack_minutes, rule, (longest,))
+
+
+def _step_problems(runs: Sequence[PreparedRun]) -> Problems:
+    """What keeps a run from having its place as a step."""
+    if start := next((run.config.cluster.start for run in runs if run.config.cluster.start != "srun"), None):
+        yield Problem("cluster.start", start, "can't give a run its place in a packed job", ("srun",))
+    if runs[0].config.cluster.gpus and runs[0].config.cluster.gpu_flag == "none":
+        rule = "leaves no way to give each run of a packed job its own GPUs"
+        yield Problem("cluster.gpu_flag", "none", rule, ("gpus-per-node", "gres"))
+    if port := next((run.config.cluster.port for run in runs if run.config.cluster.port), None):
+        yield Problem("cluster.port", port, "is one port, which runs side by side can't share", (None,))
+
+
+def _shell_problems(environment: Mapping[str, str]) -> Iterator[str]:
+    """A shell that is a step of its own (`srun --pty`) keeps the CPUs and GPUs of its node."""
+    step = environment.get("SLURM_STEP_ID", "")
+    if step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP:
+        yield (
+            f"sweep.pack = auto: this shell is step {step} of its job and keeps the CPUs and GPUs of its "
+            "node, so no run would get a place there. Try it in salloc, or sweep.pack=off."
+        )
 
 
 def _host_problems(runs: Sequence[PreparedRun]) -> Problems:
@@ -248,6 +285,7 @@ def _room_problems(runs: Sequence[PreparedRun]) -> Iterator[Problem]:
     """Runs that need more than a node has."""
     node, partition = room_of(runs), runs[0].config.launcher.partition
     where = f"partition {partition}" if partition else "the default partition"
+    where = str(required()) if runs[0].config.launcher.kind == ALLOCATION else where
     if node is None:
         rule = f"needs to know what the nodes of {where} have, and Slurm does not say it"
         yield Problem("sweep.pack", "auto", rule, ("off",))
@@ -279,8 +317,8 @@ class LocalPlaces:
         self._environment = environment
         self._taken: dict[int, list[int]] = {}
 
-    def take(self, run: PreparedRun) -> dict[str, str] | None:
-        """The variables of the run's processes; None if there is no place for it now.
+    def take(self, run: PreparedRun) -> Place | None:
+        """The place of the run; None if there is none for it now.
 
         A run that is larger than the machine has it for itself.
         """
@@ -292,7 +330,7 @@ class LocalPlaces:
         variables = {"CUDA_VISIBLE_DEVICES": visible} if self._room.gpus else {}
         if "OMP_NUM_THREADS" not in self._environment:
             variables["OMP_NUM_THREADS"] = str(max(1, need.room.cpus // run.processes))
-        return variables
+        return Place(variables)
 
     def give_back(self, run: PreparedRun) -> None:
         self._places.give_back((0,), self._need(run))
@@ -304,3 +342,30 @@ class LocalPlaces:
         cpus = run.processes * run.cpus_per_process // config.sweep.runs_per_gpu
         cpus = min(max(1, cpus), self._room.cpus)
         return Need(1, Room(cpus, gpus))
+
+
+class AllocationPlaces:
+    """The nodes of the allocation that the shell is in, which runs that are going on share."""
+
+    def __init__(self, runs: Sequence[PreparedRun]) -> None:
+        node, self._hosts, shares = room_of(runs), required().hosts, runs[0].config.sweep.runs_per_gpu
+        assert node is not None
+        self._node, self._room = node if shares > 1 else None, node.shared(shares)
+        self._places = FreePlaces(len(self._hosts), self._room)
+        self._gpus = SharedGpus(len(self._hosts), node.gpus)
+        self._taken: dict[int, tuple[tuple[int, ...], list[int]]] = {}
+
+    def take(self, run: PreparedRun) -> Place | None:
+        """The place of the run; None if there is none for it now."""
+        need = need_of(run, self._room)
+        if (nodes := self._places.take(need)) is None:
+            return None
+        gpus = self._gpus.take(need.room.gpus, node=nodes[0]) if self._node else []
+        self._taken[id(run)] = nodes, gpus
+        variables = {GPU: str(gpus[0] + 1), "OMP_NUM_THREADS": str(need.room.cpus)} if gpus else {}
+        return Place(variables, tuple(self._hosts[node] for node in nodes), need, self._node)
+
+    def give_back(self, run: PreparedRun) -> None:
+        nodes, gpus = self._taken.pop(id(run))
+        self._places.give_back(nodes, need_of(run, self._room))
+        self._gpus.give_back(gpus, node=nodes[0])

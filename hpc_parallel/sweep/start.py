@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hpc_parallel.config.site_schema import HERE
 from hpc_parallel.exit_codes import DONE, REFUSED
+from hpc_parallel.failure.packed_job import last_start_s
 from hpc_parallel.launch.batch_script import ScriptLauncher
 from hpc_parallel.launch.launcher import Launcher, launcher_of
 from hpc_parallel.launch.local_launcher import PERIOD_S, Agent, LocalLauncher, counting_signals
@@ -26,10 +27,12 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.sweep_folder import create, write_sweep
 from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.shell import complain
+from hpc_parallel.slurm.allocation import ALLOCATION, required
 from hpc_parallel.slurm.jobs import queued_states
+from hpc_parallel.slurm.node_room import Place
 from hpc_parallel.slurm.submit import estimate
 from hpc_parallel.sweep import pack_runs, view
-from hpc_parallel.sweep.pack_runs import LocalPlaces
+from hpc_parallel.sweep.pack_runs import AllocationPlaces, LocalPlaces
 from hpc_parallel.sweep.sweep_plan import (
     PlannedRun,
     SweepPlan,
@@ -201,13 +204,15 @@ def run_all(plan: SweepPlan, launcher: LocalLauncher) -> int:
         runner = _Runner(plan, launcher, display=display, signals=signals)
         runner.run()
         waiting = runner.waiting
+        if waiting and not signals:
+            display.say(f"{required()} ends soon, so no other run starts in it")
         display.say(f"{display.counts()}" + f", {len(waiting)} not started" * bool(waiting))
         for line in view.after_the_end(plan.folder, completed=runner.completed and not waiting):
             display.say(line)
+    take_back(planned.run for planned in waiting)
     if signals:
-        take_back(planned.run for planned in waiting)
         raise KeyboardInterrupt
-    return 0 if runner.completed else 1
+    return 0 if runner.completed and not waiting else 1
 
 
 class _Runner:
@@ -218,16 +223,26 @@ class _Runner:
         self.waiting = deque(plan.runs)
         self.active: dict[PlannedRun, Agent] = {}
         self.completed = True  # all runs so far
-        packed = pack_runs.choice(plan.runs[0].run.config) == "auto"
+        runs = [planned.run for planned in plan.runs]
+        packed = pack_runs.choice(runs[0].config) == "auto"
         self._limit = plan.settings.parallelism or (len(plan.runs) if packed else 1)
-        self._machine = LocalPlaces(os.environ, runs_per_gpu=plan.settings.runs_per_gpu) if packed else None
+        self._machine: LocalPlaces | AllocationPlaces | None = None
+        self._last_start_s = math.inf
+        if packed:
+            self._machine = LocalPlaces(os.environ, runs_per_gpu=plan.settings.runs_per_gpu)
+        if runs[0].config.launcher.kind == ALLOCATION:
+            grace_s = max(run.config.launcher.grace_s for run in runs)
+            self._last_start_s = last_start_s(os.environ, job=required().job, grace_s=grace_s)
+            if packed:
+                self._machine = AllocationPlaces(runs)
+                self.waiting = deque(sorted(plan.runs, key=lambda planned: pack_runs.turn_of(planned.run)))
         self._display = display
         self._signals = signals  # received so far
 
     def run(self) -> None:
         handled = 0
         try:
-            while self.active or (self.waiting and not self._signals):
+            while self.active or (self.waiting and self._may_start()):
                 self._start_waiting()
                 if len(self._signals) > handled:
                     handled = len(self._signals)
@@ -242,17 +257,20 @@ class _Runner:
             for agent in self.active.values():
                 agent.end(signals=self._signals or [signal.SIGTERM])
 
+    def _may_start(self) -> bool:
+        return not self._signals and time.time() <= self._last_start_s
+
     def _start_waiting(self) -> None:
         for planned in list(self.waiting):
-            if len(self.active) >= self._limit or self._signals:
+            if len(self.active) >= self._limit or not self._may_start():
                 return
-            variables = self._machine.take(planned.run) if self._machine is not None else {}
-            if variables is None:
+            place = self._machine.take(planned.run) if self._machine is not None else Place()
+            if place is None:
                 continue
             self.waiting.remove(planned)
             if owner.take_turn(planned.run.folder):
                 self._display.start(planned)
-                self.active[planned] = self._launcher.agent(planned.run, variables=variables)
+                self.active[planned] = self._launcher.agent(planned.run, place=place)
             else:
                 self._give_back(planned)
                 self._display.skip(planned)

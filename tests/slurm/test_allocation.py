@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from test_jobs import SHELL, SMALL, Site, losses, read, worker_of
 
 from tests.waiting import PATIENCE_S, wait_for
@@ -226,6 +229,92 @@ def test_a_sweep_and_a_notebook_in_an_allocation(site: Site) -> None:
         notebook = [sys.executable, "-c", code]
         assert subprocess.check_output(notebook, cwd=site.home, env=environment, text=True) == "2\n"
         assert len(set(here.hosts("notebook"))) == 2
+
+
+# Notes its step, host, GPU and port, and then runs until it is asked to stop or may end.
+PACKED = """
+import os, sys, time
+from pathlib import Path
+from hpc_parallel import job_context
+number, home = sys.argv[1], Path(sys.argv[2])
+step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+words = (os.environ[name] for name in ("SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES", "MASTER_PORT"))
+with (home / "begun").open("a") as file:
+    print(number, step, *words, file=file)
+for at in range(10**6):
+    if job_context.stop_requested(at) or (home / f"go{number}").exists():
+        break
+    time.sleep(0.1)
+sys.exit(7 if number == "1" else 0)
+"""
+
+
+@pytest.mark.full
+def test_a_packed_sweep_in_an_allocation_runs_beside_each_other(site: Site) -> None:
+    """Four places for seven runs: one fails, one is cancelled, two get their places, one never begins."""
+    (site.home / "own.py").write_text(PACKED)
+
+    def begun() -> dict[str, list[str]]:
+        file = site.home / "begun"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return {words[0]: words[1:] for words in map(str.split, lines)}
+
+    with allocation(site, "--gpus-per-node=2", "--cpus-per-task=2") as here:
+        words = ("-m", "seed=range(1,8)", "gpus_per_node=1", "sweep.pack=auto", "launcher.snapshot=false")
+        sweep = here.start(*words, "--", "own.py", "{seed}", str(site.home))
+        wait_for(lambda: len(begun()) == 4, within_s=PATIENCE_S)
+        first = begun()
+        records = [
+            site.cluster.run("scontrol", "--oneliner", "show", "step", line[0]) for line in first.values()
+        ]
+        facts = [dict(word.split("=", 1) for word in record.split() if "=" in word) for record in records]
+        assert [(fact["State"], fact["Nodes"], fact["CPUs"]) for fact in facts] == [("RUNNING", "1", "1")] * 4
+        # Slurm's own records of the steps that run at the same time: two on each host, with a GPU each.
+        hosts = [fact["NodeList"] for fact in facts]
+        assert [hosts.count(host) for host in hosts] == [2] * 4
+        assert len({(host, gpu) for _, host, gpu, _ in first.values()}) == 4
+        assert len({line[3] for line in first.values()}) == 4
+        assert len(steps(here)) == 4
+        by_seed = {
+            str(OmegaConf.load(file)["seed"]): file.parent for file in site.home.glob("runs/*/*/config.yaml")
+        }
+        assert set(first) == {"1", "2", "3", "4"}
+        (site.home / "go1").touch()
+        wait_for(lambda: len(begun()) == 5)
+        assert begun()["5"][1:3] == first["1"][1:3]  # it has the place of the failed run
+        assert site.command("cancel", str(by_seed["2"]), "--yes").returncode == 0
+        wait_for(lambda: len(begun()) == 6)
+        assert begun()["6"][1:3] == first["2"][1:3]
+        states = json.loads(site.command("status", "--json", *(str(by_seed[seed]) for seed in "67")).stdout)
+        assert [state["state"] for state in states] == ["running", "pending"]
+        sweep.send_signal(signal.SIGINT)
+        output, _ = sweep.communicate(timeout=PATIENCE_S)
+        assert sweep.returncode == 1, output
+        outcomes = {seed: read(by_seed[seed], "summary.json")["outcome"] for seed in "123456"}
+        assert outcomes == {"1": "failed"} | dict.fromkeys("23456", "cancelled"), output
+        assert not by_seed["7"].exists()
+        assert "5 cancelled, 1 failed, 1 not started" in output
+        assert here.state() == "RUNNING"
+        wait_for(lambda: steps(here) == [])
+
+
+@pytest.mark.full
+def test_at_the_end_of_an_allocation_a_sweep_saves_and_says_what_is_left(site: Site) -> None:
+    with allocation(site, "--time=1") as here:
+        small = [word for word in SMALL if not word.startswith("training.steps")]
+        long = ("-m", "strategy=data", "nodes=2", *small, "training.steps=100000", "seed=1,2")
+        done = here.line(*long, "training.checkpoint_every=10", "sweep.pack=auto")
+        assert done.returncode == 1, done.stdout + done.stderr
+        (run,) = (path.parent for path in site.home.glob("runs/*/*/summary.json"))
+        assert "the time limit of the allocation was near: saved at step" in read(run, "stopped.json")["line"]
+        assert "(the allocation you are in) ends soon, so no other run starts in it" in done.stdout
+        assert "1 failed, 1 not started" in done.stdout
+    with allocation(site) as here:
+        (folder,) = (path.parent for path in site.home.glob("runs/sweeps/*/sweep.json"))
+        words = shlex.split(done.stdout.splitlines()[-1])  # the line to type
+        assert str(folder.relative_to(site.home)) in words[-1]
+        more = here.line(*words[3:], "dry_run=true")
+        assert "2 runs of 4 devices together" in more.stdout, more.stdout + more.stderr
 
 
 @pytest.mark.full

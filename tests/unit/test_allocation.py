@@ -15,14 +15,17 @@ import yaml
 from hpc_parallel.__main__ import main
 from hpc_parallel.config.node_devices import choose_launcher
 from hpc_parallel.failure.conclude_run import conclude
-from hpc_parallel.launch.batch_script import render
+from hpc_parallel.launch.batch_script import render, render_packed
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.values import step_id
+from hpc_parallel.run import main as run_main
 from hpc_parallel.slurm import allocation, limits
 from hpc_parallel.slurm.allocation import Allocation, own_step, read_answer, variables_of_steps
+from hpc_parallel.slurm.node_room import Need, Place, Room
+from hpc_parallel.sweep import pack_runs
 from tests.composed import prepared
 from tests.recorded_runs import started
 
@@ -56,8 +59,8 @@ def test_slurms_answer_decides(record: str, user: int, reason: str, stale: bool)
 
 
 def test_the_smallest_node_counts() -> None:
-    assert read_answer("7", RECORD, user=1000).allocation == Allocation("7", ("n1", "n2", "n4"), 4, 2)
-    assert read_answer("7", WITHOUT_GPUS, user=1000).allocation == Allocation("7", ("n1", "n2"), 1, 0)
+    assert read_answer("7", RECORD, user=1000).allocation == Allocation("7", ("n1", "n2", "n4"), 4, 2, 2000)
+    assert read_answer("7", WITHOUT_GPUS, user=1000).allocation == Allocation("7", ("n1", "n2"), 1, 0, 2000)
 
 
 def test_a_shells_own_requests_do_not_reach_srun() -> None:
@@ -227,3 +230,34 @@ def test_the_step_is_recorded_and_ended_from_other_hosts(
 
 def test_a_step_is_never_a_whole_job() -> None:
     assert [step_id(text) for text in ("7.3", "7", "7.batch", "7_1.0", "--me", 7.3)] == ["7.3", *[None] * 5]
+
+
+@pytest.mark.usefixtures("here")
+def test_a_packed_sweep_gets_places_on_the_hosts_of_the_allocation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of three hosts with 4 CPUs and 2 GPUs each, a run of one GPU has its part, and one of two nodes two."""
+    words = ("sweep.pack=auto", "gpus_per_node=1", "launcher.cpus_per_device=2")
+    large, one = [prepared(*SMALL, *words, f"nodes={nodes}") for nodes in (2, 1)]
+    places, part = pack_runs.AllocationPlaces([large, one]), Room(2, 1, 1000)
+    assert places.take(large) == Place({}, ("n1", "n2"), Need(2, part))
+    assert places.take(one) == Place({}, ("n1",), Need(1, part))
+    line = srun(render_packed(one, Need(1, part), hosts=("n1",)))
+    assert {"--exact", "--mem=1000M", "--gpus-per-node=1", "--nodes=1"} <= {*line}
+    assert "--overlap" not in line
+    assert list(pack_runs.find_problems([one, large])) == []
+    monkeypatch.setenv("SLURM_STEP_ID", "4294967290")  # the shell of salloc
+    assert list(pack_runs.find_problems([one, large])) == []
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setattr("sys.argv", ["run"])
+    refused = [*SMALL, *words[:2], "launcher.cpus_per_device=9", "cluster.start=mpirun", "sweep.pack_nodes=1"]
+    assert run_main(["-m", *refused, "nodes=1,2"]) == 2
+    error = capsys.readouterr().err
+    for text in (
+        "sweep.pack_nodes = 1 has no effect in an allocation. Try sweep.pack_nodes=null.",
+        "this shell is step 0 of its job and keeps the CPUs and GPUs of its node",
+        "cluster.start = mpirun can't give a run its place",
+        "launcher.cpus_per_device = 9 needs 9 CPUs of a node, and nodes of job 7 (the allocation you are in) "
+        "have 4. Try launcher.cpus_per_device=4.",
+    ):
+        assert text in error
