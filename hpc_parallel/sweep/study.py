@@ -62,15 +62,30 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class Study:
-    """All stages in their order."""
+    """All stages in their order. before: what the last start has recorded."""
 
     folder: Path
     stages: tuple[PlannedStage, ...]
     command: tuple[str, ...]
+    before: tuple[StageRecord, ...]
 
     @property
     def main(self) -> PlannedStage:
         return next(planned for planned in self.stages if planned.name == MAIN)
+
+    @property
+    def waiting(self) -> list[PlannedStage]:
+        return [planned for planned in self.stages if not planned.is_done]
+
+    def show(self) -> None:
+        """Print what each stage does, and why."""
+        print(f"study       {' -> '.join(planned.name for planned in self.stages)}")
+        for planned in self.stages:
+            place = label(Path(planned.record.run_dir))
+            why = (
+                f"starts: {planned.because}" if planned.because else "is done, and its inputs did not change"
+            )
+            print(f"{planned.name:11} {why} ({place})")
 
     def record(self, jobs: Mapping[str, str]) -> None:
         """Write what `status` shows, and what the next start compares with."""
@@ -90,27 +105,25 @@ def start(line: CommandLine, config: Any) -> int:
     Raises ConfigError with the problems of all stages; nothing was started then.
     """
     study = plan(line, config)
-    main = study.main.run.config
-    print(f"study       {' -> '.join(planned.name for planned in study.stages)}")
-    for planned in study.stages:
-        place = label(Path(planned.record.run_dir))
-        why = f"starts: {planned.because}" if planned.because else "is done, and its inputs did not change"
-        print(f"{planned.name:11} {why} ({place})")
-    waiting = [planned for planned in study.stages if not planned.is_done]
     if config.dry_run:
-        for planned in waiting:
+        study.show()
+        for planned in study.waiting:
             print(f"# {planned.name}\n{launcher_of(planned.run)[0].preview(planned.run)}")
         return DONE
     from hpc_parallel.sweep.start import held
 
+    launcher = study.main.run.config.launcher
     study.folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     study.folder.mkdir(mode=0o700, exist_ok=True)
-    require_trusted(study.folder, key="name", shared_folder=main.launcher.shared_folder)
+    require_trusted(study.folder, key="name", shared_folder=launcher.shared_folder)
     with held(study.folder, key="name"):
-        if not waiting:
+        if read_stages(study.folder) != study.before:  # the same line was typed at the same time
+            study = plan(line, config)
+        study.show()
+        if not study.waiting:
             study.record(_jobs(study))
             return DONE
-        return submit(study) if main.launcher.kind == "slurm" else run_in_order(study)
+        return submit(study) if launcher.kind == "slurm" else run_in_order(study)
 
 
 def plan(line: CommandLine, config: Any) -> Study:
@@ -130,11 +143,12 @@ def plan(line: CommandLine, config: Any) -> Study:
     folder = absolute(str(RUNS / "sweeps" / name))
     if is_sweep_folder(folder) and not (folder / FILE).exists():
         raise ConfigError([Problem("name", name, "is the name of a sweep", (f"{name}_study",))])
-    planner = _Planner(line, name=name, folders=folders, before=read_stages(folder))
+    before = read_stages(folder)
+    planner = _Planner(line, name=name, folders=folders, before=before)
     for stage in stages:
         planner.add(stage)
     planner.require_valid()
-    return Study(folder, tuple(planner.planned), line.words)
+    return Study(folder, tuple(planner.planned), line.words, before)
 
 
 class _Planner:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.recorded_start import inherited
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.run import main
+from hpc_parallel.sweep import start as sweep_start
 from hpc_parallel.sweep import study as study_module
 from hpc_parallel.sweep.study import Study, plan
 from hpc_parallel.sweep.study_stages import COMMANDS, stages_of
@@ -194,6 +197,24 @@ def test_a_stage_that_is_going_on_is_not_started_twice(study: Study) -> None:
     study.main.run.folder.summary.unlink()
     with pytest.raises(ConfigError, match=r"the stage run is going on in five/.*: running"):
         planned()
+
+
+def test_a_line_that_is_typed_twice_at_once_starts_its_stages_once(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "corpus.txt").write_text(40 * "some words ")
+    original = sweep_start.held
+
+    @contextmanager
+    def held_later(folder: Path, *, key: str) -> Iterator[None]:
+        complete(planned())  # by the other line, since this one was planned
+        with original(folder, key=key):
+            yield
+
+    monkeypatch.setattr(sweep_start, "held", held_later)
+    planned()
+    assert main(["--config-dir", "own", *LINE, "jobs=study"]) == 0
+    assert capsys.readouterr().out.count("is done, and its inputs did not change") == len(ORDER)
 
 
 def test_a_stage_has_resources_of_its_own(study: Study) -> None:
