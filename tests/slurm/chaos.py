@@ -231,6 +231,12 @@ class Case:
         self.assert_steps(saved)
         return saved
 
+    def lose(self, host: str) -> None:
+        """As by a power cut: nobody on the other side is told."""
+        self.note(f"{host} lost")
+        self.site.cluster.cut(host)
+        self.site.cluster.kill(host)
+
     def note(self, harm: str) -> None:
         """For the table; and what a new start may go back to at most."""
         self.row.done.append(f"{harm} at {self.step}")
@@ -262,6 +268,13 @@ class Case:
             assert self.following.wait(timeout=PATIENCE_S) == 0, self.told.read_text()
             of = "" if self.is_own else f" of {STEPS}"
             assert f"completed: step {STEPS}{of}, " in self.told.read_text()
+
+    def assert_continued_in_place(self, job: str, place: str, *, most_lost: int = 2 * EVERY) -> None:
+        """That the job itself completed after one restart of its ranks, at this place."""
+        assert self.ended(job) == "COMPLETED"
+        assert self.site.record(job)["Restarts"] == "0"
+        self.assert_completed(restarts=1, lost=(0, most_lost))
+        self.assert_said(job, f"the ranks start again in the same job, {place}, 1 of 3")
 
     def assert_steps(self, last: int) -> None:
         """Each once, with the loss of the undisturbed run."""

@@ -26,12 +26,10 @@ def patient(cluster: Cluster) -> Iterator[None]:
 
 @pytest.mark.parametrize("host", ["n1", "n2"])
 def test_a_host_is_lost(case: Case, host: str) -> None:
-    """As by a power cut: nobody on the other side is told. n1 has the batch script, rank 0 and the store."""
+    """n1 has the batch script, rank 0 and the store."""
     job = case.submit(*DATA)
     case.reach(EVERY + 1, 60)
-    case.note(f"{host} lost")
-    case.site.cluster.cut(host)
-    case.site.cluster.kill(host)
+    case.lose(host)
     assert case.ended(job) == "COMPLETED"
     assert host not in case.site.record(job)["NodeList"]
     case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
@@ -41,15 +39,8 @@ def test_the_run_goes_on_with_fewer_nodes(case: Case) -> None:
     """Eight samples can't be split over the three hosts that are left."""
     job = case.submit("strategy=data", "nodes=4", "launcher.min_nodes=1")
     case.reach(EVERY + 1, 60)
-    case.note("n2 lost")
-    case.site.cluster.cut("n2")
-    case.site.cluster.kill("n2")
-    assert case.ended(job) == "COMPLETED"
-    assert case.site.record(job)["Restarts"] == "0"
-    case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
-    case.assert_said(
-        job, r"the ranks start again in the same job, on 2 of 4 nodes \(failed: n2; waiting: n4\), 1 of 3"
-    )
+    case.lose("n2")
+    case.assert_continued_in_place(job, r"on 2 of 4 nodes \(failed: n2; waiting: n4\)")
     assert read(case.folder, "summary.json")["world_size"] == 2
 
 
@@ -57,12 +48,8 @@ def test_a_spare_goes_on_from_the_memory_of_the_lost_host_s_partner(case: Case) 
     """The spare has nothing in its memory: n1 sends it the part that n2 had."""
     job = case.submit(*DATA, "launcher.spares=1", f"training.memory_checkpoint_every={COPIED_EVERY}")
     case.reach(EVERY + COPIED_EVERY + 1, 60)
-    case.note("n2 lost")
-    case.site.cluster.cut("n2")
-    case.site.cluster.kill("n2")
-    assert case.ended(job) == "COMPLETED"
-    case.assert_completed(restarts=1, lost=(0, 2 * COPIED_EVERY))
-    case.assert_said(job, "the ranks start again in the same job, on the spare n3 in place of n2, 1 of 3")
+    case.lose("n2")
+    case.assert_continued_in_place(job, "on the spare n3 in place of n2", most_lost=2 * COPIED_EVERY)
     after_step = case.starts[1].after_step
     said = f"continuing from the copy in memory of step {after_step}"
     assert said in (case.folder / "logs/rank-0.out").read_text()

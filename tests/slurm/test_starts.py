@@ -130,13 +130,8 @@ def test_a_job_goes_on_without_a_lost_host(
     """The losses and the weights stay those of one device, up to the order of sums in float64."""
     job = case.submit(*nodes, keys, *words_of(start, case.site))
     case.reach(EVERY + 1, 60)
-    case.note("n2 lost")
-    case.site.cluster.cut("n2")
-    case.site.cluster.kill("n2")
-    assert case.ended(job) == "COMPLETED"
-    assert case.site.record(job)["Restarts"] == "0"
-    case.assert_completed(restarts=1, lost=(0, 2 * EVERY))
-    case.assert_said(job, rf"the ranks start again in the same job, {place}, 1 of 3")
+    case.lose("n2")
+    case.assert_continued_in_place(job, place)
 
 
 def test_the_job_after_a_shrink_has_all_nodes_again(case: Case) -> None:
@@ -145,9 +140,7 @@ def test_the_job_after_a_shrink_has_all_nodes_again(case: Case) -> None:
     job = case.submit("strategy=data", "nodes=4", "launcher.min_nodes=1")
     case.reach(EVERY + 1, 30)
     case.crawl_while.touch()
-    case.note("n2 lost")
-    cluster.cut("n2")
-    cluster.kill("n2")
+    case.lose("n2")
     case.until_started(2)
     assert folder.read_config()["nodes"] == 2
     kept = case.starts[-1].after_step or 0
