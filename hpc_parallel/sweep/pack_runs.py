@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hpc_parallel.config.node_devices import visible_gpus
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.failure.packed_job import GPU, Queue, QueuedRun
+from hpc_parallel.launch.allocation_launcher import script_of
 from hpc_parallel.launch.batch_script import gpu_flags
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import Problem, Problems
@@ -364,6 +365,13 @@ class AllocationPlaces:
         self._taken[id(run)] = nodes, gpus
         variables = {GPU: str(gpus[0] + 1), "OMP_NUM_THREADS": str(need.room.cpus)} if gpus else {}
         return Place(variables, tuple(self._hosts[node] for node in nodes), need, self._node)
+
+    def preview(self, run: PreparedRun) -> str:
+        """The script of the run, if no other has a place."""
+        place = self.take(run)
+        assert place is not None  # checked by `find_problems`
+        self.give_back(run)
+        return script_of(run, place=place)
 
     def give_back(self, run: PreparedRun) -> None:
         nodes, gpus = self._taken.pop(id(run))
