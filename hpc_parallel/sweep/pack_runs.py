@@ -237,7 +237,10 @@ def _job_problems(runs: Sequence[PreparedRun]) -> Problems:
 def _step_problems(runs: Sequence[PreparedRun]) -> Problems:
     """What keeps a run from having its place as a step."""
     if start := next((run.config.cluster.start for run in runs if run.config.cluster.start != "srun"), None):
-        yield Problem("cluster.start", start, "can't give a run its place in a packed job", ("srun",))
+        rule = "can't give a run its place in a packed job"
+        if start == "torchrun":  # 20000 and the job's number
+            rule = "meets at one port of its job, which runs side by side can't share"
+        yield Problem("cluster.start", start, rule, ("srun",))
     if runs[0].config.cluster.gpus and runs[0].config.cluster.gpu_flag == "none":
         rule = "leaves no way to give each run of a packed job its own GPUs"
         yield Problem("cluster.gpu_flag", "none", rule, ("gpus-per-node", "gres"))
