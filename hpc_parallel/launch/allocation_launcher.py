@@ -31,6 +31,13 @@ class AllocationLauncher(LocalLauncher):
         return AllocationAgent(run, place=place or Place())
 
 
+def script_of(run: PreparedRun, *, place: Place) -> str:
+    """The script of a run that has the first hosts, or its place beside others."""
+    if place.need is None:
+        return render(run)
+    return render_packed(run, place.need, room=place.room, hosts=place.hosts)
+
+
 def place_of(run: PreparedRun) -> str:
     """Where the run is, in words. Raises ConfigError if the allocation has ended."""
     where = f"runs in {required()} on {','.join(hosts_here(run))}"
@@ -44,10 +51,7 @@ class AllocationAgent(Agent):
         """Write the script and start it. Raises ConfigError if the allocation has ended."""
         folder, job = run.folder, required().job
         folder.slurm.mkdir(mode=0o700, exist_ok=True)
-        script = render(run)
-        if place.need is not None:
-            script = render_packed(run, place.need, room=place.room, hosts=place.hosts)
-        write_text(folder.batch_script, script)
+        write_text(folder.batch_script, script_of(run, place=place))
         hosts, tasks = place.hosts or hosts_here(run), run.processes_per_node
         variables = variables_of_steps(os.environ, job=job, hosts=hosts, tasks=tasks)
         super().__init__(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hpc_parallel.config.node_devices import visible_gpus
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.failure.packed_job import GPU, Queue, QueuedRun
+from hpc_parallel.launch.allocation_launcher import script_of
 from hpc_parallel.launch.batch_script import gpu_flags
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import Problem, Problems
@@ -236,7 +237,10 @@ def _job_problems(runs: Sequence[PreparedRun]) -> Problems:
 def _step_problems(runs: Sequence[PreparedRun]) -> Problems:
     """What keeps a run from having its place as a step."""
     if start := next((run.config.cluster.start for run in runs if run.config.cluster.start != "srun"), None):
-        yield Problem("cluster.start", start, "can't give a run its place in a packed job", ("srun",))
+        rule = "can't give a run its place in a packed job"
+        if start == "torchrun":  # 20000 and the job's number
+            rule = "meets at one port of its job, which runs side by side can't share"
+        yield Problem("cluster.start", start, rule, ("srun",))
     if runs[0].config.cluster.gpus and runs[0].config.cluster.gpu_flag == "none":
         rule = "leaves no way to give each run of a packed job its own GPUs"
         yield Problem("cluster.gpu_flag", "none", rule, ("gpus-per-node", "gres"))
@@ -364,6 +368,13 @@ class AllocationPlaces:
         self._taken[id(run)] = nodes, gpus
         variables = {GPU: str(gpus[0] + 1), "OMP_NUM_THREADS": str(need.room.cpus)} if gpus else {}
         return Place(variables, tuple(self._hosts[node] for node in nodes), need, self._node)
+
+    def preview(self, run: PreparedRun) -> str:
+        """The script of the run, if no other has a place."""
+        place = self.take(run)
+        assert place is not None  # checked by `find_problems`
+        self.give_back(run)
+        return script_of(run, place=place)
 
     def give_back(self, run: PreparedRun) -> None:
         nodes, gpus = self._taken.pop(id(run))

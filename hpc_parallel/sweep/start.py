@@ -137,8 +137,10 @@ def preview(plan: SweepPlan, *, kind: str, launcher: Launcher) -> int:
     """Print all batch scripts, Slurm's estimate of their start, and their resources; write nothing."""
     runs = [planned.run for planned in plan.runs]
     if kind != "slurm":
+        is_packed = kind == ALLOCATION and pack_runs.choice(runs[0].config) == "auto"
+        shown = AllocationPlaces(runs) if is_packed else launcher
         for number, planned in enumerate(plan.runs):
-            print(f"# {number}: {planned.label}\n{launcher.preview(planned.run)}")
+            print(f"# {number}: {planned.label}\n{shown.preview(planned.run)}")
     else:
         from hpc_parallel.sweep.arrays import arrays
 

@@ -15,7 +15,7 @@ import yaml
 from hpc_parallel.__main__ import main
 from hpc_parallel.config.node_devices import choose_launcher
 from hpc_parallel.failure.conclude_run import conclude
-from hpc_parallel.launch.batch_script import render, render_packed
+from hpc_parallel.launch.batch_script import render
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
@@ -242,7 +242,7 @@ def test_a_packed_sweep_gets_places_on_the_hosts_of_the_allocation(
     places, part = pack_runs.AllocationPlaces([large, one]), Room(2, 1, 1000)
     assert places.take(large) == Place({}, ("n1", "n2"), Need(2, part))
     assert places.take(one) == Place({}, ("n1",), Need(1, part))
-    line = srun(render_packed(one, Need(1, part), hosts=("n1",)))
+    line = srun(pack_runs.AllocationPlaces([one]).preview(one))
     assert {"--exact", "--mem=1000M", "--gpus-per-node=1", "--nodes=1"} <= {*line}
     assert "--overlap" not in line
     assert list(pack_runs.find_problems([one, large])) == []

@@ -149,7 +149,8 @@ def test_all_refusals_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
         "launcher.partition = [gpu,cpu] has several values, and a packed job has one. Try launcher.partition",
         "sweep.pack_nodes = 2 is fewer than nodes=4 of a run. Try sweep.pack_nodes=4.",
         "sweep.pack_minutes = 30 is less than launcher.time_minutes=60 of a run. Try sweep.pack_minutes=60.",
-        "cluster.start = torchrun can't give a run its place in a packed job. Try cluster.start=srun.",
+        "cluster.start = torchrun meets at one port of its job, which runs side by side can't share. Try "
+        "cluster.start=srun.",
         "cluster.port = 29500 is one port, which runs side by side can't share. Try cluster.port=null.",
         "sweep.parallelism = 2 is for arrays",
         "launcher.spares = 1 is for a job that has one run. Try launcher.spares=0.",
