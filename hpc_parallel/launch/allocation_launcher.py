@@ -15,7 +15,7 @@ from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.record import owner
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.slurm.allocation import required, variables_of_steps
-from hpc_parallel.slurm.node_room import Place
+from hpc_parallel.slurm.node_room import RunPlace
 
 _END_S = 60.0  # to save and end
 _REPEAT_S = 1.0  # the second SIGTERM ends the ranks at once
@@ -27,11 +27,11 @@ class AllocationLauncher(LocalLauncher):
     def preview(self, run: PreparedRun) -> str:
         return render(run)
 
-    def agent(self, run: PreparedRun, *, place: Place | None = None) -> Agent:
-        return AllocationAgent(run, place=place or Place())
+    def agent(self, run: PreparedRun, *, place: RunPlace | None = None) -> Agent:
+        return AllocationAgent(run, place=place or RunPlace())
 
 
-def script_of(run: PreparedRun, *, place: Place) -> str:
+def script_of(run: PreparedRun, *, place: RunPlace) -> str:
     """The script of a run that has the first hosts, or its place beside others."""
     if place.need is None:
         return render(run)
@@ -47,7 +47,7 @@ def place_of(run: PreparedRun) -> str:
 class AllocationAgent(Agent):
     """The batch script of a run in an allocation. It owns the run: SIGTERM lets the ranks save and end."""
 
-    def __init__(self, run: PreparedRun, *, place: Place) -> None:
+    def __init__(self, run: PreparedRun, *, place: RunPlace) -> None:
         """Write the script and start it. Raises ConfigError if the allocation has ended."""
         folder, job = run.folder, required().job
         folder.slurm.mkdir(mode=0o700, exist_ok=True)

@@ -23,7 +23,7 @@ from hpc_parallel.record import owner
 from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import open_append
-from hpc_parallel.slurm.node_room import Place
+from hpc_parallel.slurm.node_room import RunPlace
 
 AGENT = ("-m", "hpc_parallel.job", "agent")
 PERIOD_S = 0.1
@@ -38,9 +38,9 @@ class LocalLauncher:
         count = f"{run.processes} process{'es' * (run.processes > 1)}"
         return f"{count} on this machine, by {' '.join(_command(run.folder, AGENT))}"
 
-    def agent(self, run: PreparedRun, *, place: Place | None = None) -> Agent:
+    def agent(self, run: PreparedRun, *, place: RunPlace | None = None) -> Agent:
         """Start the ranks of a run whose folder is written."""
-        return local_agent(run.folder, variables={**run.variables, **(place or Place()).variables})
+        return local_agent(run.folder, variables={**run.variables, **(place or RunPlace()).variables})
 
     def start(self, run: PreparedRun) -> threading.Thread:
         write(run)

@@ -37,7 +37,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Place:
+class RunPlace:
     """Where a run takes place beside others: more variables of its processes, and in an allocation its hosts.
 
     room: what its nodes have, if runs share GPUs there.

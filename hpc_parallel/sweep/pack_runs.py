@@ -17,7 +17,7 @@ from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.record.owner import this_process
 from hpc_parallel.slurm.allocation import ALLOCATION, required
 from hpc_parallel.slurm.limits import node_kinds
-from hpc_parallel.slurm.node_room import FreePlaces, Need, Place, Room, SharedGpus, least_nodes, makespan_s
+from hpc_parallel.slurm.node_room import FreePlaces, Need, Room, RunPlace, SharedGpus, least_nodes, makespan_s
 from hpc_parallel.slurm.short_forms import gpu_count
 
 # One job has one value of each.
@@ -321,7 +321,7 @@ class LocalPlaces:
         self._environment = environment
         self._taken: dict[int, list[int]] = {}
 
-    def take(self, run: PreparedRun) -> Place | None:
+    def take(self, run: PreparedRun) -> RunPlace | None:
         """The place of the run; None if there is none for it now.
 
         A run that is larger than the machine has it for itself.
@@ -334,7 +334,7 @@ class LocalPlaces:
         variables = {"CUDA_VISIBLE_DEVICES": visible} if self._room.gpus else {}
         if "OMP_NUM_THREADS" not in self._environment:
             variables["OMP_NUM_THREADS"] = str(max(1, need.room.cpus // run.processes))
-        return Place(variables)
+        return RunPlace(variables)
 
     def give_back(self, run: PreparedRun) -> None:
         self._places.give_back((0,), self._need(run))
@@ -359,7 +359,7 @@ class AllocationPlaces:
         self._gpus = SharedGpus(len(self._hosts), node.gpus)
         self._taken: dict[int, tuple[tuple[int, ...], list[int]]] = {}
 
-    def take(self, run: PreparedRun) -> Place | None:
+    def take(self, run: PreparedRun) -> RunPlace | None:
         """The place of the run; None if there is none for it now."""
         need = need_of(run, self._room)
         if (nodes := self._places.take(need)) is None:
@@ -367,7 +367,7 @@ class AllocationPlaces:
         gpus = self._gpus.take(need.room.gpus, node=nodes[0]) if self._node else []
         self._taken[id(run)] = nodes, gpus
         variables = {GPU: str(gpus[0] + 1), "OMP_NUM_THREADS": str(need.room.cpus)} if gpus else {}
-        return Place(variables, tuple(self._hosts[node] for node in nodes), need, self._node)
+        return RunPlace(variables, tuple(self._hosts[node] for node in nodes), need, self._node)
 
     def preview(self, run: PreparedRun) -> str:
         """The script of the run, if no other has a place."""

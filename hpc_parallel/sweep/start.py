@@ -29,7 +29,7 @@ from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.shell import complain
 from hpc_parallel.slurm.allocation import ALLOCATION, required
 from hpc_parallel.slurm.jobs import queued_states
-from hpc_parallel.slurm.node_room import Place
+from hpc_parallel.slurm.node_room import RunPlace
 from hpc_parallel.slurm.submit import estimate
 from hpc_parallel.sweep import pack_runs, view
 from hpc_parallel.sweep.pack_runs import AllocationPlaces, LocalPlaces
@@ -266,7 +266,7 @@ class _Runner:
         for planned in list(self.waiting):
             if len(self.active) >= self._limit or not self._may_start():
                 return
-            place = self._machine.take(planned.run) if self._machine is not None else Place()
+            place = self._machine.take(planned.run) if self._machine is not None else RunPlace()
             if place is None:
                 continue
             self.waiting.remove(planned)

@@ -33,7 +33,7 @@ from hpc_parallel.record.sweep_folder import Sweep, SweepRun, is_sweep_folder, w
 from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.record.values import flatten, table
 from hpc_parallel.shell import complain
-from hpc_parallel.slurm.node_room import Place
+from hpc_parallel.slurm.node_room import RunPlace
 from hpc_parallel.sweep.stage_inputs import changed_file, files_of, fingerprint, window_of
 from hpc_parallel.sweep.study_stages import BESIDE, StudyStage, filled, line_of, stages_of, unknown_folders
 
@@ -345,7 +345,7 @@ def _start_beside(
         mine, free = free[:needed], free[needed:]
         write(planned.run)
         variables = {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if needed else {}
-        agent = partial(launcher.agent, planned.run, place=Place(variables))
+        agent = partial(launcher.agent, planned.run, place=RunPlace(variables))
         print(
             f"{planned.name:11} runs beside the run: {command_on(planned.run.folder.path, 'logs')}",
             flush=True,

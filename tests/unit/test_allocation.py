@@ -24,7 +24,7 @@ from hpc_parallel.record.values import step_id
 from hpc_parallel.run import main as run_main
 from hpc_parallel.slurm import allocation, limits
 from hpc_parallel.slurm.allocation import Allocation, own_step, read_answer, variables_of_steps
-from hpc_parallel.slurm.node_room import Need, Place, Room
+from hpc_parallel.slurm.node_room import Need, Room, RunPlace
 from hpc_parallel.sweep import pack_runs
 from tests.composed import prepared
 from tests.recorded_runs import started
@@ -240,8 +240,8 @@ def test_a_packed_sweep_gets_places_on_the_hosts_of_the_allocation(
     words = ("sweep.pack=auto", "gpus_per_node=1", "launcher.cpus_per_device=2")
     large, one = [prepared(*SMALL, *words, f"nodes={nodes}") for nodes in (2, 1)]
     places, part = pack_runs.AllocationPlaces([large, one]), Room(2, 1, 1000)
-    assert places.take(large) == Place({}, ("n1", "n2"), Need(2, part))
-    assert places.take(one) == Place({}, ("n1",), Need(1, part))
+    assert places.take(large) == RunPlace({}, ("n1", "n2"), Need(2, part))
+    assert places.take(one) == RunPlace({}, ("n1",), Need(1, part))
     line = srun(pack_runs.AllocationPlaces([one]).preview(one))
     assert {"--exact", "--mem=1000M", "--gpus-per-node=1", "--nodes=1"} <= {*line}
     assert "--overlap" not in line

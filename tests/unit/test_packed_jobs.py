@@ -31,7 +31,7 @@ from hpc_parallel.record.typed import read_record, write_record
 from hpc_parallel.run import main
 from hpc_parallel.slurm import limits
 from hpc_parallel.slurm.jobs import Job
-from hpc_parallel.slurm.node_room import FreePlaces, Need, Place, Room, SharedGpus, least_nodes, makespan_s
+from hpc_parallel.slurm.node_room import FreePlaces, Need, Room, RunPlace, SharedGpus, least_nodes, makespan_s
 from hpc_parallel.sweep import pack_runs
 from tests.composed import prepared
 from tests.recorded_runs import prepared as recorded
@@ -250,9 +250,9 @@ def test_runs_on_this_machine_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     machine = pack_runs.LocalPlaces({"CUDA_VISIBLE_DEVICES": "3,5", "OMP_NUM_THREADS": "1"}, runs_per_gpu=2)
     several = [prepared(*words, "gpus_per_node=1", f"seed={seed}") for seed in range(5)]
     taken = [machine.take(run) for run in several]
-    assert taken == [*(Place({"CUDA_VISIBLE_DEVICES": gpu}) for gpu in "3535"), None]
+    assert taken == [*(RunPlace({"CUDA_VISIBLE_DEVICES": gpu}) for gpu in "3535"), None]
     machine.give_back(several[1])
-    assert machine.take(several[4]) == Place({"CUDA_VISIBLE_DEVICES": "5"})
+    assert machine.take(several[4]) == RunPlace({"CUDA_VISIBLE_DEVICES": "5"})
 
 
 def test_the_scripts_take_whole_nodes_and_a_place(tmp_path: Path) -> None:
@@ -387,23 +387,23 @@ def test_runs_on_this_machine_share_its_devices(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
     machine = pack_runs.LocalPlaces({"CUDA_VISIBLE_DEVICES": "3,5,7,9"})
     first, second, third = (prepared(*local, f"seed={seed}") for seed in range(3))
-    assert machine.take(first) == Place({"CUDA_VISIBLE_DEVICES": "3,5", "OMP_NUM_THREADS": "1"})
-    assert machine.take(second) == Place({"CUDA_VISIBLE_DEVICES": "7,9", "OMP_NUM_THREADS": "1"})
+    assert machine.take(first) == RunPlace({"CUDA_VISIBLE_DEVICES": "3,5", "OMP_NUM_THREADS": "1"})
+    assert machine.take(second) == RunPlace({"CUDA_VISIBLE_DEVICES": "7,9", "OMP_NUM_THREADS": "1"})
     assert machine.take(third) is None
     machine.give_back(first)
-    assert machine.take(third) == Place({"CUDA_VISIBLE_DEVICES": "3,5", "OMP_NUM_THREADS": "1"})
+    assert machine.take(third) == RunPlace({"CUDA_VISIBLE_DEVICES": "3,5", "OMP_NUM_THREADS": "1"})
     of_cpus = [prepared(*local, "device=cpu", "launcher.cpus_per_device=2", f"seed={at}") for at in range(3)]
     machine = pack_runs.LocalPlaces({"CUDA_VISIBLE_DEVICES": ""})
     assert [machine.take(run) for run in of_cpus] == [
-        Place({"OMP_NUM_THREADS": "2"}),
-        Place({"OMP_NUM_THREADS": "2"}),
+        RunPlace({"OMP_NUM_THREADS": "2"}),
+        RunPlace({"OMP_NUM_THREADS": "2"}),
         None,
     ]
     larger = prepared(*local, "device=cpu", "launcher.cpus_per_device=9")  # has the machine for itself
     assert machine.take(larger) is None
     for run in of_cpus[:2]:
         machine.give_back(run)
-    assert machine.take(larger) == Place({"OMP_NUM_THREADS": "4"})
+    assert machine.take(larger) == RunPlace({"OMP_NUM_THREADS": "4"})
     assert machine.take(of_cpus[2]) is None
 
 
