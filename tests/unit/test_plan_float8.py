@@ -228,7 +228,8 @@ def test_as_many_largest_values_are_exchanged_as_planned(axis: str, recipe: str)
 
         largest = float8.largest_of(weight, dim=None) if recipe == "tensorwise" else None  # once a step
         with mock.patch.object(float8, "largest_of_group", counted):
-            output = float8.Product.apply(x.requires_grad_(), weight, recipe == "rowwise", splits, largest)
+            factors = x.requires_grad_(), weight.requires_grad_()
+            output = float8.Product.apply(*factors, recipe == "rowwise", splits, largest)
             found[FORWARD] += sum(sent)
             messages[FORWARD] += len(sent)
             sent.clear()
