@@ -151,7 +151,11 @@ def earlier_starts(folder: RunFolder) -> int:
 
 def starts(folder: RunFolder) -> list[Start]:
     """The records of all starts. Raises DamagedError."""
-    records = (build(Start, line) for line in read_lines(folder.attempts))
+    return _starts(read_lines(folder.attempts))
+
+
+def _starts(lines: Sequence[dict[str, Any]]) -> list[Start]:
+    records = (build(Start, line) for line in lines)
     return [start for start in records if start is not None and start.began]
 
 
@@ -173,8 +177,9 @@ def history(
 
     Raises DamagedError.
     """
-    records = starts(folder)
-    launches = sum("launched" in event for event in read_lines(folder.attempts))  # some end before they begin
+    lines = read_lines(folder.attempts)
+    records = _starts(lines)
+    launches = sum("launched" in line for line in lines)  # some end before they begin
     jobs = [*(record.job_id for record in records), job_of(environment)]
     return History(
         restarts=max(0, len(records) - 1, launches - 1),

@@ -308,10 +308,12 @@ def test_spares_that_could_not_be_used_are_refused(words: tuple[str, ...], refus
 
 def test_a_file_of_hosts_to_exclude_becomes_a_list(here: Path) -> None:
     """A requeued job leaves out further hosts: Slurm would take both for one name."""
-    for content, legal in (
+    null = "launcher.exclude=null"
+    for content, named in (
         ("n[1-2]\n# old\nlogin, # slow\n", "\"launcher.exclude='n[1-2],login'\""),
-        ("", "launcher.exclude=null"),
-        (None, "launcher.exclude=null"),
+        ("", ""),
+        ("$(ls)", ""),
+        (None, ""),
     ):
         if content is not None:
             (here / "bad").write_text(content)
@@ -319,9 +321,9 @@ def test_a_file_of_hosts_to_exclude_becomes_a_list(here: Path) -> None:
             prepared("launcher=script", f"launcher.exclude={here}/bad")
         (problem,) = map(str, refused.value.problems)
         assert problem.startswith(f"launcher.exclude = {here}/bad is a file, to which no restart could add")
-        assert problem.endswith(f" Try {legal}.")
+        assert problem.endswith(f"name the hosts themselves{named and f', as {named}'}. Try {null}.")
         (here / "bad").unlink(missing_ok=True)
-        prepared("launcher=script", *shlex.split(legal))
+        prepared("launcher=script", *shlex.split(named or null))
 
 
 def test_the_end_of_a_start_says_that_the_ranks_start_again(

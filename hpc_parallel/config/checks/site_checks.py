@@ -93,8 +93,9 @@ def _launcher(config: RunConfig) -> Problems:
             break
     if launcher.exclude and "/" in launcher.exclude:
         rule = "is a file, to which no restart could add a host: name the hosts themselves"
-        legal = excluding(hosts) if (hosts := _hosts_in(launcher.exclude)) else "launcher.exclude=null"
-        yield f"launcher.exclude = {launcher.exclude} {rule}. Try {legal}."
+        if hosts := _hosts_in(launcher.exclude):
+            rule += f", as {excluding(hosts)}"
+        yield Problem("launcher.exclude", launcher.exclude, rule, (None,))
     if (address := launcher.notify) and re.match(r"\w+:/", address) and not _WEBHOOK.fullmatch(address):
         secure = re.sub(r"^\w+:/+([^/@]*@)?", "https://", address)
         rule = "must be a command, or the address of a webhook without a password, by https"
@@ -112,9 +113,10 @@ def _launcher(config: RunConfig) -> Problems:
 def _hosts_in(file: str) -> list[str]:
     """The hosts in a file that Slurm reads: a list in each line, and comments."""
     lines: list[str] = []
-    with suppress(FileNotFoundError, DamagedError):
+    with suppress(OSError, ValueError, DamagedError):
         lines = read_text(Path(file), follow=True).splitlines()
-    return [hosts for line in lines if (hosts := line.partition("#")[0].strip(" \t,"))]
+    lists = [hosts for line in lines if (hosts := line.partition("#")[0].strip(" \t,"))]
+    return lists if all(re.fullmatch(r"[\w.,\[\]-]*", hosts) for hosts in lists) else []
 
 
 def _spares(config: RunConfig) -> Problems:
