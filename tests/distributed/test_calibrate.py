@@ -24,7 +24,7 @@ from tests.workers import Workers
 
 
 def test_a_profile_of_this_machine(workers: Workers) -> None:
-    folder = RunFolder(workers.do("task=calibrate", "nodes=2", "strategy=data", "task.seconds=10"))
+    folder = RunFolder(workers.do("task=calibrate", "nodes=2", "strategy=data", "task.seconds=60"))
     hardware = read_hardware("hardware", folders=[folder.path])
     cores = len(os.sched_getaffinity(0))
     assert hardware.shared_cores == cores  # both nodes are processes of this machine
