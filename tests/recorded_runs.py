@@ -111,7 +111,8 @@ def living() -> Iterator[subprocess.Popen[bytes]]:
 
 @cache
 def _config(overrides: tuple[str, ...]) -> str:
-    return yaml.safe_dump(resolve(composed(*overrides))[1], sort_keys=False)
+    """On this machine by default: a first test inside an allocation must not decide for all later ones."""
+    return yaml.safe_dump(resolve(composed("launcher=local", *overrides))[1], sort_keys=False)
 
 
 def _sum_up(folder: RunFolder, outcome: str) -> None:
