@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.slurm.client import KEPT, UNANSWERED, Inquiry, minute
+from hpc_parallel.slurm.client import KEPT, UNANSWERED, Inquiry, WhichSlurm, which_slurm
 from hpc_parallel.slurm.short_forms import expand_hosts, expand_numbers, gpu_count
 
 ALLOCATION = "allocation"  # the `launcher.kind` of a run inside a job that is not its own
@@ -61,7 +61,7 @@ def surroundings(environment: Mapping[str, str] = os.environ) -> Surroundings:
     """What Slurm says of the job that the environment names. It is asked once a minute."""
     if not (job := environment.get(_JOB)):
         return Surroundings()
-    return _asked(job, environment.get("PATH"), environment.get("SLURM_CONF"), minute())
+    return _asked(job, which_slurm(environment))
 
 
 def required() -> Allocation:
@@ -94,7 +94,7 @@ def step_runs(step: str) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _asked(job: str, path: str | None, slurm_conf: str | None, minute: int) -> Surroundings:
+def _asked(job: str, which: WhichSlurm) -> Surroundings:
     if shutil.which("srun") is None:
         return Surroundings(None, f"already inside job {job}, and there is no srun on this machine", False)
     answer = Inquiry().ask("scontrol", "--oneliner", "--details", "show", "job", job)

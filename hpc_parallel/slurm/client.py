@@ -54,6 +54,7 @@ _FIRST_PING_S = 5.0
 _PATIENCE_S = 20.0  # further wait for a busy controller that answers the ping
 _KEPT_S = 60  # how long an answer is kept, for the runs of a sweep
 _BEGAN_S = time.monotonic()
+WhichSlurm = tuple[str | None, str | None, int]  # PATH, SLURM_CONF and the minute
 
 
 def run(
@@ -136,11 +137,11 @@ def is_installed() -> bool:
 
 def answers() -> bool:
     """Whether Slurm's controller answers. It is asked at most once a minute."""
-    return _answers(os.environ.get("PATH"), os.environ.get("SLURM_CONF"), minute())
+    return _answers(which_slurm())
 
 
 @lru_cache(maxsize=1)
-def _answers(path: str | None, slurm_conf: str | None, minute: int) -> bool:
+def _answers(which: WhichSlurm) -> bool:
     return _ping(within_s=_FIRST_PING_S)
 
 
@@ -149,9 +150,10 @@ def _ping(*, within_s: float) -> bool:
     return answer.returncode == 0 and _UP.search(answer.stdout) is not None
 
 
-def minute() -> int:
-    """A number that changes once a minute. A cached function with this argument keeps results that long."""
-    return int((time.monotonic() - _BEGAN_S) / _KEPT_S)
+def which_slurm(environment: Mapping[str, str] = os.environ) -> WhichSlurm:
+    """The Slurm that commands ask now. A cached function with this argument keeps its answer for a minute."""
+    minute = int((time.monotonic() - _BEGAN_S) / _KEPT_S)
+    return environment.get("PATH"), environment.get("SLURM_CONF"), minute
 
 
 def command_environment(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hpc_parallel.slurm.client import minute, printed
+from hpc_parallel.slurm.client import WhichSlurm, printed, which_slurm
 from hpc_parallel.slurm.records import SlurmNode, read_records
 from hpc_parallel.slurm.short_forms import expand_hosts, gpu_count, minutes_of
 
@@ -132,7 +132,7 @@ def _nodes_by_partition(kinds: list[NodeKind]) -> dict[str, int]:
 
 def node_kinds() -> Iterator[NodeKind]:
     """The lines of sinfo, in parts by what scontrol says of their nodes; Slurm is asked once a minute."""
-    for name, count, memory, time, gres, cpus, hosts in _KIND_OF_NODE.findall(_sinfo(minute())):
+    for name, count, memory, time, gres, cpus, hosts in _KIND_OF_NODE.findall(_sinfo(which_slurm())):
         of_sinfo = (int(cpus or 0), int(memory))
         kinds = Counter((node.cpus, node.memory_mb or of_sinfo[1]) for node in _nodes_named(hosts))
         kinds[of_sinfo] += max(0, int(count) - kinds.total())  # the nodes that scontrol does not show
@@ -148,17 +148,17 @@ def _nodes_named(hosts: str) -> list[SlurmNode]:
         names = expand_hosts(hosts)
     except ValueError:
         return []
-    nodes = _nodes(minute()) if names else {}
+    nodes = _nodes(which_slurm()) if names else {}
     return [nodes[name] for name in names if name in nodes]
 
 
 @lru_cache(maxsize=1)
-def _sinfo(minute: int) -> str:
+def _sinfo(which: WhichSlurm) -> str:
     return printed("sinfo", "-h", "-o", _FORMAT, patience_s=_PATIENCE_S) or ""
 
 
 @lru_cache(maxsize=1)
-def _nodes(minute: int) -> dict[str, SlurmNode]:
+def _nodes(which: WhichSlurm) -> dict[str, SlurmNode]:
     text = printed("scontrol", "--oneliner", "show", "node", patience_s=_PATIENCE_S)
     try:
         return read_records(filter(None, [text])).nodes

@@ -22,7 +22,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.values import step_id
 from hpc_parallel.run import main as run_main
-from hpc_parallel.slurm import allocation, limits
+from hpc_parallel.slurm import allocation
 from hpc_parallel.slurm.allocation import Allocation, own_step, read_answer, variables_of_steps
 from hpc_parallel.slurm.node_room import Need, Room, RunPlace
 from hpc_parallel.sweep import pack_runs
@@ -100,7 +100,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def answer(record: str) -> None:
     Path("job").write_text(record.replace("(1000)", f"({os.geteuid()})"))
     allocation._asked.cache_clear()
-    limits._sinfo.cache_clear()
 
 
 @pytest.mark.usefixtures("here")

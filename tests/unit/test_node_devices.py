@@ -14,7 +14,6 @@ from hpc_parallel.config.node_devices import visible_gpus
 from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.recompose import recompose
 from hpc_parallel.run import main
-from hpc_parallel.slurm import limits
 from hpc_parallel.slurm.limits import gpu_counts
 from tests.composed import prepared
 
@@ -37,7 +36,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bin").mkdir()
     command(tmp_path, "nvidia-smi", "exit 9")
     command(tmp_path, "sinfo", f"printf '%s' '{SINFO}'")
-    limits._sinfo.cache_clear()
     return tmp_path
 
 

@@ -12,7 +12,6 @@ from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.site_limits import container_warnings
 from hpc_parallel.run import main
 from hpc_parallel.slurm import client
-from hpc_parallel.slurm import limits as partition_limits
 from hpc_parallel.slurm.limits import Limits, limits
 from tests.composed import composed
 
@@ -35,7 +34,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     sinfo(tmp_path, f"printf '%s' '{SINFO}'")
-    partition_limits._sinfo.cache_clear()
     return tmp_path
 
 

@@ -140,11 +140,12 @@ class Slurm:
 
 
 @pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     made = Slurm({})
     for module in (client, submit):
         monkeypatch.setattr(module, "run", made.run)
     monkeypatch.delenv("SLURM_CLUSTERS", raising=False)
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path))  # answers are kept for a minute, of each Slurm
     monkeypatch.setattr(end_runs, "CANCEL_S", 0.0)
     return made
 
@@ -391,8 +392,6 @@ def test_what_an_answer_means(
 ) -> None:
     """Lines of the site, errors and a federation change no answer."""
     slurm.answers = {command: answer}
-    for kept in (limits._sinfo, limits._nodes):
-        kept.cache_clear()
     assert ask() == meaning
     assert slurm.calls[0][0] == command
 

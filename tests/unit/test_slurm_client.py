@@ -11,7 +11,7 @@ import pytest
 
 import hpc_parallel
 from hpc_parallel.run import main
-from hpc_parallel.slurm import limits, submit
+from hpc_parallel.slurm import submit
 from hpc_parallel.slurm.client import MISSING, UNANSWERED, run
 from hpc_parallel.slurm.submit import SiteRefusedError, submit_script
 
@@ -127,8 +127,6 @@ def test_a_dry_run_asks_slurm_each_question_once(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.chdir(tmp_path)
-    limits._sinfo.cache_clear()  # kept for a minute
-    limits._nodes.cache_clear()
     words = ("nodes=2", "gpus_per_node=auto", "strategy=data", "dry_run=true", "launcher.snapshot=false")
     assert main([*words, "training.global_batch_size=16"]) == 0
     calls = (tmp_path / "calls").read_text().splitlines()
