@@ -194,6 +194,8 @@ class Struck:
         case, job = self.case, self.job
         wait_for(lambda: case.state(job) in ENDED)
         assert case.state(job) == "CANCELLED"
+        if self.urgent:
+            case.site.cluster.run("scancel", self.urgent)  # the next start needs the hosts
         wait_for(lambda: not case.running())
         case.hold_while.unlink(missing_ok=True)
         shown = case.site.command("status", str(case.folder), "--json")
