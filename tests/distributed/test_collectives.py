@@ -20,7 +20,7 @@ import yaml
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.launch.run_files import write
-from hpc_parallel.measure.collectives import Bench, group_of
+from hpc_parallel.measure.collectives import FEW_BATCHES, Bench, group_of
 from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.run_folder import RunFolder
 from tests.workers import Workers, do_here
@@ -63,7 +63,7 @@ def test_all_are_measured_in_every_group(workers: Workers) -> None:
         width = {"float32": 4, "bfloat16": 2}[row["dtype"]]
         assert row["count"] * width * slices == row["size_bytes"]
         assert row["redop"] == ("sum" if "reduce" in row["operation"] else "none")
-        assert row["rounds"] >= 8
+        assert row["rounds"] >= FEW_BATCHES  # at least 8, but for a row whose first round is slow
     profile = yaml.safe_load((folder / "machine.yaml").read_text())["collectives"]
     assert {name: group.get("also", []) for name, group in profile.items()} == names
 
