@@ -54,7 +54,7 @@ _FIRST_PING_S = 5.0
 _PATIENCE_S = 20.0  # further wait for a busy controller that answers the ping
 _KEPT_S = 60  # how long an answer is kept, for the runs of a sweep
 _BEGAN_S = time.monotonic()
-WhichSlurm = tuple[str | None, str | None, int]  # PATH, SLURM_CONF and the minute
+WhichSlurm = tuple[int, tuple[str | None, ...]]  # the minute, PATH and the values of KEPT
 
 
 def run(
@@ -153,7 +153,7 @@ def _ping(*, within_s: float) -> bool:
 def which_slurm(environment: Mapping[str, str] = os.environ) -> WhichSlurm:
     """The Slurm that commands ask now. A cached function with this argument keeps its answer for a minute."""
     minute = int((time.monotonic() - _BEGAN_S) / _KEPT_S)
-    return environment.get("PATH"), environment.get("SLURM_CONF"), minute
+    return minute, tuple(environment.get(name) for name in ("PATH", *sorted(KEPT)))
 
 
 def command_environment(

@@ -73,6 +73,21 @@ def test_gpus_and_cores_of_the_largest_node(
     assert (most.gpus_per_node, most.cpus) == (gpus, cpus)
 
 
+def test_an_answer_is_of_the_slurm_that_gave_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are kept for a minute; another Slurm is another one at once."""
+    sinfo(here, """case "$SLURM_CONF$SLURM_CLUSTERS" in b) cat b ;; *) cat a ;; esac""")
+    (here / "a").write_text("main*|1|1000|1:00:00\n")
+    (here / "b").write_text("main*|2|1000|1:00:00\n")
+    for name in ("SLURM_CONF", "SLURM_CLUSTERS"):
+        monkeypatch.delenv(name, raising=False)
+    assert limits(partition=None, gpus=False).nodes == 1
+    for name in ("SLURM_CONF", "SLURM_CLUSTERS"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "b")
+            assert limits(partition=None, gpus=False).nodes == 2
+        assert limits(partition=None, gpus=False).nodes == 1
+
+
 def test_a_site_that_counts_no_gpus_has_no_limit_of_them(here: Path) -> None:
     listing = GPUS.partition("\n")[2]
     sinfo(here, f"printf '%s' '{listing}'")
