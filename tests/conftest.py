@@ -22,6 +22,8 @@ from tests.workers import Train, Workers
 
 pytest_plugins = ["tests.outcomes", "tests.affected"]
 pytest.register_assert_rewrite("chaos")  # tests/slurm/chaos.py contains assertions
+# A forked child has none of the threads that torch's dead objects wait for: collecting them would end it.
+os.register_at_fork(after_in_child=gc.disable)
 
 
 # Groups of tests that share a process. `pytest -n` starts the longest first.

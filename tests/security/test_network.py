@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import faulthandler
 import gc
 import inspect
 import json
@@ -78,7 +77,6 @@ def in_processes(*jobs: Callable[[], Any]) -> Callable[[], list[Any]]:
         receive, send = FORK.Pipe(duplex=False)
 
         def child(job: Callable[[], Any] = job, send: Any = send) -> None:
-            faulthandler.dump_traceback_later(PATIENCE_S / 2, file=2)  # a fork beside threads may hang
             try:
                 send.send(job())
             except Exception as error:
