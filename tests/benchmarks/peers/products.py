@@ -44,7 +44,7 @@ WORDS = (
     "strategy=hybrid", "model=moe_tiny", "model.layers=4", "model.dim=256", "model.heads=8",
     "model.kv_heads=8", "model.ffn_dim=384", "data=text", "data.sequence_length=256",
     "data.max_bytes=1000000", f"training.steps={STEPS}", "training.validate_every=null",
-    "training.checkpoint_every=null", "training.measure_steps=0",
+    "training.checkpoint_every=null", "training.measure_steps=0", "training.microbatch_size=2",
 )  # fmt: skip
 Seconds = dict[str, float]  # of a step, for each process, by CLOCKS
 
