@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,9 @@ def apply(
     )
     reshard = options.reshard and not staged
     slices = None if experts_mesh is None else slice_on(experts_mesh, split_experts(model))
+    for part in (model.head, model):
+        if part is not None:
+            part.register_forward_hook(_own_output)
     for part in _separate_parts(model):
         keeps = part is model.head or not reshard
         fully_shard(
@@ -58,6 +61,14 @@ def apply(
     if options.prefetch is not None:
         _prefetch(model, ahead=options.prefetch)
     return model
+
+
+def _own_output(_: Module, inputs: object, output: Any) -> Any:
+    """A view, such as a DTensor's part, becomes a tensor of its own, which a loss may change in place.
+
+    That would drop the view's hook, by which FSDP2 gathers weights for the backward pass.
+    """
+    return output.clone() if isinstance(output, Tensor) and output._base is not None else output
 
 
 def _separate_parts(model: LayeredModel) -> list[Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 import pytest
@@ -63,3 +64,26 @@ def _gathered_ahead(ahead: int) -> list[tuple[list[int], list[int]]]:
 def test_prefetch_reaches_torch(workers: Workers) -> None:
     found = workers.run(2, _gathered_ahead, 2)[0]
     assert found == [([1, 2], []), ([2, 3], [0]), ([3], [1, 0]), ([], [2, 1]), ([0, 1], [3, 2])]
+
+
+class Flattening(Transformer):
+    def forward(self, *inputs: Tensor, document_starts: Tensor | None = None) -> Tensor:
+        return super().forward(*inputs, document_starts=document_starts).flatten(0, 1)  # a view
+
+
+def _warnings_of_a_changed_output() -> list[str]:
+    """Of torch, when a loss changes the output in place."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    model = Flattening(layers=2, dim=8, heads=2, kv_heads=2, ffn_dim=8, vocab_size=8)
+    shard.apply(model, mesh=mesh, options=StrategyConfig(name="fsdp"), precision="float32")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        output = model(torch.arange(8).view(2, 4))
+        output *= 3
+        output.sum().backward()
+    return [str(warning.message) for warning in found]
+
+
+def test_a_loss_may_change_an_output_in_place(workers: Workers) -> None:
+    """torch loses FSDP2's hook on an output that is a view, and warns of wrong gradients."""
+    assert workers.run(2, _warnings_of_a_changed_output) == [[], []]
