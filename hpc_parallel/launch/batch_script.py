@@ -58,9 +58,6 @@ def _literal(text: str) -> str:
     return shlex.quote(text) if text else ""
 
 
-BUSY_S = 300
-"""How long a step waits for CPUs of its own job. Slurm may never release those of an earlier step that was
-ending when its job lost a node (22.05). The start then fails, and the job is requeued."""
 RUN = ShellWord('"$hpc_parallel_run"')  # the run folder of an array task
 
 
@@ -206,7 +203,7 @@ def _place_in_allocation(run: PreparedRun) -> Flags:
     """
     hosts = hosts_here(run)
     if not hosts:
-        return {"immediate": BUSY_S}  # the run's own job
+        return {}
     tasks = 1 if run.config.cluster.start == "torchrun" else run.processes_per_node
     cpus = required().cpus // tasks
     wanted = run.cpus_per_process * run.processes_per_node // tasks

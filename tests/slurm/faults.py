@@ -24,8 +24,8 @@ from hpc_parallel.failure.restart import (
     TIME_LIMIT,
 )
 
-# Moments. QUEUE: the job waits for hosts.
-STEPS, SAVE, RESTART, QUEUE = "steps", "save", "restart", "queue"
+# Moments. END_OF_START: the harm before has not ended it yet. QUEUE: the job waits for hosts.
+STEPS, SAVE, END_OF_START, RESTART, QUEUE = "steps", "save", "end", "restart", "queue"
 # Harms, and what undoes them.
 KILL, STOP, CUT, POWER_OFF, SCANCEL, TAKE_HOSTS, GIVE_HOSTS, LIMIT, BOOT = (
     "kill", "stop", "cut", "power off", "scancel", "take hosts", "give hosts back", "time limit", "boot",
@@ -128,6 +128,12 @@ FAULTS = (
         "a host is lost during a restart",
         (KILL_N2, Harm(POWER_OFF, hosts=("n2",), when=RESTART)),
         (N2_KILLED, N2_TO_SPARE),
+        ONE_SPARE,
+    ),
+    Fault(
+        "a host is lost while the ranks end",
+        (Harm(KILL, 0), Harm(POWER_OFF, hosts=("n2",), when=END_OF_START)),
+        (N2_TO_SPARE,),
         ONE_SPARE,
     ),
     Fault("a failure during a save", (Harm(KILL, 0, SAVE),), (N1_KILLED,)),

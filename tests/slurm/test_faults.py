@@ -21,6 +21,7 @@ from cluster import Cluster
 from faults import (
     BOOT,
     CUT,
+    END_OF_START,
     FAULTS,
     GIVE_HOSTS,
     KILL,
@@ -95,7 +96,8 @@ class Struck:
     who: Who
     job: str = field(init=False)
     urgent: str = ""
-    restarts: int = 0  # lines in the job's log when the last harm came
+    ended: int | None = None  # how many starts had ended when the last harm came
+    restarts: int = 0  # lines in the job's log then
 
     def __post_init__(self) -> None:
         self.case.row.done.append(self.who.name)
@@ -112,7 +114,10 @@ class Struck:
         elif harm.when == RESTART:
             wait_for(lambda: len(self.lines_again) > self.restarts)
             time.sleep(case.dice.uniform(0, 6))  # the ranks import, connect or wait for their model then
-        elif self.ends:
+        elif harm.when == END_OF_START:
+            assert len(self.ends) == self.ended
+        elif self.ended is not None:
+            wait_for(lambda: len(self.ends) > self.ended)
             goal = case.dice.randint(2, EVERY + 2)
             wait_for(lambda: len(self.lines_since(self.ends[-1].ended)) >= goal)
         else:
@@ -142,7 +147,7 @@ class Struck:
 
     def strike(self, harm: Harm, *, holds_next: bool) -> None:
         """holds_next: whether the next harm comes to a start before its first step."""
-        self.restarts = len(self.lines_again)
+        self.ended, self.restarts = len(self.ends), len(self.lines_again)
         if holds_next:
             self.case.hold_while.touch()
         if harm.what in SIGNALS:

@@ -279,7 +279,7 @@ def test_srun_starts_one_worker_a_device(tmp_path: Path) -> None:
     assert (following, done) == ("hpc_parallel_next $?", "done")
     assert shlex.split(srun) == [
         "srun", "--cpus-per-task=3", "--distribution=block:block", "--kill-on-bad-exit=1", "--wait=0",
-        "--immediate=300", "sh", "-c", 'trap "" USR2; exec "$@"', "rank",
+        "sh", "-c", 'trap "" USR2; exec "$@"', "rank",
         sys.executable, "-m", "hpc_parallel.job", "rank", str(tmp_path / "it is"),
     ]  # fmt: skip
 

@@ -90,10 +90,9 @@ MOUNTED = ["--bind", "/data", "--bind", "/my files:/mnt"]
 APPTAINER = ["apptainer", "exec", "--nv", "--bind", "RUN", *MOUNTED, "/images/a b.sif"]
 PYXIS = ["--container-image=nvcr.io#nvidia/pytorch:25.01",
          "--container-mounts=RUN:RUN,/data:/data,/my files:/mnt"]  # fmt: skip
-SRUN = ["srun", "--cpus-per-task=3", "--distribution=block:block", "--kill-on-bad-exit=1", "--wait=0",
-        "--immediate=300"]  # fmt: skip
+SRUN = ["srun", "--cpus-per-task=3", "--distribution=block:block", "--kill-on-bad-exit=1", "--wait=0"]
 NODES = ["srun", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=6", "--distribution=block:block",
-         "--kill-on-bad-exit=1", "--wait=0", "--immediate=300"]  # fmt: skip
+         "--kill-on-bad-exit=1", "--wait=0"]  # fmt: skip
 TORCHRUN = ["bash", "-c", 'trap "" TERM USR2; exec "$@"', "torchrun"]
 MODULE = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
           "--rdzv-id=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$hpc_parallel_start",
@@ -136,13 +135,13 @@ def test_a_job_with_spares_places_its_ranks(start: str, tmp_path: Path) -> None:
     assert ": 2 nodes (and 2 spares) x 2 devices = replicate 4" in str(run)
     script = render(run)
     placing = script[script.index("hpc_parallel_place() {") : script.index("# Slurm does not end a job with")]
-    show = 'echo "$SLURM_JOB_NODELIST $SLURM_NNODES $SLURM_NTASKS $SLURM_TASKS_PER_NODE"\n'
+    show = 'echo "$SLURM_JOB_NODELIST $SLURM_NNODES $SLURM_NTASKS $SLURM_TASKS_PER_NODE $SLURM_OVERLAP"\n'
     hosts = "scontrol() { printf 'n%s\\n' 1 2 3 4; }\nSLURM_JOB_NODELIST='n[1-4]'\n"
     done = subprocess.run(
         ["bash", "-euc", f"{hosts}{placing}{show}hpc_parallel_place n2,n4\n{show}"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert done.stdout.splitlines() == ["n1,n2 2 4 2(x2)", "n2,n4 2 4 2(x2)"]
+    assert done.stdout.splitlines() == ["n1,n2 2 4 2(x2) 1", "n2,n4 2 4 2(x2) 1"]
     if start != "mpirun":  # which reads the variables
         (line,) = [line for line in script.replace("\\\n", " ").splitlines() if line.startswith("srun --")]
         tasks = 1 if start == "torchrun" else 2
