@@ -69,19 +69,24 @@ def test_the_rounding_moves_the_bytes_that_are_planned(dim: int | None) -> None:
     assert counted.kernels == pytest.approx(ROUNDING_KERNELS[False], abs=1)
 
 
+ZERO_BUBBLE = ("strategy=pipeline", "strategy.pipeline=2", "strategy.schedule=interleaved_zero_bubble")
+
+
+@pytest.mark.parametrize("schedule", [("strategy=single",), ZERO_BUBBLE])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_as_many_numbers_are_rounded_as_planned(recipe: str) -> None:
+def test_as_many_numbers_are_rounded_as_planned(recipe: str, schedule: tuple[str, ...]) -> None:
     """By the blocks of a decoder with a gate and fewer heads of keys than of queries."""
+    apart = schedule == ZERO_BUBBLE
     sizes = {"dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 192, "vocab_size": 256}
     words = [f"model.{key}={value}" for key, value in sizes.items()]
     config, *_ = resolve(composed(
-        *RUN, "strategy=single", "gpus_per_node=1", *words, "model.layers=1", "data.sequence_length=32",
-        "training.global_batch_size=2", f"training.fp8={recipe}",
+        *RUN, *schedule, f"gpus_per_node={2 if apart else 1}", *words, "data.sequence_length=32",
+        "model.layers=4", "training.microbatch_size=2", f"training.fp8={recipe}",
     ))  # fmt: skip
     share = StepTerms(work_of_run(config), read_hardware(H100, folders=FOLDERS)).share
     model = Transformer(layers=1, **sizes)
     layers = [*float8.layers_of(model)]
-    float8.apply(model, recipe=recipe, device=torch.device("cpu"))
+    float8.apply(model, recipe=recipe, device=torch.device("cpu"), apart=apart)
     ids = torch.zeros(2, 32, dtype=torch.int64)
     with Rounded() as rounded:
         loss = model.loss(model(ids), ids)
@@ -191,13 +196,17 @@ def test_experts_round_and_exchange_as_planned(tensor: int) -> None:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("axis", ["tensor", "context"])
-def test_as_many_largest_values_are_exchanged_as_planned(axis: str, recipe: str) -> None:
+@pytest.mark.parametrize("schedule", [(), ZERO_BUBBLE])
+def test_as_many_largest_values_are_exchanged_as_planned(
+    axis: str, recipe: str, schedule: tuple[str, ...]
+) -> None:
     """By a block whose layers and tokens are split; the messages are counted without other ranks."""
     sizes = {"dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 192, "vocab_size": 256}
     words = [f"model.{key}={value}" for key, value in sizes.items()]
     config, *_ = resolve(composed(
-        *RUN, f"strategy={axis}", f"strategy.{axis}=2", "gpus_per_node=2", *words, "model.layers=1",
-        "data.sequence_length=64", "training.global_batch_size=1", f"training.fp8={recipe}",
+        *RUN, *(schedule or (f"strategy={axis}",)), f"strategy.{axis}=2", "model.layers=4", *words,
+        f"gpus_per_node={4 if schedule else 2}", "data.sequence_length=64", "training.microbatch_size=1",
+        f"training.fp8={recipe}",
     ))  # fmt: skip
     exchanges = StepTerms(work_of_run(config), read_hardware(H100, folders=FOLDERS)).exchanges
     planned = Counter(
@@ -229,7 +238,9 @@ def test_as_many_largest_values_are_exchanged_as_planned(axis: str, recipe: str)
         )  # once a step
         with mock.patch.object(float8_scales, "largest_of_group", counted):
             factors = x.requires_grad_(), weight.requires_grad_()
-            output = float8.product(*factors, by_rows=recipe == "rowwise", splits=splits, largest=largest)
+            output = float8.product(
+                *factors, by_rows=recipe == "rowwise", splits=splits, largest=largest, apart=bool(schedule)
+            )
             found[FORWARD] += sum(sent)
             messages[FORWARD] += len(sent)
             sent.clear()
