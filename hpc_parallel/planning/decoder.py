@@ -82,7 +82,7 @@ class Share:
         return [*operations, *self.rounding.forward(in_float8(operations), layers=self._layers)]
 
     def scale_messages(self, axis: str, *, is_backward: bool) -> Iterator[tuple[str, int, float]]:
-        """What the ranks of `axis` exchange for scales in float8: a product, its layers, numbers of each."""
+        """What the ranks of `axis` exchange for float8's scales: a product, its messages, numbers of each."""
         if (rounding := self.rounding) is None:
             return
         for product in in_float8(self._block()):
@@ -91,7 +91,7 @@ class Share:
             splits_inputs = product.name in (OUTPUT, DOWN, SHARED_DOWN)
             numbers = rounding.exchanged(one, axis=axis, splits_inputs=splits_inputs, is_backward=is_backward)
             if numbers:
-                yield product.name, layers, numbers
+                yield product.name, layers * (rounding.passes if is_backward else 1), numbers
 
     @property
     def _layers(self) -> dict[str, int]:

@@ -133,11 +133,17 @@ class Rounding:
     """How factors of products are rounded, as in strategies/float8.py.
 
     by_rows: whether each row has a scale; if not, the whole tensor has one. fused: whether compiled code
-    rounds; if not, separate kernels do.
+    rounds; if not, separate kernels do. apart: whether a backward pass computes gradients of weights only.
     """
 
     by_rows: bool
     fused: bool
+    apart: bool = False
+
+    @property
+    def passes(self) -> int:
+        """How many backward passes find the same scales of a gradient."""
+        return 2 if self.apart and not self.by_rows else 1
 
     def forward(self, products: Sequence[MatrixProduct], *, layers: Mapping[str, int]) -> Iterator[Move]:
         """Round inputs and weights. layers: how many layers a product (by name) stands for; default: 1."""
@@ -150,8 +156,9 @@ class Rounding:
     def backward(self, products: Sequence[MatrixProduct], *, layers: Mapping[str, int]) -> Iterator[Move]:
         """Round and copy weights, inputs and the gradient.
 
-        With a scale for each row, the gradient is rounded for each of the two products, and their results are
-        scaled afterwards. Experts have one of these products, which scales its result, and no copy of inputs.
+        With a scale for each row, or in passes apart, the gradient is rounded for each of the two products.
+        With a scale for each row, their results are scaled afterwards. Experts have one of these products,
+        which scales its result, and no copy of inputs.
         """
         for product in products:
             count = layers.get(product.name, 1)
@@ -161,10 +168,10 @@ class Rounding:
                 kernels = 2 * ROUNDING_KERNELS[self.fused] + 1
                 yield Move(f"{product.name}: gradients to float8", moved, count * kernels)
                 continue
-            moved = ROUNDED[self.fused] * (inputs + weights + (1 + self.by_rows) * results)
+            moved = ROUNDED[self.fused] * (inputs + weights + (self.by_rows + self.passes) * results)
             moved += TRANSPOSED * (inputs + weights + results)
             moved += SCALED[self.fused] * (inputs + weights) * self.by_rows
-            kernels = (3 + self.by_rows) * ROUNDING_KERNELS[self.fused] + 3
+            kernels = (2 + self.by_rows + self.passes) * ROUNDING_KERNELS[self.fused] + 3
             kernels += 2 * SCALING_KERNELS[self.fused] * self.by_rows
             yield Move(f"{product.name}: gradients to float8", moved, count * kernels)
 

@@ -20,7 +20,7 @@ from hpc_parallel.layout.counts import (
 from hpc_parallel.layout.holdings import sliced_over
 from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, servers
 from hpc_parallel.layout.model_weights import ModelWeights, weights_of
-from hpc_parallel.layout.schedules import stages_per_rank
+from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
 from hpc_parallel.layout.step_facts import OFF, packs, types_of
 from hpc_parallel.planning.hardware import FITTED_BY, MEASURED_BY, NOT_CALIBRATED, Hardware
 from hpc_parallel.planning.operations import FLOAT8, NUMBER_BYTES, Rounding
@@ -219,7 +219,7 @@ def work_of_run(config: RunConfig, *, model: ModelWeights | None = None) -> Work
         bucket_bytes=config.strategy.bucket_mb * MIB if ddp else 0.0,
         context=layout.context,
         attention=config.strategy.context_attention,
-        rounding=_rounding(config),
+        rounding=_rounding(config, layout),
         sequence_parallel=config.strategy.sequence_parallel,
         workers=_workers(config, layout),
         expert=layout.expert,
@@ -236,9 +236,12 @@ def _workers(config: RunConfig, layout: Layout) -> int:
     return layout.data - 1 + servers(config.strategy)
 
 
-def _rounding(config: RunConfig) -> Rounding | None:
+def _rounding(config: RunConfig, layout: Layout) -> Rounding | None:
     training = config.training
-    return None if training.fp8 == OFF else Rounding(training.fp8 == "rowwise", fused=training.compile)
+    if training.fp8 == OFF:
+        return None
+    apart = layout.pipeline > 1 and schedule_of(config.strategy).splits_backward
+    return Rounding(training.fp8 == "rowwise", fused=training.compile, apart=apart)
 
 
 def _blocks(config: RunConfig, layout: Layout, model: ModelWeights | None) -> tuple[int, ...]:

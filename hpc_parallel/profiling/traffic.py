@@ -178,7 +178,7 @@ def receives(name: str) -> Rule:
     return lambda arguments, place: Moved(0, bytes_of(arguments[name]))
 
 
-# Keys are operators of torch and of strategies/row_counts.py. Each rule names an argument of its operator.
+# Keys are operators of torch and of strategies/expert.py. Each rule names an argument of its operator.
 KINDS: dict[str, tuple[str, Rule]] = {
     "c10d::allreduce_": ("all_reduce", ring_reduce("tensors")),
     "c10d::allreduce_coalesced_": ("all_reduce", ring_reduce("tensors")),

@@ -28,6 +28,7 @@ from hpc_parallel.strategies import (
     dataparallel,
     expert,
     float8,
+    float8_scales,
     pipeline,
     precision,
     replicate,
@@ -222,9 +223,9 @@ def surround(
     """
     if casts and slicing_axis(mesh) is None:
         schedule = working_weights.CastOnce(schedule, parts=parts)
-    if layers := float8.scaled_layers(parts):
+    if layers := float8_scales.scaled_layers(parts):
         axes = slicing_axis(mesh), axis_of(mesh, "tensor")
-        schedule = float8.WeightScales(schedule, layers=layers, axes=axes)
+        schedule = float8_scales.WeightScales(schedule, layers=layers, axes=axes)
     if balances := balance_experts.balances_of(parts):
         axis = joint(mesh, *BATCH_AXES, *SAMPLE_AXES)
         schedule = balance_experts.BalanceExperts(schedule, balances=balances, axis=axis)

@@ -4,8 +4,12 @@ Lepikhin et al. 2020 (GShard). The axis splits the batch, as `replicate` does, s
 replicas; with `shard` all devices of both axes slice them, and those of `shard` slice the experts of one
 device of the axis (`shard.py`). A device's experts see the tokens of all devices of the axis, so their
 gradients are sums over these devices. They are divided by the degree of the axis, which gives the gradients
-of the mean loss. The host reads the number of tokens in each layer, because a collective needs the sizes of
-its messages (`row_counts.py`).
+of the mean loss.
+
+A collective needs the sizes of its messages on the host, so the host must read numbers from the device. The
+exchange of the numbers and their copy to the host begin before the rows are sorted. The host waits after it
+has queued the sorting. The device then has work while the host wakes up and queues the next operations.
+Megatron delays the wait too (`cuda_dtoh_stream` of its token dispatcher); torchtitan waits immediately.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +37,6 @@ from hpc_parallel.strategies.gradients import local_gradients
 from hpc_parallel.strategies.mesh import name_of
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
-from hpc_parallel.strategies.row_counts import Announced, begin, wait_for_copy
 from hpc_parallel.torch_internals import all_to_all_rows, group_of
 
 
@@ -107,6 +110,64 @@ def _local_weights(module: Module, degree: int) -> dict[str, Tensor]:
         for name, weight in weights
         if isinstance(weight, DTensor)
     }
+
+
+class Announced(NamedTuple):
+    """How many rows the devices send to each other.
+
+    received: rows for each expert of this device from each device, [device * expert]. sizes: rows to and from
+    each device, [2, device], on the host; complete when `wait_for_copy` returns.
+    """
+
+    received: Tensor
+    sizes: Tensor
+
+
+def begin(axis: DeviceMesh, counts: Tensor) -> Announced:
+    """Start to exchange `counts` [expert], int64: the rows of this device for every expert."""
+    with marked("all_to_all expert"):
+        return Announced(*exchange_counts(counts.contiguous(), axis.get_group().group_name))
+
+
+# Operators, so that selective checkpointing keeps their results and a recomputation does not wait again.
+_events: dict[int, torch.cuda.Event] = {}  # events of copies that may be under way, by address on the host
+
+
+@torch.library.custom_op("hpc_parallel::exchange_counts", mutates_args=())
+def exchange_counts(counts: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    """Returns the received counts [device * expert], and the rows to and from each device [2, device].
+
+    The second tensor is on the host. It is complete when `wait_for_copy` returns.
+    """
+    group = group_of(group_name)
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts, group=group)
+    sizes = torch.stack([table.view(group.size(), -1).sum(1) for table in (counts, received)])
+    if sizes.device.type == "cpu":
+        return received, sizes
+    copy = sizes.to("cpu", non_blocking=True)  # into pinned memory
+    event = torch.cuda.Event()
+    event.record()
+    _events[copy.data_ptr()] = event
+    return received, copy
+
+
+@exchange_counts.register_fake
+def _(counts: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
+    sizes = counts.new_empty((2, group_of(group_name).size()), device="cpu")
+    return torch.empty_like(counts), sizes
+
+
+@torch.library.custom_op("hpc_parallel::wait_for_copy", mutates_args=())
+def wait_for_copy(copy: Tensor) -> Tensor:
+    """Returns the numbers of `copy`, which `exchange_counts` returned, when they are complete."""
+    event = _events.pop(copy.data_ptr(), None)
+    if event is not None:
+        event.synchronize()
+    return copy.clone()
+
+
+wait_for_copy.register_fake(torch.empty_like)
 
 
 def send_rows(rows: Tensor, sizes: Tensor, group_name: str, back: bool, total: int | None) -> Tensor:

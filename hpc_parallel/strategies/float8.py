@@ -6,12 +6,7 @@ type. Then they are rounded to float8: e4m3 with 4 bits of precision, or e5m2 wi
 `tensorwise` has one scale for a tensor, `rowwise` one for each row of the left and each column of the right
 factor. The sums are float32, and the results are bfloat16.
 
-The recipes are torchao's, but here the scales of `tensorwise` are powers of two too. Then a number is rounded
-to the same significant bits in every part of a batch, although the parts have different largest values.
-
-A scale is for one microbatch. Ranks that hold parts of a tensor exchange its largest values (`LayerSplits`),
-so a layout rounds as one device with the same microbatches does. The largest values of weights that
-`tensorwise` needs are the same in all microbatches: `WeightScales` finds them once a step, with one message.
+The recipes are torchao's, but here the scales of `tensorwise` are powers of two too (`float8_scales.py`).
 
 Experts multiply by rows: the output and the gradient of the input, whose scales are for one token. The sum of
 the gradient by a weight runs over tokens, and an expert has tokens of several devices' microbatches. A scale
@@ -20,10 +15,9 @@ for them would depend on the layout, so this gradient is not in float8.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,39 +31,23 @@ from hpc_parallel.layout.step_facts import ALIGNED, BY_ROWS, EXPERTS_BY_ROWS, MU
 from hpc_parallel.models.experts import Experts, SharedExperts, weight_gradients_of_groups
 from hpc_parallel.models.layered import Column, LayeredModel
 from hpc_parallel.problems import ConfigError, Problem, Problems
-from hpc_parallel.strategies.forward_backward import ForwardBackward
-from hpc_parallel.strategies.mesh import name_of
-from hpc_parallel.strategies.ranges import marked
+from hpc_parallel.strategies.float8_scales import (
+    LARGEST,
+    Factor,
+    LayerSplits,
+    ScaleAxis,
+    quantise,
+    quantise_all,
+    with_largest,
+)
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.tensor.tensor_roles import roles_of
-from hpc_parallel.torch_internals import largest_of_group, scaled_product, scaled_product_of_groups
+from hpc_parallel.torch_internals import scaled_product, scaled_product_of_groups
 
 KEY = "training.fp8"
 INPUT, GRADIENT = torch.float8_e4m3fn, {True: torch.float8_e4m3fn, False: torch.float8_e5m2}
-LARGEST = "float8_largest"  # of a layer: the largest value of its weight, which the layout may split
 CAPABILITY = (8, 9)  # the first GPUs with float8
-TINIEST = 1e-12  # a factor whose largest value is smaller is not scaled up to the full range
-ROUNDING_OF_HALF = 2.0**-8  # of a bfloat16
-EXPONENT = 0x7F800000  # the exponent bits of a float32; with only these bits, a number is a power of two
-
-
-class ScaleAxis(NamedTuple):
-    """An axis whose ranks exchange largest values: the names of the axis and of its group."""
-
-    name: str
-    group: str
-
-    @classmethod
-    def of(cls, axis: DeviceMesh | None) -> tuple[ScaleAxis, ...]:
-        return () if axis is None else (cls(name_of(axis), axis.get_group().group_name),)
-
-
-class LayerSplits(NamedTuple):
-    """The axes that split the rows (tokens), the inputs and the outputs of a layer."""
-
-    rows: tuple[ScaleAxis, ...] = ()
-    inputs: tuple[ScaleAxis, ...] = ()
-    outputs: tuple[ScaleAxis, ...] = ()
+Gradients = tuple[Tensor | None, Tensor | None]  # by the input and by the weight
 
 
 def apply(
@@ -130,12 +108,9 @@ def layers_of(model: LayeredModel) -> Iterator[Linear]:
 
 def experts_of(model: LayeredModel) -> Iterator[Experts | SharedExperts]:
     """The experts of the blocks whose sizes are multiples of 16."""
-    for block in model.distinct_blocks:
-        for module in block.modules():
-            if not isinstance(module, Experts | SharedExperts):
-                continue
-            if not any(size % ALIGNED for size in module.gate.shape[-2:]):
-                yield module
+    modules = (module for block in model.distinct_blocks for module in block.modules())
+    experts = (module for module in modules if isinstance(module, Experts | SharedExperts))
+    return (part for part in experts if not any(size % ALIGNED for size in part.gate.shape[-2:]))
 
 
 def find_problems(
@@ -207,8 +182,7 @@ def groups_problem(recipe: str, device: torch.device) -> Problem | None:
         rule = "multiplies groups of rows wrongly here"
     except (RuntimeError, NotImplementedError) as error:
         found, rule = torch.full_like(wanted, torch.nan), f"has no product of groups here: {error}"
-    difference = float((found - wanted).abs().max() / wanted.abs().max())
-    if difference <= ROUNDING_OF_HALF:
+    if float((found - wanted).abs().max() / wanted.abs().max()) <= 2.0**-8:  # bfloat16's rounding
         return None
     return Problem(KEY, recipe, f"{rule} ({torch.cuda.get_device_name(device)})", (OFF,))
 
@@ -228,8 +202,7 @@ def multiply(
     If the number of rows is not a multiple of 16, one of the products can't be in float8, so the layer keeps
     bfloat16. The arguments after `x` are those of `apply`.
     """
-    rows = x.shape[:-1].numel()
-    if rows == 0 or rows % ALIGNED:
+    if (rows := x.shape[:-1].numel()) == 0 or rows % ALIGNED:
         return original(layer, x)
     weight = layer.weight
     part = partial(product, by_rows=by_rows, largest=getattr(layer, LARGEST, None), apart=apart)
@@ -246,13 +219,11 @@ def multiply(
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 
-def shared_product(
-    x: Tensor, weight: Tensor, *, by_rows: bool, splits: LayerSplits, apart: bool = False
-) -> Tensor:
+def shared_product(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
     """As `multiply`, for this rank's part of a weight [out, in] of experts that every token uses."""
     if (rows := x.shape[:-1].numel()) == 0 or rows % ALIGNED:
         return linear(x, weight)
-    return product(x, weight, by_rows=by_rows, splits=splits, apart=apart)
+    return product(x, weight, **options)
 
 
 def product_of_groups(
@@ -277,8 +248,14 @@ def product(
     largest: the largest absolute value of the whole weight, if it is known.
     """
     dtype = torch.float64 if x.dtype == torch.float64 else torch.bfloat16
-    flat = x.reshape(-1, x.shape[-1]).to(dtype)
-    output = multiplied(Product, flat, weight.to(dtype), by_rows, splits, largest, apart=apart)
+    flat, weight = x.reshape(-1, x.shape[-1]).to(dtype), weight.to(dtype)
+    inner = -1 if by_rows else None
+    factors = with_largest(
+        Factor(flat.detach(), INPUT, inner, (splits.rows, splits.inputs)),
+        Factor(weight.detach(), INPUT, inner, (splits.outputs, splits.inputs), largest),
+    )
+    values = [factor.largest for factor in factors]
+    output = multiplied(Product, flat, weight, *values, inner, splits, apart=apart)
     return output.reshape(*x.shape[:-1], len(weight))
 
 
@@ -296,20 +273,19 @@ def multiplied(
     return Joined.apply(output, zeros)  # type: ignore[no-any-return]
 
 
+def keep(ctx: Any, *arguments: Any) -> None:
+    """Keep the arguments of a product for its gradients."""
+    ctx.save_for_backward(*[one for one in arguments if isinstance(one, Tensor)])
+    ctx.others = [one for one in arguments if not isinstance(one, Tensor)]
+
+
 class WeightGradient(torch.autograd.Function):
-    """Zeros like `output`, without their memory. Their gradient gives that of `weight` in this product."""
+    """Zeros like `output`, without their memory. Their gradient gives that of the weight in this product."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        kind: type[Product | ProductOfGroups],
-        output: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        *others: Any,
-    ) -> Tensor:
+    def forward(ctx: Any, kind: type[Product | ProductOfGroups], output: Tensor, *arguments: Any) -> Tensor:
         ctx.kind = kind
-        kind.keep(ctx, x, weight, *others)
+        keep(ctx, *arguments)
         return output.new_zeros(()).expand_as(output)
 
     @staticmethod
@@ -343,69 +319,46 @@ class Product(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        by_rows: bool,
+        largest_x: Tensor,
+        largest_weight: Tensor,
+        dim: int | None,
         splits: LayerSplits,
-        largest: Tensor | None = None,
     ) -> Tensor:
-        inner = -1 if by_rows else None
-        factors = with_largest(
-            Factor(x, INPUT, inner, (splits.rows, splits.inputs)),
-            Factor(weight, INPUT, inner, (splits.outputs, splits.inputs), largest),
-        )
-        Product.keep(ctx, x, weight, by_rows, splits, *reversed([factor.largest for factor in factors]))
-        (x8, of_x), (weight8, of_weight) = quantise_all(*factors)
+        """largest_x, largest_weight: as in `Factor`."""
+        keep(ctx, x, weight, largest_x, largest_weight, dim, splits)
+        x8, of_x = quantise(x, INPUT, dim=dim, largest=largest_x)
+        weight8, of_weight = quantise(weight, INPUT, dim=dim, largest=largest_weight)
         return scaled_product(x8, weight8.t(), scales=(of_x, of_weight.t()), dtype=x.dtype, fast=True)
 
     @staticmethod
-    def keep(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        by_rows: bool,
-        splits: LayerSplits,
-        largest: Tensor | None = None,
-        largest_of_x: Tensor | None = None,
-    ) -> None:
-        ctx.by_rows, ctx.splits = by_rows, splits
-        # With a scale for a tensor, the backward pass needs the same values.
-        known = () if by_rows or largest_of_x is None else (largest_of_x, largest)
-        ctx.save_for_backward(x, weight, *known)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        by_x, by_weight, *others = ctx.needs_input_grad
+        return *Product.gradients(ctx, gradient, by_x=by_x, by_weight=by_weight), *[None for _ in others]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        by_x, by_weight, *_ = ctx.needs_input_grad
-        return *Product.gradients(ctx, gradient, by_x=by_x, by_weight=by_weight), None, None, None
-
-    @staticmethod
-    def gradients(
-        ctx: Any, gradient: Tensor, *, by_x: bool, by_weight: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        x, weight, *known = ctx.saved_tensors
-        largest_x, largest_weight = known or (None, None)
-        by_rows: bool = ctx.by_rows
-        splits: LayerSplits = ctx.splits
-        inner, columns = (-1, -2) if by_rows else (None, None)
-        along_rows = Factor(gradient, GRADIENT[by_rows], inner, (splits.rows, splits.outputs))
+    def gradients(ctx: Any, gradient: Tensor, *, by_x: bool, by_weight: bool) -> Gradients:
+        x, weight, *largest = ctx.saved_tensors
+        inner, (rows, inputs, outputs) = ctx.others
+        by_rows, columns = (False, None) if inner is None else (True, -2)
+        # With a scale for a tensor, the values are those of the forward pass.
+        largest_x, largest_weight = (None, None) if by_rows else largest
+        along_rows = Factor(gradient, GRADIENT[by_rows], inner, (rows, outputs))
         factors = {}
         if by_x:
-            factors["weight"] = Factor(
-                weight, INPUT, columns, (splits.outputs, splits.inputs), largest_weight
-            )
+            factors["weight"] = Factor(weight, INPUT, columns, (outputs, inputs), largest_weight)
             factors["rows"] = along_rows
         if by_weight:
-            factors["x"] = Factor(x, INPUT, columns, (splits.rows, splits.inputs), largest_x)
+            factors["x"] = Factor(x, INPUT, columns, (rows, inputs), largest_x)
             # The rows of the gradient's transpose have their own scales.
             factors["columns" if by_rows else "rows"] = along_rows._replace(dim=columns)
         rounded = dict(zip(factors, quantise_all(*factors.values()), strict=True))
-        of_x = of_weight = None
+        scaled, of_x, of_weight = partial(scaled_product, dtype=x.dtype, fast=False), None, None
         if by_x:
             (gradient8, of_gradient), (weight8, scale) = rounded["rows"], rounded["weight"]
-            scales = of_gradient, scale
-            of_x = scaled_product(gradient8, weight8, scales=scales, dtype=x.dtype, fast=False)
+            of_x = scaled(gradient8, weight8, scales=(of_gradient, scale))
         if by_weight:
             (gradient8, of_gradient), (x8, scale) = rounded["columns" if by_rows else "rows"], rounded["x"]
-            scales = of_gradient.t(), scale
-            of_weight = scaled_product(gradient8.t(), x8, scales=scales, dtype=x.dtype, fast=False)
+            of_weight = scaled(gradient8.t(), x8, scales=(of_gradient.t(), scale))
         return of_x, of_weight
 
 
@@ -417,19 +370,13 @@ class ProductOfGroups(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor, splits: LayerSplits) -> Tensor:
-        ProductOfGroups.keep(ctx, rows, weights, ends, splits)
+        keep(ctx, rows, weights, ends, splits)
         (rows8, of_rows), (weights8, of_weights) = quantise_all(
             Factor(rows, INPUT, -1, ((), splits.inputs)),
             Factor(weights, INPUT, -1, (splits.outputs, splits.inputs)),
         )
         scales, exact = (of_rows, of_weights.mT), rows.dtype == torch.float64
-        output: Tensor = scaled_product_of_groups(rows8, weights8.mT, ends, *scales, exact)
-        return output
-
-    @staticmethod
-    def keep(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor, splits: LayerSplits) -> None:
-        ctx.save_for_backward(rows, weights, ends)
-        ctx.splits = splits
+        return scaled_product_of_groups(rows8, weights8.mT, ends, *scales, exact)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -437,11 +384,8 @@ class ProductOfGroups(torch.autograd.Function):
         return *ProductOfGroups.gradients(ctx, gradient, by_x=by_x, by_weight=by_weight), None, None
 
     @staticmethod
-    def gradients(
-        ctx: Any, gradient: Tensor, *, by_x: bool, by_weight: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        rows, weights, ends = ctx.saved_tensors
-        splits: LayerSplits = ctx.splits
+    def gradients(ctx: Any, gradient: Tensor, *, by_x: bool, by_weight: bool) -> Gradients:
+        (rows, weights, ends), (splits,) = ctx.saved_tensors, ctx.others
         gradient = gradient.contiguous()
         of_rows = None
         if by_x:
@@ -452,135 +396,3 @@ class ProductOfGroups(torch.autograd.Function):
             scales, exact = (of_gradient, of_weights), rows.dtype == torch.float64
             of_rows = scaled_product_of_groups(gradient8, weights8, ends, *scales, exact)
         return of_rows, weight_gradients_of_groups(rows, gradient, ends) if by_weight else None
-
-
-class Factor(NamedTuple):
-    """A matrix of a product, or this rank's part of it, that is rounded to `dtype`; `dim` as in `quantise`.
-
-    With `dim`, a matrix of each group is rounded too ([group, rows, columns]).
-
-    split: the axes that split the rows and the columns of the matrix. largest: the result of `largest_of` for
-    the whole matrix, if it is known.
-    """
-
-    matrix: Tensor
-    dtype: torch.dtype
-    dim: int | None
-    split: tuple[tuple[ScaleAxis, ...], tuple[ScaleAxis, ...]]
-    largest: Tensor | None = None
-
-    @property
-    def over(self) -> tuple[ScaleAxis, ...]:
-        """The axes that split what one scale is for, and whose ranks have other largest values."""
-        if self.largest is not None:
-            return ()
-        return (*self.split[0], *self.split[1]) if self.dim is None else self.split[self.dim]
-
-
-def quantise_all(*factors: Factor) -> list[tuple[Tensor, Tensor]]:
-    """As `quantise`, with the scales of the whole matrices."""
-    return [
-        quantise(factor.matrix, factor.dtype, dim=factor.dim, largest=factor.largest)
-        for factor in with_largest(*factors)
-    ]
-
-
-def with_largest(*factors: Factor) -> list[Factor]:
-    """The factors with the largest values of the whole matrices: a message for each axis that splits some."""
-    largest = [
-        largest_of(factor.matrix, dim=factor.dim) if factor.largest is None else factor.largest
-        for factor in factors
-    ]
-    for axis in dict.fromkeys(axis for factor in factors for axis in factor.over):
-        places = [place for place, factor in enumerate(factors) if axis in factor.over]
-        message = torch.cat([largest[place].flatten() for place in places])
-        with marked(f"all_reduce {axis.name}"):
-            message = largest_of_group(message, group=axis.group)
-        for place, part in zip(
-            places, message.split([largest[place].numel() for place in places]), strict=True
-        ):
-            largest[place] = part.view_as(largest[place])
-    return [factor._replace(largest=whole) for factor, whole in zip(factors, largest, strict=True)]
-
-
-def largest_of(x: Tensor, *, dim: int | None) -> Tensor:
-    """The largest absolute value of `x` [rows, columns] over `dim`, in float32.
-
-    dim: -1 gives a value for each row ([rows, 1]), -2 gives one for each column ([1, columns]), None gives
-    one for all (no dims).
-    """
-    if torch.compiler.is_compiling():  # torch 2.13 names two maxima in bfloat16 alike in its C++ code
-        x = x.float()
-    return (x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)).float()
-
-
-def quantise(
-    x: Tensor, dtype: torch.dtype, *, dim: int | None, largest: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Round `x` [rows, columns] to float8 with a scale; returns the result and 1 / scale, in float32.
-
-    dim: as in `largest_of`. largest: the result of `largest_of` for the whole matrix, if `x` is a part.
-
-    A scale is the greatest power of two that brings no number beyond the range of `dtype`. If `x` is not
-    finite, its products are not finite either.
-    """
-    if largest is None:
-        largest = largest_of(x, dim=dim)
-    scale = torch.finfo(dtype).max / largest.clamp(min=TINIEST)
-    scale = (scale.view(torch.int32) & EXPONENT).view(torch.float32)
-    return (x.float() * scale).to(dtype), scale.reciprocal()
-
-
-class WeightScales:
-    """The `inner` schedule; before a step, one message finds the largest values of all its float8 weights.
-
-    axes: those that split weights: `tensor`, and the one over which fully_shard slices them.
-    """
-
-    def __init__(
-        self, inner: ForwardBackward, *, layers: Sequence[Linear], axes: Sequence[DeviceMesh | None]
-    ) -> None:
-        self._inner, self._layers = inner, layers
-        self._axes = [axis for one in axes for axis in ScaleAxis.of(one)]
-        self.copies = inner.copies
-
-    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self._found():
-            return self._inner.train(inputs, targets)
-
-    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self._found():
-            return self._inner.evaluate(inputs, targets)
-
-    @contextmanager
-    def _found(self) -> Iterator[None]:
-        """Let each layer know its value, until an update changes the weights."""
-        try:
-            for layer, largest in zip(self._layers, self._largest().unbind(), strict=True):
-                setattr(layer, LARGEST, largest)
-            yield
-        finally:
-            for layer in self._layers:
-                setattr(layer, LARGEST, None)
-
-    @torch.no_grad()
-    def _largest(self) -> Tensor:
-        """The values of the layers' weights as the products have them, in bfloat16 or float64."""
-        weights = [layer.weight for layer in self._layers]
-        parts = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
-        largest = torch.stack(
-            [
-                largest_of(part, dim=None) if part.numel() else torch.zeros((), device=part.device)
-                for part in parts
-            ]
-        )
-        for axis in self._axes:
-            with marked(f"all_reduce {axis.name}"):
-                largest = largest_of_group(largest, group=axis.group)
-        return largest if weights[0].dtype == torch.float64 else largest.bfloat16().float()
-
-
-def scaled_layers(parts: Sequence[LayeredModel]) -> list[Linear]:
-    """The layers of `parts` with one scale for their weight."""
-    modules = (module for part in parts for module in part.modules())
-    return [module for module in modules if isinstance(module, Linear) and hasattr(module, LARGEST)]

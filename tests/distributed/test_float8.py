@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from hpc_parallel.strategies.float8 import LARGEST, LayerSplits, Product, ScaleAxis, WeightScales
+from hpc_parallel.strategies.float8 import product
+from hpc_parallel.strategies.float8_scales import LARGEST, LayerSplits, ScaleAxis, WeightScales
 from tests.marks import in_full
 from tests.parity import COMMON, assert_follows, largest_difference
 from tests.workers import Train, Workers
@@ -58,7 +59,7 @@ DIMS = (
 
 def products(by_rows: bool, splits: LayerSplits, *factors: Tensor) -> list[Tensor]:
     x, weight, gradient = (factor.clone() for factor in factors)
-    output = Product.apply(x.requires_grad_(), weight.requires_grad_(), by_rows, splits)
+    output = product(x.requires_grad_(), weight.requires_grad_(), by_rows=by_rows, splits=splits)
     output.backward(gradient)
     assert x.grad is not None
     assert weight.grad is not None

@@ -7,8 +7,8 @@ import torch
 
 from hpc_parallel.strategies.float8 import (
     LayerSplits,
-    Product,
     groups_problem,
+    product,
     product_of_groups,
     quantise,
 )
@@ -42,7 +42,7 @@ def test_a_gpu_gives_the_gradients_of_a_cpu(by_rows: bool) -> None:
     found = []
     for device in ("cpu", DEVICE):
         factors = [factor.detach().to(device).requires_grad_() for factor in (x, weight)]
-        Product.apply(*factors, by_rows, LayerSplits()).backward(gradient.to(device))
+        product(*factors, by_rows=by_rows, splits=LayerSplits()).backward(gradient.to(device))
         found.append([factor.grad.cpu().double() for factor in factors if factor.grad is not None])
     for of_cpu, of_device in zip(*found, strict=True):
         assert float((of_cpu - of_device).abs().max() / of_cpu.abs().max()) <= 2 * ROUNDING

@@ -221,7 +221,7 @@ def test_experts_are_replaced_and_their_router_is_not() -> None:
 
 
 class Products(TorchDispatchMode):
-    """Counts products in float8, and all-reduces."""
+    """Counts operators by their names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,20 +232,22 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def block_of(recipe: str, *, keeps: str = "none", apart: bool = False) -> nn.Module:
-    """It has four layers of attention, and three of the feed-forward or, with `rowwise`, of shared experts.
+def block_of(
+    recipe: str, *, keeps: str = "none", apart: bool = False, dtype: torch.dtype = torch.float64
+) -> nn.Module:
+    """It has four layers of attention, and three of the feed-forward; or, but for `tensorwise`, a mixture.
 
-    With `rowwise` it also has three products of experts.
+    A mixture has three layers of shared experts, three products of experts, and a router.
     """
     model: Transformer = decoder()
-    if recipe == "rowwise":
+    if recipe != "tensorwise":
         model = MoeTransformer(
             layers=1, dim=32, heads=2, kv_heads=1, ffn_dim=48, vocab_size=48, experts=4, experts_per_token=2,
             balance=0.1, shared_experts=1,
         )  # fmt: skip
     float8.apply(model, recipe=recipe, device=torch.device("cpu"), apart=apart)
     checkpointing.apply(model, keeps=keeps, compiled=False)
-    materialise(model, seed=0, device="cpu", dtype=torch.float64)
+    materialise(model, seed=0, device="cpu", dtype=dtype)
     block: nn.Module = model.distinct_blocks[0]
     return block
 
@@ -259,24 +261,32 @@ def test_only_full_recomputation_multiplies_again(keeps: str, again: int) -> Non
     assert products.counts["scaled_product_of_groups"] == 3 * (2 + again)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+PASSES: dict[str, tuple[dict[str, int], dict[str, int]]] = {  # products of the passes for inputs and weights
+    "off": ({"mm": 8, "_grouped_mm": 3}, {"mm": 8, "_grouped_mm": 3}),
+    "tensorwise": ({"scaled_product": 7}, {"scaled_product": 7}),
+    "rowwise": (
+        {"scaled_product": 7, "scaled_product_of_groups": 3, "weight_gradients_of_groups": 0},
+        {"scaled_product": 7, "scaled_product_of_groups": 0, "weight_gradients_of_groups": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", PASSES)
 def test_a_split_backward_pass_computes_each_gradient_once(recipe: str) -> None:
     """The gradients by weights follow those by inputs, and equal those of one pass."""
-    one_pass, split = (block_of(recipe, apart=apart) for apart in (False, True))
-    x = numbers(2, 16, 32).double()
+    dtype = torch.float32 if recipe == "off" else torch.float64  # torch's kernel of groups takes no float64
+    one_pass, split = (block_of(recipe, apart=apart, dtype=dtype) for apart in (False, True))
+    x = numbers(2, 16, 32).to(dtype)
     wanted = x.clone().requires_grad_()
     one_pass(wanted).square().sum().backward()
     x.requires_grad_()
     output = split(x).square().sum()
-    with Products() as products:
+    with Products() as of_inputs:
         gradients, groups = stage_backward_input([output], None, [x], split.parameters())
-    layers, experts = 7, 3 if recipe == "rowwise" else 0
-    assert products.counts["scaled_product"] == layers
-    assert products.counts["weight_gradients_of_groups"] == 0
-    with Products() as products:
+    with Products() as of_weights:
         stage_backward_weight(split.parameters(), groups)
-    assert products.counts["scaled_product"] == layers
-    assert products.counts["weight_gradients_of_groups"] == experts
+    for products, expected in zip((of_inputs, of_weights), PASSES[recipe], strict=True):
+        assert {name: products.counts[name] for name in expected} == expected
     assert gradients[0] is not None
     assert wanted.grad is not None
     torch.testing.assert_close(gradients[0], wanted.grad, rtol=0, atol=0)

@@ -20,7 +20,7 @@ from hpc_parallel.planning.operations import ROUNDED, ROUNDING_KERNELS, MatrixPr
 from hpc_parallel.planning.pipeline_orders import BACKWARD, FORWARD, ActionKind
 from hpc_parallel.planning.step_time import StepTerms
 from hpc_parallel.planning.work import work_of_run
-from hpc_parallel.strategies import float8
+from hpc_parallel.strategies import float8, float8_scales
 from tests.benchmarks.calibrate_plan import FOLDERS
 from tests.composed import composed
 
@@ -48,6 +48,18 @@ class Bytes(TorchDispatchMode):
         return result
 
 
+class Rounded(TorchDispatchMode):
+    """Counts the numbers that are rounded to float8."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default and result.itemsize == 1:
+            self.numbers += result.numel()
+        return result
+
+
 @pytest.mark.parametrize("dim", [None, -1, -2])
 def test_the_rounding_moves_the_bytes_that_are_planned(dim: int | None) -> None:
     matrix = torch.randn(512, 1024).bfloat16()
@@ -57,29 +69,28 @@ def test_the_rounding_moves_the_bytes_that_are_planned(dim: int | None) -> None:
     assert counted.kernels == pytest.approx(ROUNDING_KERNELS[False], abs=1)
 
 
+ZERO_BUBBLE = ("strategy=pipeline", "strategy.pipeline=2", "strategy.schedule=interleaved_zero_bubble")
+
+
+@pytest.mark.parametrize("schedule", [("strategy=single",), ZERO_BUBBLE])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_as_many_numbers_are_rounded_as_planned(recipe: str) -> None:
+def test_as_many_numbers_are_rounded_as_planned(recipe: str, schedule: tuple[str, ...]) -> None:
     """By the blocks of a decoder with a gate and fewer heads of keys than of queries."""
+    apart = schedule == ZERO_BUBBLE
     sizes = {"dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 192, "vocab_size": 256}
     words = [f"model.{key}={value}" for key, value in sizes.items()]
     config, *_ = resolve(composed(
-        *RUN, "strategy=single", "gpus_per_node=1", *words, "model.layers=1", "data.sequence_length=32",
-        "training.global_batch_size=2", f"training.fp8={recipe}",
+        *RUN, *schedule, f"gpus_per_node={2 if apart else 1}", *words, "data.sequence_length=32",
+        "model.layers=4", "training.microbatch_size=2", f"training.fp8={recipe}",
     ))  # fmt: skip
     share = StepTerms(work_of_run(config), read_hardware(H100, folders=FOLDERS)).share
     model = Transformer(layers=1, **sizes)
     layers = [*float8.layers_of(model)]
-    float8.apply(model, recipe=recipe, device=torch.device("cpu"))
-    rounded = [0]
-
-    def counted(x: Tensor, *arguments: object, **options: object) -> object:
-        rounded[0] += x.numel()
-        return quantise(x, *arguments, **options)  # type: ignore[arg-type]
-
-    quantise, ids = float8.quantise, torch.zeros(2, 32, dtype=torch.int64)
-    with mock.patch.object(float8, "quantise", counted):
+    float8.apply(model, recipe=recipe, device=torch.device("cpu"), apart=apart)
+    ids = torch.zeros(2, 32, dtype=torch.int64)
+    with Rounded() as rounded:
         loss = model.loss(model(ids), ids)
-        forward = rounded[0]
+        forward = rounded.numbers
         loss.backward()
     planned = {one.name: one for one in (*share.block(), *share.block_backward())}
     assert forward == sum(planned[f"{name}: to float8"].bytes for name in LINEAR) / ROUNDED[False]
@@ -90,7 +101,7 @@ def test_as_many_numbers_are_rounded_as_planned(recipe: str) -> None:
         results += 64 * layer.out_features
     extra = copies * (inputs + weights + results) + scaled * (inputs + weights) * (recipe == "rowwise")
     of_rounding = sum(planned[f"{name}: gradients to float8"].bytes for name in LINEAR) - extra
-    assert rounded[0] - forward == of_rounding / ROUNDED[False]
+    assert rounded.numbers - forward == of_rounding / ROUNDED[False]
 
 
 def test_only_the_linear_products_of_blocks_are_faster() -> None:
@@ -149,30 +160,22 @@ def test_experts_round_and_exchange_as_planned(tensor: int) -> None:
     ))  # fmt: skip
     step = StepTerms(work_of_run(config), read_hardware(H100, folders=FOLDERS))
     experts = Experts(8, dim=64, hidden=96 // tensor)
-    over = (float8.ScaleAxis("tensor", "group"),) * (tensor > 1)
+    over = (float8_scales.ScaleAxis("tensor", "group"),) * (tensor > 1)
     experts.widen, experts.narrow = (
         partial(float8.product_of_groups, splits=float8.LayerSplits(**{name: over}))
         for name in ("outputs", "inputs")
     )
-    rounded, sent = [0], []
-    quantise, counts = float8.quantise, torch.full((8,), 8)
-
-    def counted(x: Tensor, *arguments: object, **options: object) -> object:
-        rounded[0] += x.numel()
-        return quantise(x, *arguments, **options)  # type: ignore[arg-type]
+    sent, counts = [], torch.full((8,), 8)
 
     def largest(numbers: Tensor, *, group: str) -> Tensor:
         sent.append(numbers.nbytes)
         return numbers
 
-    with (
-        mock.patch.object(float8, "quantise", counted),
-        mock.patch.object(float8, "largest_of_group", largest),
-    ):
+    with Rounded() as rounded, mock.patch.object(float8_scales, "largest_of_group", largest):
         for weight in experts.parameters():
             torch.nn.init.ones_(weight)
         output = experts(torch.randn(64, 64).requires_grad_(), counts)
-        forward, forward_bytes = rounded[0], sum(sent)
+        forward, forward_bytes = rounded.numbers, sum(sent)
         output.sum().backward()
     operations = (*step.share.block(), *step.share.block_backward())
     planned = {one.name: one for one in operations}
@@ -180,7 +183,7 @@ def test_experts_round_and_exchange_as_planned(tensor: int) -> None:
     assert forward == sum(planned[f"{name}: to float8"].bytes for name in (up, down)) / ROUNDED[False]
     copies = 2 * sum(weight.numel() for weight in experts.parameters())
     backward = sum(planned[f"{name}: gradients to float8"].bytes for name in (up, down)) - copies
-    assert rounded[0] - forward == backward / ROUNDED[False]
+    assert rounded.numbers - forward == backward / ROUNDED[False]
     in_half = [one.name for one in operations if isinstance(one, MatrixProduct) and not one.float8]
     assert {f"{name}: gradient of weights" for name in (up, down)} <= {*in_half}
     assert not {up, down, "shared experts up", "shared experts down"} & {*in_half}
@@ -193,13 +196,17 @@ def test_experts_round_and_exchange_as_planned(tensor: int) -> None:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("axis", ["tensor", "context"])
-def test_as_many_largest_values_are_exchanged_as_planned(axis: str, recipe: str) -> None:
+@pytest.mark.parametrize("schedule", [(), ZERO_BUBBLE])
+def test_as_many_largest_values_are_exchanged_as_planned(
+    axis: str, recipe: str, schedule: tuple[str, ...]
+) -> None:
     """By a block whose layers and tokens are split; the messages are counted without other ranks."""
     sizes = {"dim": 64, "heads": 4, "kv_heads": 2, "ffn_dim": 192, "vocab_size": 256}
     words = [f"model.{key}={value}" for key, value in sizes.items()]
     config, *_ = resolve(composed(
-        *RUN, f"strategy={axis}", f"strategy.{axis}=2", "gpus_per_node=2", *words, "model.layers=1",
-        "data.sequence_length=64", "training.global_batch_size=1", f"training.fp8={recipe}",
+        *RUN, *(schedule or (f"strategy={axis}",)), f"strategy.{axis}=2", "model.layers=4", *words,
+        f"gpus_per_node={4 if schedule else 2}", "data.sequence_length=64", "training.microbatch_size=1",
+        f"training.fp8={recipe}",
     ))  # fmt: skip
     exchanges = StepTerms(work_of_run(config), read_hardware(H100, folders=FOLDERS)).exchanges
     planned = Counter(
@@ -209,7 +216,7 @@ def test_as_many_largest_values_are_exchanged_as_planned(axis: str, recipe: str)
         }
     )
     tokens = 64 if axis == "tensor" else 32
-    over, found = (float8.ScaleAxis(axis, "group"),), Counter[ActionKind]()
+    over, found = (float8_scales.ScaleAxis(axis, "group"),), Counter[ActionKind]()
     messages = Counter[ActionKind]()
     pairs = ((64, 64), (64, 32), (64, 32), (64, 64), (64, 192), (64, 192), (192, 64))  # inputs, outputs
     for place, (inputs, outputs) in enumerate(pairs):
@@ -226,10 +233,14 @@ def test_as_many_largest_values_are_exchanged_as_planned(axis: str, recipe: str)
             sent.append(numbers.nbytes)
             return numbers
 
-        largest = float8.largest_of(weight, dim=None) if recipe == "tensorwise" else None  # once a step
-        with mock.patch.object(float8, "largest_of_group", counted):
+        largest = (
+            float8_scales.largest_of(weight, dim=None) if recipe == "tensorwise" else None
+        )  # once a step
+        with mock.patch.object(float8_scales, "largest_of_group", counted):
             factors = x.requires_grad_(), weight.requires_grad_()
-            output = float8.Product.apply(*factors, recipe == "rowwise", splits, largest)
+            output = float8.product(
+                *factors, by_rows=recipe == "rowwise", splits=splits, largest=largest, apart=bool(schedule)
+            )
             found[FORWARD] += sum(sent)
             messages[FORWARD] += len(sent)
             sent.clear()
