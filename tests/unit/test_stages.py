@@ -29,7 +29,7 @@ from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.run import main
 from hpc_parallel.sweep import start as sweep_start
 from hpc_parallel.sweep import study as study_module
-from hpc_parallel.sweep.study import Study, plan
+from hpc_parallel.sweep.study_plan import Study, plan
 from hpc_parallel.sweep.study_stages import COMMANDS, stages_of
 
 pytestmark = pytest.mark.usefixtures("here")
