@@ -23,16 +23,16 @@ from hpc_parallel.record.stage_file import MAIN, read_stages
 from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.shell import complain
 from hpc_parallel.slurm.node_room import RunPlace
-from hpc_parallel.sweep.study_plan import COMPLETED, PlannedStage, Study, plan
+from hpc_parallel.sweep.study_plan import COMPLETED, Check, PlannedStage, Study, plan
 from hpc_parallel.sweep.study_stages import BESIDE, StudyStage
 
 
-def start(line: CommandLine, config: Any) -> int:
+def start(line: CommandLine, config: Any, *, check: Check) -> int:
     """Start the stages of a composed configuration that are not done; returns the exit code.
 
     Raises ConfigError with the problems of all stages; nothing was started then.
     """
-    study = plan(line, config)
+    study = plan(line, config, check=check)
     if config.dry_run:
         study.show()
         for planned in study.waiting:
@@ -46,7 +46,7 @@ def start(line: CommandLine, config: Any) -> int:
     require_trusted(study.folder, key="name", shared_folder=launcher.shared_folder)
     with held(study.folder, key="name"):
         if read_stages(study.folder) != study.before:  # the same line was typed at the same time
-            study = plan(line, config)
+            study = plan(line, config, check=check)
         study.show()
         if not study.waiting:
             study.record(_jobs(study))
@@ -58,10 +58,9 @@ def run_in_order(study: Study) -> int:
     """Run the stages here, one after another; returns FAILED if one of them failed."""
     study.record({})
     ended: dict[str, str] = {planned.name: COMPLETED for planned in study.stages if planned.is_done}
-    beside = [planned for planned in study.stages if planned.stage.when == BESIDE and not planned.is_done]
+    beside = [planned for planned in study.waiting if planned.stage.when == BESIDE]
     threads: dict[str, threading.Thread] = {}
-    order = [planned for planned in study.stages if not planned.is_done]
-    for planned in order:
+    for planned in study.waiting:
         for name in planned.stage.after:
             _join(name, threads, study, ended)
         if planned.name == MAIN:
@@ -77,7 +76,9 @@ def _run_one(planned: PlannedStage, ended: dict[str, str]) -> None:
     """Run a stage to its end, if all before it have completed. Prints why it could not."""
     if failed := [name for name in planned.stage.after if ended.get(name) != COMPLETED]:
         ended[planned.name] = "not started"
-        complain([f"{planned.name}: not started, because {failed[0]} {_was(ended.get(failed[0]))}"])
+        outcome = ended.get(failed[0])
+        why = "was not started" if outcome == "not started" else f"ended: {outcome}"
+        complain([f"{planned.name}: not started, because {failed[0]} {why}"])
         return
     print(f"\nstage       {planned.name}", flush=True)
     try:
@@ -90,10 +91,6 @@ def _run_one(planned: PlannedStage, ended: dict[str, str]) -> None:
     print("\n".join([str(run), choice, *run.notes]), flush=True)
     launcher.launch(run)
     ended[planned.name] = _outcome(planned)
-
-
-def _was(outcome: str | None) -> str:
-    return "was not started" if outcome == "not started" else f"ended: {outcome}"
 
 
 def _outcome(planned: PlannedStage) -> str:
@@ -153,9 +150,7 @@ def submit(study: Study) -> int:
     jobs: dict[str, Job] = {}
     runs: dict[str, PreparedRun] = {}
     try:
-        for planned in study.stages:
-            if planned.is_done:
-                continue
+        for planned in study.waiting:
             runs[planned.name] = replace(planned.run, dependency=_dependency(planned.stage, jobs))
             write(runs[planned.name])
             jobs[planned.name] = submit_run(runs[planned.name])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -22,10 +22,10 @@ from omegaconf import OmegaConf
 
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import compose_run
-from hpc_parallel.config.script import absolute
+from hpc_parallel.config.script import PLACEHOLDERS, TASK, absolute
 from hpc_parallel.failure.run_state import states
 from hpc_parallel.launch.checked_run import prepared, reporting_all_problems
-from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.launch.prepare import PreparedRun, is_awaited
 from hpc_parallel.launch.recompose import override_value
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.names import RUNS, command_on, from_here, label
@@ -39,6 +39,7 @@ from hpc_parallel.sweep.study_stages import BESIDE, StudyStage, filled, line_of,
 COMPLETED = "completed"
 _KINDS = ("local", "allocation", "slurm")
 Window = tuple[float, float]
+Check = Callable[[Sequence[str], Container[Path]], Sequence[Problem | str]]
 _OWN_CLASS = "._target_"
 _PACKAGES = ("hpc_parallel.", "torch.")
 # Where and how long a run computes, and what is told of it: no input of its result.
@@ -108,14 +109,18 @@ class Study:
         write_stages(self.folder, tuple(planned.record for planned in self.stages))
 
 
-def plan(line: CommandLine, config: Any) -> Study:
-    """Compose and check all stages. Raises ConfigError with all problems."""
+def plan(line: CommandLine, config: Any, *, check: Check) -> Study:
+    """Compose and check all stages. Raises ConfigError with all problems.
+
+    check: the problems of the words of a command, given the places that need not exist yet.
+    """
     then = config.then if isinstance(config.then, str) else OmegaConf.to_container(config.then, resolve=True)
     stages = stages_of(then)
+    if config.task.name == TASK:  # what its line names counts, as for any stage
+        words = (f"script.file={config.script.file}", *map(str, config.script.words))
+        stages = [replace(stage, words=words) if stage.name == MAIN else stage for stage in stages]
     name, run_id = str(config.name), new_run_id()
     chosen = absolute(config.run_dir) if config.run_dir else None
-    if problems := [*unknown_folders(stages)]:
-        raise ConfigError(problems)
     folders = {
         stage.name: chosen.with_name(f"{chosen.name}.{stage.name}") if chosen
         else absolute(str(RUNS / f"{name}.{stage.name}" / run_id))
@@ -126,40 +131,61 @@ def plan(line: CommandLine, config: Any) -> Study:
     if is_sweep_folder(folder) and not (folder / FILE).exists():
         raise ConfigError([Problem("name", name, "is the name of a sweep", (f"{name}_study",))])
     before = read_stages(folder)
-    planner = _Planner(line, name=name, folders=folders, before=before)
+    planner = _Planner(line, name=name, folders=folders, before=before, check=check)
+    planner.problems += unknown_folders(stages)
     for stage in stages:
         planner.add(stage)
     planner.require_valid()
     return Study(folder, tuple(planner.planned), line.words, before)
 
 
+@dataclass(frozen=True)
+class _Awaited(Container[Path]):
+    """The places that stages write before: what is in one of them, or holds one, need not exist yet."""
+
+    places: list[Path]
+
+    def __contains__(self, text: object) -> bool:
+        path = absolute(str(text))
+        return any(path.is_relative_to(place) or place.is_relative_to(path) for place in self.places)
+
+
 class _Planner:
     def __init__(
-        self, line: CommandLine, *, name: str, folders: dict[str, Path], before: Sequence[StageRecord]
-    ) -> None:
+        self, line: CommandLine, *, name: str, folders: dict[str, Path], before: Sequence[StageRecord],
+        check: Check,
+    ) -> None:  # fmt: skip
         self.planned: list[PlannedStage] = []
-        self._line, self._name, self._folders = line, name, folders
+        self._line, self._name, self._folders, self._check = line, name, folders, check
         self._records = {record.name: record for record in before}
-        self._problems: list[Problem | str] = []
-        self._words: list[str] = []  # of all stages so far
+        self.problems: list[Problem | str] = []
+        self._words: list[str] = []  # of all stages so far that start
 
     def add(self, stage: StudyStage) -> None:
         """Check a stage; those before it are planned."""
-        awaited = [*self._folders.values()]
-        awaited += [absolute(word.rpartition("=")[2]) for word in self._words if not word.startswith("-")]
-        self._words += stage.words
+        done = {planned.name for planned in self.planned if planned.is_done}
+        awaited = _Awaited([folder for name, folder in self._folders.items() if name not in done])
+        awaited.places.extend(_paths(self._words))
+        words = [filled(word, self._folders) for word in stage.words]
+        planned, problems = None, list[Problem | str]()
         try:
             line = line_of(stage, self._line, name=self._name, folders=self._folders)
             folders = dict(self._folders) if stage.is_run else {}
-            again = partial(_prepared, line, folders=folders)
+            again = partial(_prepared, line, folders=folders, awaited=())
             run = again(awaited=awaited)
+            if {*stage.after} <= {planned.name for planned in self.planned}:  # else one of them has problems
+                planned = self._compared(stage, run, again)
+                self.planned.append(planned)
         except ConfigError as error:
-            prefix = "" if stage.name == MAIN else f"then.{stage.name}: "
-            self._problems += [f"{prefix}{problem}" if prefix else problem for problem in error.problems]
-            return
-        if any(name not in {planned.name for planned in self.planned} for name in stage.after):
-            return  # a stage before has problems
-        self.planned.append(self._compared(stage, run, again))
+            problems += error.problems
+        if planned is None or planned.because:
+            if not (stage.is_run or words[0] == "--" or any(map(" ".join(words).count, PLACEHOLDERS))):
+                problems += self._check(words, awaited)
+            self._words += words
+        problems = [problem for problem in problems if not is_awaited(problem, awaited)]
+        if stage.name != MAIN:
+            problems = [_named(f"then.{stage.name}: {problem}", self._folders) for problem in problems]
+        self.problems += problems
 
     def _compared(
         self, stage: StudyStage, run: PreparedRun, again: Callable[[], PreparedRun]
@@ -193,7 +219,7 @@ class _Planner:
         (state,) = states([run])
         if not state.ended:
             rule = f"is going on in {label(run.path)}: {state}. Try {command_on(run.path, 'status')}"
-            self._problems.append(f"then: the stage {record.name} {rule}.")
+            self.problems.append(f"then: the stage {record.name} {rule}.")
             return str(state)
         if state.name != COMPLETED:
             return f"it was {state}" if state.name != "not started" else "it was not started"
@@ -219,27 +245,27 @@ class _Planner:
         ]  # fmt: skip
         if users:
             rule = f"leaves no checkpoint for {' and '.join(users)}"
-            self._problems.append(Problem("training.checkpoint_every", None, rule, (500,)))
+            self.problems.append(Problem("training.checkpoint_every", None, rule, (500,)))
 
     def require_valid(self) -> None:
         """Raises ConfigError with the problems of all stages."""
         kinds = {planned.run.config.launcher.kind for planned in self.planned}
         for kind in sorted(kinds - {*_KINDS}):
-            self._problems.append(Problem("launcher", kind, "leaves the start of stages to you", ("slurm",)))
+            self.problems.append(Problem("launcher", kind, "leaves the start of stages to you", ("slurm",)))
         if len(kinds) > 1 and kinds <= {*_KINDS}:
-            self._problems.append(f"then: stages of one study have one launcher, not {sorted(kinds)}.")
+            self.problems.append(f"then: stages of one study have one launcher, not {sorted(kinds)}.")
         self._require_checkpoints()
         followed = {name for planned in self.planned for name in planned.stage.after}
         for planned in self.planned:
             launcher = planned.run.config.launcher
             if launcher.kind == "slurm" and launcher.resubmit and planned.name in followed:
                 rule = "gives the run a new job, which later stages would not wait for"
-                self._problems.append(Problem("launcher.resubmit", True, rule, (False,)))
-        if self._problems:
-            raise ConfigError(list(dict.fromkeys(self._problems)))
+                self.problems.append(Problem("launcher.resubmit", True, rule, (False,)))
+        if self.problems:
+            raise ConfigError(list(dict.fromkeys(self.problems)))
 
 
-def _prepared(line: CommandLine, *, folders: Mapping[str, Path], awaited: Sequence[Path] = ()) -> PreparedRun:
+def _prepared(line: CommandLine, *, folders: Mapping[str, Path], awaited: Container[Path]) -> PreparedRun:
     """The checked run of a line, with folders in place of `{NAME}` in the values of its configuration."""
     with reporting_all_problems(line):
         cell = compose_run(line.overrides, **line.places)
@@ -262,20 +288,29 @@ def fingerprint(
 ) -> str:
     """A digest of what a stage does. before: the digests of the stages before it; folders: of all stages."""
     settings = {key: value for key, value in flatten(run.values).items() if not key.startswith(_PLACES)}
-    text = json.dumps([list(words), settings, list(before)], sort_keys=True, default=str)
+    text = _named(json.dumps([list(words), settings, list(before)], sort_keys=True, default=str), folders)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _named(text: str, folders: Mapping[str, Path]) -> str:
+    """The text with `{NAME}` for the folder of each stage."""
     for name, folder in folders.items():
         text = text.replace(str(folder), f"{{{name}}}")
-    return hashlib.sha256(text.encode()).hexdigest()
+    return text
 
 
 def files_of(run: PreparedRun, words: Iterable[str], *, folders: Iterable[Path]) -> dict[str, Any]:
     """Each file or folder that the stage names, with its size and time; None if it is missing."""
     values = flatten(run.values)
-    texts = [word.rpartition("=")[2] for word in words if not word.startswith("-") or "=" in word]
-    texts += [str(values[key]) for key in ("data.path", "weights") if values.get(key)]
-    paths = {absolute(text) for text in texts if text and len(text) < 4096 and "\0" not in text}
-    paths |= set(_own_modules(values))
+    named = [f"{key}={values[key]}" for key in ("data.path", "weights") if values.get(key)]
+    paths = {*_paths([*words, *named]), *_own_modules(values)}
     return {str(path): _state(path) for path in sorted(paths) if not any(map(path.is_relative_to, folders))}
+
+
+def _paths(words: Iterable[str]) -> Iterator[Path]:
+    """The paths that the words of a line may name."""
+    texts = [word.partition("=")[2] or word for word in words if not word.startswith("-") or "=" in word]
+    yield from [absolute(text) for text in texts if text and len(text) < 4096 and "\0" not in text]
 
 
 def _own_modules(values: Mapping[str, Any]) -> Iterator[Path]:
