@@ -30,7 +30,7 @@ from hpc_parallel.layout.counts import trains
 from hpc_parallel.layout.layout import processes_per_node, servers
 from hpc_parallel.layout.schedules import file_of
 from hpc_parallel.machine import fabric
-from hpc_parallel.problems import ConfigError, Problem, tried
+from hpc_parallel.problems import ConfigError, Problem, spell, tried
 from hpc_parallel.record.names import RUNS
 from hpc_parallel.record.run_folder import RunFolder, new_run_id
 
@@ -239,7 +239,8 @@ def _weights_problems(config: RunConfig) -> list[Problem | str]:
 def _stage_problems(config: RunConfig) -> list[Problem | str]:
     """The problem of stages where nothing would start them."""
     rule = "names stages of one run that the command run starts, without -m and not from Python"
-    return [] if config.then is None else [Problem("then", config.then, rule, (None,))]
+    instead = "Try then=null, and once the runs have ended: python -m hpc_parallel report FOLDER"
+    return [] if config.then is None else [f"then = {spell(config.then)} {rule}. {instead}."]
 
 
 def is_awaited(problem: Problem | str, awaited: Container[Path]) -> bool:

@@ -335,10 +335,18 @@ def test_a_run_folder_starts_no_stages(study: Study) -> None:
     assert compose_run(line.overrides, **line.places).config.then == "show"
 
 
-@pytest.mark.parametrize("words", [("-m", "nodes=1,2"), ("launcher=script",)])
-def test_what_can_have_no_stages_says_so(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (("-m", "nodes=1,2"), "once the runs have ended: python -m hpc_parallel report FOLDER."),
+        (("launcher=script",), "leaves the start of stages to you. Try launcher=slurm."),
+    ],
+)
+def test_what_can_have_no_stages_says_so(
+    words: tuple[str, ...], instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*words, "device=cpu", "launcher.snapshot=false", "then=report"]) == 2
-    assert "stages" in capsys.readouterr().err
+    assert instead in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("gpus", "beside"), [(0, ["evaluate"]), (1, []), (2, ["evaluate"])])
