@@ -101,11 +101,7 @@ def _agreed(running: Sequence[Target]) -> bool:
 def _object(target: Target, refusal: str | None) -> dict[str, Any]:
     reason = target.refusal or refusal
     return {
-        "run": label(target.run.path),
-        "path": str(target.run.path),
-        "job_id": target.job,
-        "pid": None if target.job or waits(target.run) else target.pid,
-        "asked": reason is None,
-        "reason": reason,
-        "state": target.state.name,
-    }
+        "run": label(target.run.path), "path": str(target.run.path), "job_id": target.job,
+        "pid": None if target.job or waits(target.run) else target.pid, "asked": reason is None,
+        "reason": reason, "state": target.state.name,
+    }  # fmt: skip

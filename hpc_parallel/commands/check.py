@@ -7,7 +7,8 @@ wrong, 3 Slurm would refuse the job.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
@@ -26,7 +27,7 @@ _SITE_KEYS = ("cluster", "launcher", "device", "run_dir")
 _STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red"}
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) -> int:
     """Print the results; returns the exit code. Check the site even if the configuration is wrong."""
     if set(arguments) & {"-h", "--help"}:
         print(__doc__)
@@ -38,6 +39,9 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(["check takes one configuration. Try it without -m."])
     except ConfigError as error:
         return refuse(error.problems)
+    if awaited is not None:
+        checked_run(line, awaited=awaited)
+        return DONE
     try:
         lines = list(site_lines(checked_run(line)))
     except ConfigError as error:

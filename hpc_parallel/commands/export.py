@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import ConfigError, Problem, tried
 from hpc_parallel.record.checkpoint_index import Checkpoint, complete, skipped
 from hpc_parallel.record.find import path_of
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
@@ -23,15 +23,22 @@ from hpc_parallel.terminal import say, warn
 SUFFIX = ".safetensors"
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) -> int:
     """Write the file; returns the exit code."""
     options = _parser().parse_args(list(arguments))
+    problems: list[Problem | str] = []
     try:
-        folder = RunFolder(path_of(options.run))
-        checkpoint = find(folder, step=options.step)
-        output: Path = options.output or folder.path / f"{checkpoint.path.name}{SUFFIX}"
-        if problems := list(_output_problems(output)):
+        checkpoint, output, reads = None, options.output, awaited is None
+        if Path(options.run) not in (awaited or ()):
+            folder = RunFolder(path_of(options.run))
+            checkpoint = tried(lambda: find(folder, step=options.step, reads=reads), problems)
+        if checkpoint is not None:
+            output = output or checkpoint.path.parents[1] / f"{checkpoint.path.name}{SUFFIX}"
+        problems += _output_problems(output, awaited or ()) if output is not None else ()
+        if problems:
             raise ConfigError(problems)
+        if awaited is not None or checkpoint is None:
+            return DONE
         from hpc_parallel.training.export_weights import write  # the import of torch is slow
 
         size = write(checkpoint, output, library_names=options.library_names)
@@ -39,17 +46,19 @@ def main(arguments: Sequence[str]) -> int:
         warn(*str(error).splitlines())
         return WRONG
     except OSError as error:
-        warn(f"{options.output or folder.path} can't be written: {error.strerror or error}.")
+        warn(f"{options.output or options.run} can't be written: {error.strerror or error}.")
         return FAILED
     say(f"{output}: the weights of step {checkpoint.step}, {size:,} bytes.")
     say(f"To start from these weights, add weights={output} to the command of the run.")
     return DONE
 
 
-def find(folder: RunFolder, *, step: int | None) -> Checkpoint:
+def find(folder: RunFolder, *, step: int | None, reads: bool = True) -> Checkpoint:
     """The checkpoint of `step`, or the newest that is not damaged. Warn of the damaged ones that are skipped.
 
     Refuse a folder that other users can write to, because the index of a checkpoint is a pickle.
+
+    reads: whether to read all files, which takes long, to see if they are damaged.
 
     Raises ConfigError, UntrustedError.
     """
@@ -71,7 +80,7 @@ def find(folder: RunFolder, *, step: int | None) -> Checkpoint:
         if step is not None and checkpoint.step > step:
             continue
         require_private(checkpoint.path)
-        if damage := checkpoint.damage():
+        if damage := checkpoint.damage() if reads else None:
             damaged.append(f"the checkpoint of step {checkpoint.step} is damaged ({damage})")
         elif step not in (None, checkpoint.step):
             raise ConfigError([f"{'; '.join(damaged)}. Try --step {checkpoint.step}."])
@@ -81,10 +90,10 @@ def find(folder: RunFolder, *, step: int | None) -> Checkpoint:
     raise ConfigError([f"{'; '.join(damaged)}, and no sound one is before."])
 
 
-def _output_problems(output: Path) -> Iterator[str]:
+def _output_problems(output: Path, awaited: Container[Path]) -> Iterator[str]:
     if output.suffix != SUFFIX:
         yield f"--output {output} must end in {SUFFIX}. Try --output {output.with_suffix(SUFFIX)}."
-    if not os.path.isdir(output.parent):
+    if not os.path.isdir(output.parent) and output.parent not in awaited:
         yield f"--output {output}: there is no folder {output.parent}. Try mkdir -p {output.parent}."
     if os.path.lexists(output):
         yield f"{output} exists already, and a job may be reading it. Try another --output."

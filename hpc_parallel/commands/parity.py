@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +31,7 @@ from hpc_parallel.shell import command_parser, complain, refuse
 from hpc_parallel.slurm.submit import SiteRefusedError
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) -> int:
     """Compare the strategies that the arguments name with one device; returns the exit code."""
     parser = command_parser("parity", __doc__)
     parser.add_argument("overrides", nargs="*", help="as of `run`; precision=float64 for the sharpest proof")
@@ -40,17 +40,20 @@ def main(arguments: Sequence[str]) -> int:
     if options.config_dir is not None and not Path(options.config_dir).is_dir():
         return refuse([f"--config-dir {options.config_dir}: this folder does not exist."])
     register()
+    if any("/" in word and word.rpartition("=")[2] in (awaited or ()) for word in options.overrides):
+        return DONE  # it can't be planned yet
     try:
         cases, notes = plan(options.overrides, extra_dir=options.config_dir)
     except ConfigError as error:
         return refuse(error.problems)
     runs = [case.run for case in cases if case.run is not None]
-    if runs[0].config.dry_run:
-        for run in runs:
-            print(run)
+    if runs[0].config.dry_run and awaited is None:
+        print(*runs, sep="\n")
         return DONE
     try:
         cases = without_refused(cases, options.overrides)
+        if awaited is not None:
+            return DONE
         return prove(cases, notes, precision=runs[0].config.training.precision)
     except ConfigError as error:  # the model refuses every row, or a run folder can't be made
         return refuse(error.problems)

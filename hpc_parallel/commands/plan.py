@@ -16,7 +16,7 @@ layout fits.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
 from hpc_parallel.exit_codes import DONE, FAILED
@@ -39,9 +39,12 @@ KINDS = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) -> int:
     """Plan a configuration; returns the exit code. Nothing is written unless it returns 0."""
     options = _parser().parse_intermixed_args(list(arguments))
+    options.is_check = awaited is not None
+    if any("/" in word and word.rpartition("=")[2] in (awaited or ()) for word in options.overrides):
+        return DONE  # it can't be planned yet
     try:
         names = [word.removeprefix(HARDWARE) for word in options.overrides if word.startswith(HARDWARE)]
         overrides = [word for word in options.overrides if not word.startswith(HARDWARE)]
@@ -74,12 +77,9 @@ def _foreign_options(options: argparse.Namespace, kind: str) -> Iterator[str]:
 
 
 def _plan_run(
-    options: argparse.Namespace,
-    overrides: Sequence[str],
-    *,
-    names: Sequence[str],
+    options: argparse.Namespace, overrides: Sequence[str], *, names: Sequence[str],
     problems: list[Problem | str],
-) -> int:
+) -> int:  # fmt: skip
     if options.output is not None:
         from hpc_parallel.commands.plan_page import page_problems
 
@@ -108,7 +108,7 @@ def _plan_run(
     if options.explain:
         say(*explanation(step))
     say(*report(config, (work, step), hardware=hardware, tokens=tokens, explain=options.explain))
-    if options.output is None:
+    if options.output is None or options.is_check:
         return DONE
     from hpc_parallel.commands.plan_page import Planned, write_page
 
@@ -132,16 +132,15 @@ def _plan_best(options: argparse.Namespace, *, problems: list[Problem | str]) ->
 
 
 def _calibrate(
-    options: argparse.Namespace,
-    overrides: Sequence[str],
-    *,
-    names: Sequence[str],
+    options: argparse.Namespace, overrides: Sequence[str], *, names: Sequence[str],
     problems: list[Problem | str],
-) -> int:
+) -> int:  # fmt: skip
     if problems:
         raise ConfigError(problems)
     name = names[-1] if names else None
     content, lines = calibrated(overrides, name=name, output=options.output, user_folder=options.config_dir)
+    if options.is_check:
+        return DONE
     try:
         write_text(options.output, content, mode=0o666)
     except OSError as error:

@@ -93,18 +93,13 @@ def _page(plan: Planned) -> PlanPage:
     step_figures = [*figures(config, (plan.work, plan.step), hardware=hardware, tokens=plan.tokens)]
     sizes, left_out = _sizes(plan)
     return PlanPage(
-        title=f"Plan: {title}",
-        lines=lines,
-        command=_command(plan),
+        title=f"Plan: {title}", lines=lines, command=_command(plan),
         figures=[*step_figures, *([] if held is None else [memory_figure(held, hardware)])],
-        roles=[] if held is None else _roles(held),
-        device_memory_bytes=hardware.device.memory_bytes,
-        ranks=_ranks(plan),
-        sizes=[_point(size, sizes[0]) for size in sizes],
-        verdict=verdict(sizes) if len(sizes) > 1 else "",
-        left_out=left_out,
+        roles=[] if held is None else _roles(held), device_memory_bytes=hardware.device.memory_bytes,
+        ranks=_ranks(plan), sizes=[_point(size, sizes[0]) for size in sizes],
+        verdict=verdict(sizes) if len(sizes) > 1 else "", left_out=left_out,
         notes=[*notes(config, hardware), *([] if held is None else [*held.unknown, *held.unproven])],
-    )
+    )  # fmt: skip
 
 
 def _command(plan: Planned) -> str:

@@ -113,15 +113,12 @@ def record(
     planned = memory.plan(config)
     step_figures = {one.key: one.value for one in figures(config, plan, hardware=hardware, tokens=tokens)}
     return {
-        **step_figures,
-        "tokens": tokens,
-        "devices": plan[0].devices,
+        **step_figures, "tokens": tokens, "devices": plan[0].devices,
         "memory_bytes": None if planned is None else planned.fullest.total,
         "memory_unknown": None if planned is None else planned.unknown,
         "memory_unproven": None if planned is None else planned.unproven,
-        "device_memory_bytes": hardware.device.memory_bytes,
-        "assumptions": [*notes(config, hardware)],
-    }
+        "device_memory_bytes": hardware.device.memory_bytes, "assumptions": [*notes(config, hardware)],
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ PAGE, PLOTS = "index.html", "plots"
 MARKDOWN, TABLE, LATENCY = "report.md", "report.csv", "latency.csv"
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) -> int:
     """Write or print the report; returns the exit code."""
     parser = command_parser("report", __doc__)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", type=Path)
@@ -39,16 +39,15 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--json prints and writes nothing: leave --output out")
     folders = [Path(os.path.expanduser(folder)).absolute() for folder in options.folders]
     output = Path(os.path.expanduser(options.output or folders[0] / "report")).absolute()
-    problems = list(find_problems(folders))
-    if (
-        problems := problems
-        if options.json
-        else [*problems, *output_problems(output, beside=TABLE, near="report")]
-    ):
+    problems = list(find_problems([folder for folder in folders if folder not in (awaited or ())]))
+    problems += [] if options.json else output_problems(output, beside=TABLE, near="report")
+    if problems:
         count = len(problems)
         complain([f"{count} problem{'s' * (count > 1)}; nothing was written."])
         complain(problems, indent="  ")
         return WRONG
+    if awaited is not None:
+        return DONE
     from hpc_parallel.report.gather import gather
 
     gathered = gather(folders)

@@ -7,10 +7,13 @@ Exit codes: exit_codes.py.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra import version
@@ -28,7 +31,7 @@ from hpc_parallel.launch.checked_run import (
 )
 from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.shell import complain, refuse
 
 if TYPE_CHECKING:
@@ -60,7 +63,23 @@ def launch_line(line: CommandLine) -> int:
         return launch(prepared(line, cell))
     from hpc_parallel.sweep.study import start
 
-    return start(line, cell.config)
+    return start(line, cell.config, check=check_words)
+
+
+def check_words(words: Sequence[str], awaited: Container[Path]) -> Sequence[Problem | str]:
+    """What the command `words[0]` refuses before its work. awaited: places that need not exist yet."""
+    module = import_module(f"{__package__}.{words[0].replace('-', '_')}")
+    with redirect_stderr(io.StringIO()) as stderr, redirect_stdout(io.StringIO()):
+        try:
+            code = module.main(words[1:], awaited=awaited)
+        except ConfigError as error:
+            return error.problems
+        except SystemExit as end:  # of argparse
+            usage, _, rule = stderr.getvalue().rpartition(": error: ")
+            usage = " ".join(usage.rpartition("\n")[0].removeprefix("usage: ").split())
+            return [f"{rule.strip()}. Try {usage}."] if end.code else []
+    lines = [line.strip() for line in stderr.getvalue().splitlines() if "; nothing was " not in line]
+    return [] if code == DONE else lines
 
 
 def sweep(line: CommandLine) -> int:

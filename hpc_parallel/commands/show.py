@@ -6,10 +6,11 @@ RUN is a path, a run id, a job id or a unique part of a name. Exit codes: 0 done
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.commands import grid
@@ -79,9 +80,11 @@ FIGURES: tuple[Figure, ...] = (  # of summary.json, or of the newest line of met
 )  # fmt: skip
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) -> int:
     """Show the run; returns the exit code."""
     options = parser().parse_args(list(arguments))
+    if awaited is not None and Path(options.run) in awaited:
+        return DONE
     return run_command(lambda: _show(options))
 
 
@@ -134,23 +137,14 @@ def predicted(run: RecordedRun) -> dict[str, float]:
 def _object(run: RecordedRun, row: RunRow, changed: Mapping[str, Change]) -> dict[str, Any]:
     degrees = grid.layout(run)
     return {
-        **asdict(row),
-        "name": run.name,
-        "run_id": run.run_id,
-        "job_ids": run.job_ids,
+        **asdict(row), "name": run.name, "run_id": run.run_id, "job_ids": run.job_ids,
         "changed": {key: asdict(change) for key, change in changed.items()},
-        "layout": degrees and degrees.degrees,
-        "hosts": [asdict(host) for host in grid.hosts(run)],
-        **grid.as_values(run),
-        "figures": figures(run),
-        "predicted": predicted(run),
-        "checkpoints": _checkpoints(run),
-        "summary": run.summary,
-        "failure": run.failure,
-        "warnings": warnings_of(run.folder),
-        "damaged": run.damaged,
+        "layout": degrees and degrees.degrees, "hosts": [asdict(host) for host in grid.hosts(run)],
+        **grid.as_values(run), "figures": figures(run), "predicted": predicted(run),
+        "checkpoints": _checkpoints(run), "summary": run.summary, "failure": run.failure,
+        "warnings": warnings_of(run.folder), "damaged": run.damaged,
         "skipped_checkpoints": skipped(run.folder.checkpoints),
-    }
+    }  # fmt: skip
 
 
 def _parts(run: RecordedRun, row: RunRow, changed: Mapping[str, Change]) -> Iterable[RenderableType]:

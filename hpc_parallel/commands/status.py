@@ -297,27 +297,16 @@ def row_of(run: RecordedRun, state: State) -> RunRow:
     if rate is None and last is not None:
         rate = last.samples_per_s
     return RunRow(
-        run=label(run.path),
-        path=str(run.path),
-        strategy=run.strategy,
-        nodes=run.nodes,
-        gpus_per_node=run.gpus_per_node,
-        state=state.name,
-        reason=state.reason or _slow(run, state),
-        ended=state.ended,
-        step=None if last is None else last.step,
-        steps=steps,
-        loss=None if last is None else last.loss,
-        samples_per_s=rate,
-        time_left_s=_left_s(last, steps) if state.name == RUNNING else None,
-        job_left_s=state.left_s,
+        run=label(run.path), path=str(run.path), strategy=run.strategy, nodes=run.nodes,
+        gpus_per_node=run.gpus_per_node, state=state.name, reason=state.reason or _slow(run, state),
+        ended=state.ended, step=None if last is None else last.step, steps=steps,
+        loss=None if last is None else last.loss, samples_per_s=rate,
+        time_left_s=_left_s(last, steps) if state.name == RUNNING else None, job_left_s=state.left_s,
         restarts=run.attempts.restarts,
-        useful_share=run.useful_share if state.name == RUNNING or state.ended else None,
-        job_id=state.job,
+        useful_share=run.useful_share if state.name == RUNNING or state.ended else None, job_id=state.job,
         failure=failure_line(run) if state.name == "failed" else None,
-        last_line=None if state.ended else last_output(run.folder),
-        damaged=run.noticed,
-    )
+        last_line=None if state.ended else last_output(run.folder), damaged=run.noticed,
+    )  # fmt: skip
 
 
 def _left_s(last: MetricsLine | None, steps: int | None) -> float | None:

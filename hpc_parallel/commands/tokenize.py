@@ -9,7 +9,7 @@ import argparse
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
@@ -21,8 +21,8 @@ from hpc_parallel.commands.encode_text import encode_text, tokenizer_failures
 from hpc_parallel.data.folder_files import list_files, name_matcher
 from hpc_parallel.data.tokens import Description, description_file
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
-from hpc_parallel.problems import ConfigError
-from hpc_parallel.record.safe_read import DamagedError, open_regular, read_bytes
+from hpc_parallel.problems import ConfigError, nearest
+from hpc_parallel.record.safe_read import DamagedError, list_folder, open_regular, read_bytes
 from hpc_parallel.record.safe_write import replacing, write_text
 from hpc_parallel.shell import command_parser, complain
 
@@ -30,7 +30,7 @@ PIECE = 1 << 18  # bytes read at once
 TOKENIZER_BYTES = 256 << 20  # ten times the largest vocabularies of today
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) -> int:
     """Write tokens and description.
 
     Returns 0 if they are written, 1 if they can't be written, or 2 after it has printed all problems. Nothing
@@ -38,12 +38,16 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = _parser().parse_args(arguments)
     output: Path = options.output
-    problems = [*_output_problems(output)]
+    problems = [*_output_problems(output, awaited or ())]
     notes: list[str] = []
-    files = _find_sources(options.source, pattern=options.pattern, problems=problems, notes=notes)
-    encoder = _find_encoder(options, problems)
-    if problems or encoder is None:
+    sources = [source for source in options.source if source not in (awaited or ())]
+    files = _find_sources(sources, pattern=options.pattern, problems=problems, notes=notes)
+    is_awaited = Path(options.tokenizer) in (awaited or ())
+    encoder = None if is_awaited else _find_encoder(options, problems)
+    if problems:
         return _refuse(problems)
+    if awaited is not None or encoder is None:
+        return DONE
     try:
         count = _write(output, files, encoder=encoder)
     except ConfigError as error:
@@ -138,11 +142,11 @@ def _write_header(stream: BinaryIO, *, dtype: np.dtype[Any], count: int) -> None
     stream.write(b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + fields.ljust(117).encode() + b"\n")
 
 
-def _output_problems(output: Path) -> Iterator[str]:
+def _output_problems(output: Path, awaited: Container[Path]) -> Iterator[str]:
     if output.suffix != ".npy":
         legal = output.with_suffix(".npy") if output.name else output / "tokens.npy"
         yield f"--output {output} must end in .npy. Try --output {legal}."
-    if not os.path.isdir(output.parent):
+    if not os.path.isdir(output.parent) and output.parent not in awaited:
         yield f"--output {output}: there is no folder {output.parent}. Try mkdir -p {output.parent}."
     for file in (output, description_file(output)) if output.name else ():
         if os.path.lexists(file):
@@ -174,7 +178,9 @@ def _find_sources(
         elif os.path.lexists(source):
             files.append(source)
         else:
-            problems.append(f"{source} does not exist.")
+            names = nearest(source.name, (entry.name for entry in list_folder(source.parent)))
+            near = "".join(f" Try {source.with_name(name)}." for name in names)
+            problems.append(f"{source} does not exist.{near}")
     return files
 
 

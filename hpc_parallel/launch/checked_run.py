@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,13 +39,13 @@ def with_resumed(line: CommandLine, *, warn: Callable[[str], None] = warn_on_std
         raise
 
 
-def checked_run(line: CommandLine) -> PreparedRun:
+def checked_run(line: CommandLine, *, awaited: Container[Path] = ()) -> PreparedRun:
     """The checked run of a command line. Raises ConfigError with all problems."""
     with reporting_all_problems(line):
-        return prepared(line, compose_run(line.overrides, **line.places))
+        return prepared(line, compose_run(line.overrides, **line.places), awaited=awaited)
 
 
-def prepared(line: CommandLine, cell: Cell, *, awaited: Sequence[Path] = ()) -> PreparedRun:
+def prepared(line: CommandLine, cell: Cell, *, awaited: Container[Path] = ()) -> PreparedRun:
     """The checked run of a composed command line. Raises ConfigError with all problems."""
     with reporting_all_problems(line):
         return prepare(

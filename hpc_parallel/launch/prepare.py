@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from hpc_parallel.layout.counts import trains
 from hpc_parallel.layout.layout import processes_per_node, servers
 from hpc_parallel.layout.schedules import file_of
 from hpc_parallel.machine import fabric
-from hpc_parallel.problems import ConfigError, Problem, tried
+from hpc_parallel.problems import ConfigError, Problem, spell, tried
 from hpc_parallel.record.names import RUNS
 from hpc_parallel.record.run_folder import RunFolder, new_run_id
 
@@ -158,14 +158,14 @@ def prepare(
     keep: Callable[..., Snapshot] | None = None,
     build_model: bool = False,
     preset: Mapping[str, Any] = MappingProxyType({}),
-    awaited: Sequence[Path] = (),
+    awaited: Container[Path] = (),
 ) -> PreparedRun:
     """Resolve and check a configuration.
 
     keep: a `plan_snapshot` that caches git's answers for many runs.
     preset: values that all runs of a sweep have in common, by dotted key.
     build_model: whether to also build the user's model class, without memory.
-    awaited: files and folders that need not exist, because another run writes them before.
+    awaited: places that need not exist, because another run writes them before.
 
     Raises ConfigError with every problem.
     """
@@ -176,7 +176,7 @@ def prepare(
         preset = {}
     config, values, launcher_reason = resolve(composed, preset=preset)
     problems = find_problems(config, overrides) + _weights_problems(config) + _stage_problems(config)
-    problems = [problem for problem in problems if not _is_awaited(problem, awaited)]
+    problems = [problem for problem in problems if not is_awaited(problem, awaited)]
     hardware = _hardware(config, user_folder, problems)
     if problems:
         if config.resume is not None:
@@ -239,15 +239,16 @@ def _weights_problems(config: RunConfig) -> list[Problem | str]:
 def _stage_problems(config: RunConfig) -> list[Problem | str]:
     """The problem of stages where nothing would start them."""
     rule = "names stages of one run that the command run starts, without -m and not from Python"
-    return [] if config.then is None else [Problem("then", config.then, rule, (None,))]
+    instead = "Try then=null, and once the runs have ended: python -m hpc_parallel report FOLDER"
+    return [] if config.then is None else [f"then = {spell(config.then)} {rule}. {instead}."]
 
 
-def _is_awaited(problem: Problem | str, awaited: Sequence[Path]) -> bool:
+def is_awaited(problem: Problem | str, awaited: Container[Path]) -> bool:
     """Whether the problem is only that the file or folder of an earlier stage does not exist yet."""
     if isinstance(problem, str) or not isinstance(problem.value, str):
         return False
     path = absolute(problem.value)
-    return not path.exists() and any(path.is_relative_to(place) for place in awaited)
+    return not path.exists() and path in awaited
 
 
 def _hardware(config: RunConfig, user_folder: Path | None, problems: list[Problem | str]) -> Hardware | None:

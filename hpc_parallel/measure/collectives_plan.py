@@ -102,13 +102,10 @@ class CollectivesPlan:
         row, done, count = self.rows[-1], len(self.rows), len(self.cells)
         rest_s = sum(ROW_S + self._least_s(cell) for cell in self._rest())
         return {
-            "step": done,
-            "steps": count,
-            "measured": row_cells(row),
-            "time_left_s": max(0.0, min(budget.seconds - budget.used_s, rest_s)),
-            **row.measured,
+            "step": done, "steps": count, "measured": row_cells(row),
+            "time_left_s": max(0.0, min(budget.seconds - budget.used_s, rest_s)), **row.measured,
             "time": datetime.now(UTC).isoformat(),
-        }
+        }  # fmt: skip
 
     def sorted_rows(self) -> list[CollectiveRow]:
         """The rows by group, operation, type and size."""

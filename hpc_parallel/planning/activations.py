@@ -92,13 +92,9 @@ def _decoder(run: _Run) -> Kept:
         blocks += [block(_experts(run), _casts(run))] * (sizes.layers - dense)
     kept, recomputed = zip(*blocks, strict=True)
     return Kept(
-        stem=tokens * INDEX * (2 if sizes.masked else 1),
-        blocks=kept,
-        head=norm + _language_loss(run),
-        recomputed=recomputed,
-        shared=tables + _documents(run),
-        states=(stream,) * sizes.layers,
-    )
+        stem=tokens * INDEX * (2 if sizes.masked else 1), blocks=kept, head=norm + _language_loss(run),
+        recomputed=recomputed, shared=tables + _documents(run), states=(stream,) * sizes.layers,
+    )  # fmt: skip
 
 
 def _exchanged(run: _Run, sliced: int) -> int:

@@ -27,16 +27,10 @@ HEADS, HEAD_DIM = 4, 128  # the fewest heads, and the widest: fused attention ta
 ERROR = 0.1  # the relative error of the formulas
 # Coefficient -> the tolerance of its logarithm: a file of another device may be far off.
 TOLERANCES = {
-    "products.peak_share": 0.5,
-    "products.depth": 1.0,
-    "traffic.kernel_s": 2.0,
-    "traffic.elementwise": 1.0,
-    "traffic.optimizer_bytes": 0.7,
-    "host.forward_s": 2.0,
-    "host.backward_s": 2.0,
-    "host.microbatch_s": 2.0,
+    "products.peak_share": 0.5, "products.depth": 1.0, "traffic.kernel_s": 2.0, "traffic.elementwise": 1.0,
+    "traffic.optimizer_bytes": 0.7, "host.forward_s": 2.0, "host.backward_s": 2.0, "host.microbatch_s": 2.0,
     "host.step_s": 2.0,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

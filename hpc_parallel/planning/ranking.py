@@ -81,17 +81,8 @@ def seconds(value: float) -> str:
 def table(candidates: Sequence[Candidate], hardware: Hardware) -> Iterator[str]:
     """One line for each candidate, best first."""
     headings = (
-        "",
-        "layout",
-        "schedule",
-        "samples",
-        "recompute",
-        "step",
-        "tokens/s",
-        "MFU",
-        "memory",
-        "limit",
-    )
+        "", "layout", "schedule", "samples", "recompute", "step", "tokens/s", "MFU", "memory", "limit",
+    )  # fmt: skip
     rows = [headings, *(_row(at, one, hardware) for at, one in enumerate(candidates, start=1))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     right = ("", "samples", "step", "tokens/s", "MFU", "memory")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from hpc_parallel.commands.run_command import check_words
 from hpc_parallel.commands.tokenize import main as tokenize
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import compose_run
@@ -29,7 +30,7 @@ from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.run import main
 from hpc_parallel.sweep import start as sweep_start
 from hpc_parallel.sweep import study as study_module
-from hpc_parallel.sweep.study import Study, plan
+from hpc_parallel.sweep.study_plan import Study, plan
 from hpc_parallel.sweep.study_stages import COMMANDS, stages_of
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -105,7 +106,7 @@ def planned(*words: str, then: Any = FIVE) -> Study:
     content = yaml.safe_dump({"then": then, "data": {"path": "{tokens}/tokens.npy"}}, sort_keys=False)
     (folder / "study.yaml").write_text(f"# @package _global_\n{content}")
     line = CommandLine.parse(["--config-dir", "own", *LINE, "jobs=study", *words])
-    return plan(line, compose_run(line.overrides, **line.places).config)
+    return plan(line, compose_run(line.overrides, **line.places).config, check=check_words)
 
 
 def complete(study: Study) -> None:
@@ -240,6 +241,71 @@ def test_the_problems_of_all_stages_are_named_at_once() -> None:
         assert problem in text
 
 
+def refusal(*words: str, then: Any) -> list[str]:
+    with pytest.raises(ConfigError) as refused:
+        planned(*words, then=then)
+    return [str(problem) for problem in refused.value.problems]
+
+
+def test_the_words_of_all_commands_are_checked_before_any_stage_starts() -> None:
+    Path("corpus.txt").write_text("words")
+    then = {
+        "tokens": {"run": "tokenize corpus.tx --output {tokens}/tokens.np", "when": "before"},
+        "export": "export {run} --stp 3",
+        "other": "export {run} --output nowhere/x.safetensors",
+        "report": "report {run} --output corpus.txt",
+        "show": "show {tokens} --jsn",
+        "check": "check nodez=2 data=tokens data.path={tokens}/tokens.npy",
+        "parity": "parity strategy=data nodez=3",
+        "plan": "plan model=1b hardware=h100_sxm_node8_3200gbit --rows 3",
+    }
+    found = refusal("training.steps=0", then=then)
+    starts = [
+        "then.tokens: --output {tokens}/tokens.np must end in .npy. Try --output {tokens}/tokens.npy.",
+        "then.tokens: corpus.tx does not exist. Try corpus.txt.",
+        "training.steps = 0 must be at least 1",
+        "then.export: unrecognized arguments: --stp 3. Try python -m hpc_parallel export [-h] [--step STEP] ",
+        "then.other: --output nowhere/x.safetensors: there is no folder nowhere. Try mkdir -p nowhere.",
+        f"then.report: --output = {Path('corpus.txt').absolute()} is there and is no report",
+        "then.show: unrecognized arguments: --jsn. Try python -m hpc_parallel show [-h] [--json] RUN.",
+        "then.check: nodez=2: there is no key nodez. Try nodes=2.",
+        "then.parity: nodez=3: there is no key nodez. Try nodes=3.",
+        "then.plan: --rows is for --best. Try it with --best.",
+    ]
+    assert [text[: len(start)] for text, start in zip(found, starts, strict=True)] == starts
+    assert {path.name for path in Path().iterdir()} == {"corpus.txt", "own"}
+
+
+def test_what_stages_write_before_is_checked_once_it_exists(study: Study) -> None:
+    wrong = FIVE | {"export": "export {run} --step 7"}
+    assert refusal(then=wrong) == ["then.export: {run} has no checkpoint of step 7. It has: 1."]
+    assert starting(planned("training.steps=7", then=wrong)) == ORDER[1:]  # a new run may have it
+
+
+def test_a_file_that_a_command_would_overwrite_is_refused_unless_it_has_written_it(here: Path) -> None:
+    (here / "corpus.txt").write_text(40 * "some words ")
+    then = FIVE | {"export": "export {run} --output fixed.safetensors"}
+    complete(planned(then=then))
+    (here / "fixed.safetensors").touch()
+    assert starting(planned(then=then)) == []
+    (problem,) = refusal("training.steps=7", then=then)
+    assert problem.startswith("then.export: fixed.safetensors exists already")
+
+
+def test_a_changed_script_of_the_run_starts_it_again(here: Path) -> None:
+    (here / "train.py").write_text("print(1)")
+    words = ("launcher=local", "launcher.snapshot=false", "device=cpu", "name=own", "then=report")
+    line = CommandLine.parse([*words, "--", "train.py", "--out", "results"])
+
+    def plan_again() -> Study:
+        return plan(line, compose_run(line.overrides, **line.places).config, check=check_words)
+
+    complete(plan_again())
+    assert starting(plan_again()) == []
+    edit("train.py")
+    assert starting(plan_again()) == ["run", "report"]
+
+
 def test_a_stage_that_needs_weights_needs_a_checkpoint() -> None:
     Path("corpus.txt").write_text("words")
     with pytest.raises(ConfigError) as refused:
@@ -269,10 +335,18 @@ def test_a_run_folder_starts_no_stages(study: Study) -> None:
     assert compose_run(line.overrides, **line.places).config.then == "show"
 
 
-@pytest.mark.parametrize("words", [("-m", "nodes=1,2"), ("launcher=script",)])
-def test_what_can_have_no_stages_says_so(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (("-m", "nodes=1,2"), "once the runs have ended: python -m hpc_parallel report FOLDER."),
+        (("launcher=script",), "leaves the start of stages to you. Try launcher=slurm."),
+    ],
+)
+def test_what_can_have_no_stages_says_so(
+    words: tuple[str, ...], instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*words, "device=cpu", "launcher.snapshot=false", "then=report"]) == 2
-    assert "stages" in capsys.readouterr().err
+    assert instead in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("gpus", "beside"), [(0, ["evaluate"]), (1, []), (2, ["evaluate"])])
