@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from functools import cache
 
 from hydra import version
@@ -11,6 +10,7 @@ from omegaconf import DictConfig
 from hpc_parallel.config.compose import Composer
 from hpc_parallel.config.hydra_internals import composing
 from hpc_parallel.config.places import find_folder
+from hpc_parallel.config.resolve import with_values
 from hpc_parallel.config.schema import register
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.record.snapshot import cached_plan_snapshot
@@ -27,7 +27,7 @@ def _composer() -> Composer:
 def composed(*overrides: str) -> DictConfig:
     version.setbase("1.3")
     with composing(str(find_folder("conf"))):
-        return pickle.loads(pickle.dumps(_composer().compose(overrides)))  # twice as fast as copy()
+        return with_values(_composer().compose(overrides), {})
 
 
 def prepared(*overrides: str) -> PreparedRun:

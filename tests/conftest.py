@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository, IConfigRepository
+from hydra._internal.defaults_list import DefaultsList, Overrides, create_defaults_list
+from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigSource
 
 from hpc_parallel.config.places import find_folder
@@ -77,7 +80,7 @@ def _proofs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _compositions() -> Iterator[None]:
-    """Hydra reads and merges the same files of `conf/` once in a process, and sets values in a copy."""
+    """Hydra finds, reads and merges each file of `conf/` once in a process, and sets values in a copy."""
     known: dict[str, bytes] = {}
     places = {"hydra.conf", str(find_folder("conf")), ""}  # Hydra's files, ours, and the schemas
     read, merge = ConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list
@@ -95,7 +98,19 @@ def _compositions() -> Iterator[None]:
     def merge_once(self: ConfigLoaderImpl, defaults: list[Any], repo: IConfigRepository) -> Any:
         return once(str(defaults), lambda: merge(self, defaults, repo), sources=repo.get_sources())
 
+    def choose_once(
+        repo: IConfigRepository, config_name: str | None, overrides_list: list[Override], **options: bool
+    ) -> DefaultsList:
+        values = Overrides(repo, overrides_list).config_overrides
+        groups = [override for override in overrides_list if override not in values]
+        words = f"{config_name} {options} {[override.input_line for override in groups]}"
+        work = functools.partial(create_defaults_list, repo, config_name, groups, **options)
+        chosen: DefaultsList = once(words, work, sources=repo.get_sources())
+        chosen.config_overrides = values
+        return chosen
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config_loader_impl, "create_defaults_list", choose_once)
         patch.setattr(ConfigRepository, "load_config", read_once)
         patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)
         yield

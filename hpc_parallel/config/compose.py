@@ -40,6 +40,7 @@ from hpc_parallel.config.hydra_internals import (
     selects_group,
     set_values,
 )
+from hpc_parallel.config.resolve import with_values
 from hpc_parallel.problems import ConfigError, Problem
 
 # Hydra raises ValueError for `strategy=null`, and lets the errors of YAML through.
@@ -122,7 +123,8 @@ class Composer:
         key = tuple(overrides)
         if key not in self._results:
             try:
-                self._results[key] = self.with_overrides(overrides, copy.deepcopy(self.base(overrides).plain))
+                plain = self.base(overrides).plain
+                self._results[key] = self.with_overrides(overrides, with_values(plain, {}))
             except COMPOSE_ERRORS as error:
                 self._results[key] = error
         result = self._results[key]
@@ -299,7 +301,7 @@ def _compose_each(batch: Sequence[list[str]], composer: Composer) -> Iterator[tu
                 current = base
             if refers_to_hydra:
                 _set_hydra_job(number, overrides)
-            config = composer.with_overrides(overrides, base.plain if reuse else copy.deepcopy(base.plain))
+            config = composer.with_overrides(overrides, base.plain if reuse else with_values(base.plain, {}))
         yield overrides, config
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from hpc_parallel.problems import Problem
 if TYPE_CHECKING:  # schema.py reads the names of the schedules
     from hpc_parallel.config.schema import StrategyConfig
     from hpc_parallel.layout.action_file import ActionFile
+
+version = cache(metadata.version)  # it parses all that a package says about itself
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def too_old(needed: tuple[int, int]) -> str | None:
     """
     try:
         match = re.match(r"(\d+)\.(\d+)", version("torch"))
-    except PackageNotFoundError:
+    except metadata.PackageNotFoundError:
         return None
     if match is None or (installed := (int(match[1]), int(match[2]))) >= needed:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from hpc_parallel.config.node_devices import (
     default_precision,
     gpus_of_allocation,
 )
-from hpc_parallel.config.resolve import resolve
+from hpc_parallel.config.resolve import resolve, with_values
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.schedules import SCHEDULES
@@ -80,9 +79,7 @@ def ask(composed: DictConfig, overrides: Sequence[str], *, user_folder: Path | N
     """The choices that a configuration with `strategy=auto` leaves to the search. Raises ConfigError."""
     values = composed.strategy
     choices = _choices(values, composed.training, {key_of(word) for word in overrides})
-    opened = copy.deepcopy(composed)
-    for key, value in OPEN.items():
-        opened.strategy[key] = value
+    opened = with_values(composed, {f"strategy.{key}": value for key, value in OPEN.items()})
     hardware = hardware_of_run(opened, user_folder=user_folder, needed_by="strategy=auto")
     if opened.device == AUTO:
         opened.device = hardware.device.kind
@@ -158,7 +155,7 @@ def _named(composed: DictConfig) -> list[str]:
 
 
 def _with_candidate(composed: DictConfig, candidate: Candidate) -> DictConfig:
-    chosen, config = copy.deepcopy(composed), candidate.config
+    chosen, config = with_values(composed, {}), candidate.config
     for key in ("name", "schedule", *AXES):
         chosen.strategy[key] = getattr(config.strategy, key)
     for key in ("global_batch_size", "microbatch_size", "activation_checkpointing"):

@@ -8,6 +8,7 @@ import os
 import pytest
 import yaml
 
+from hpc_parallel.measure import calibrate, collectives_plan, device_probes
 from hpc_parallel.planning.device_fit import (
     BLOCK_BACKWARD,
     BLOCK_FORWARD,
@@ -19,12 +20,25 @@ from hpc_parallel.planning.device_fit import (
 from hpc_parallel.planning.hardware import read_hardware
 from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.results import results
-from hpc_parallel.record.run_folder import RunFolder
-from tests.workers import Workers
+from tests.workers import Workers, do_here
+
+
+def calibrate_briefly(run_folder: str) -> None:
+    """A few small sizes of each kind, for a moment each: the test does not ask how fast they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (calibrate, collectives_plan):
+            patch.setattr(module, "ROW_S", 0.02)
+        for name, count in {"SIDES": 2, "MOVED_BYTES": 2, "BLOCKS": 1, "UPDATED": 2}.items():
+            sizes = getattr(device_probes, name)
+            patch.setitem(sizes, "cpu", sizes["cpu"][:count])
+        patch.setitem(calibrate.MOST_LINK_BYTES, "cpu", 2**18)
+        do_here(run_folder)
 
 
 def test_a_profile_of_this_machine(workers: Workers) -> None:
-    folder = RunFolder(workers.do("task=calibrate", "nodes=2", "strategy=data", "task.seconds=60"))
+    run = workers.prepare("task=calibrate", "nodes=2", "strategy=data", "task.seconds=60")
+    workers.run(2, calibrate_briefly, str(run.folder.path))
+    folder = run.folder
     hardware = read_hardware("hardware", folders=[folder.path])
     cores = len(os.sched_getaffinity(0))
     assert hardware.shared_cores == cores  # both nodes are processes of this machine
