@@ -89,7 +89,8 @@ def test_a_checkpoint_goes_on_in_another_layout_and_type(
 ) -> None:
     common = (
         *COMMON, "training.precision=float64", "training.weights=bfloat16", "training.steps=4",
-        "training.checkpoint_every=2",
+        "training.checkpoint_every=2", "training.validate_every=null", "training.measure_steps=0",
+        "model.layers=2",
     )  # fmt: skip
     wrote = workers.train(*common, *before, "strategy=fsdp", "nodes=2")
     (half,) = (each for each in complete(wrote.folder / "checkpoints") if each.step == 2)

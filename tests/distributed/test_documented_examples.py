@@ -15,6 +15,7 @@ from tests.workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS, STRATEGIES = ROOT / "docs/models-and-data.md", ROOT / "docs/add-a-strategy.md"
+SHORT = ("training.steps=3", "training.log_every=1", "training.validation_samples=16")
 FILE = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
 
 
@@ -31,7 +32,7 @@ def example(tmp_path: Path) -> Path:
 
 def test_a_model_of_the_users_own_trains_as_a_pipeline(example: Path) -> None:
     words = ("--config-dir", "site", "model=mine", "strategy=pipeline", "nodes=2", "launcher=local")
-    small = ("training.steps=3", "training.log_every=1", "data.max_bytes=200000", "run_dir=run")
+    small = (*SHORT, "data.max_bytes=200000", "run_dir=run")
     printed("-m", "hpc_parallel.run", *words, *small, cwd=example)
     losses = [json.loads(line)["loss"] for line in (example / "run/metrics.jsonl").read_text().splitlines()]
     assert losses[2] < losses[0]
@@ -44,7 +45,7 @@ def test_data_of_the_users_own_follows_one_device(
     workers.run(2, find_modules_in, str(example))
     words = (
         f"hydra.searchpath=[file://{example / 'site'}]", "data=sums", "model.layers=1", "model.dim=64",
-        "training.steps=3", "training.log_every=1",
+        *SHORT,
     )  # fmt: skip
     alone = workers.train(*words, "strategy=single")
     split = workers.train(*words, "strategy=data", "nodes=2")
@@ -64,8 +65,7 @@ def test_it_follows_one_device_under_every_strategy(
     workers.run(2, find_modules_in, str(example))
     words = (
         f"hydra.searchpath=[file://{example / 'site'}]", "model=mine",
-        "training.steps=3", "training.log_every=1", "training.global_batch_size=8", "data.max_bytes=200000",
-        "data.sequence_length=32",
+        *SHORT, "training.global_batch_size=8", "data.max_bytes=200000", "data.sequence_length=32",
     )  # fmt: skip
     alone = workers.train(*words, "strategy=single")
     assert alone.losses[-1] < alone.losses[0]

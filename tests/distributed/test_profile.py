@@ -19,7 +19,7 @@ from tests.workers import Workers, train_here
 WORDS = (
     "strategy=hybrid", "nodes=2", "gpus_per_node=2", "model.layers=2", "model.dim=32", "model.heads=2",
     "data.sequence_length=16", "training.steps=4", "training.measure_steps=0", "training.log_every=1",
-    "training.global_batch_size=16", "strategy.microbatches=2",
+    "training.global_batch_size=16", "strategy.microbatches=2", "training.validation_samples=16",
 )  # fmt: skip
 
 
