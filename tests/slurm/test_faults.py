@@ -122,6 +122,7 @@ class Struck:
             wait_for(lambda: len(self.lines_since(self.ends[-1].ended)) >= goal)
         else:
             case.reach(EVERY + 1, 40)
+            wait_for(lambda: case.saved_step >= EVERY)  # a save goes on beside the steps
         if harm.when == SAVE:
             half = case.half_saved((case.step // EVERY + 1) * EVERY)
             deadline = time.monotonic() + PATIENCE_S
