@@ -20,6 +20,7 @@ from types import FrameType
 from hpc_parallel.config.script import is_script
 from hpc_parallel.failure import failure, normal_end, oom
 from hpc_parallel.failure.nvidia_profiler import ProfilerError, profiler_words
+from hpc_parallel.failure.standby import ready_worker
 from hpc_parallel.failure.supervisor import Supervisor, watching
 from hpc_parallel.machine.fabric import site_variables
 from hpc_parallel.machine.world import World
@@ -42,10 +43,12 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = F
     passes through submitit without a traceback, and srun receives the code.
     """
     folder = RunFolder(Path(run_folder))
-    world = World.discover(os.environ)
-    failure.forget(folder, rank=world.rank)
-    config, kills = folder.read_config(), oom.cgroup_kills()
+    world, config = World.discover(os.environ), folder.read_config()
     site_variables(config["cluster"]["environment"], os.environ)  # before torch loads OpenMP
+    prepare = partial(prepare_child, os.getpid())
+    ready = ready_worker(folder, [*worker, run_folder], prepare=prepare)
+    failure.forget(folder, rank=world.rank)
+    kills = oom.cgroup_kills()
     if is_script(config):
         if is_local:  # torchrun of a simulated node knows its own ranks only
             os.environ.pop("SLURM_RESTART_COUNT", None)  # set by an allocation around this run
@@ -61,7 +64,7 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = F
     except ProfilerError as error:
         failure.record_exception(folder, world=world, error=error)
         sys.exit(str(error))
-    child = subprocess.Popen([*profiler, *worker, run_folder], preexec_fn=partial(prepare_child, os.getpid()))
+    child = ready or subprocess.Popen([*profiler, *worker, run_folder], preexec_fn=prepare)
     checks = []
     if (timeout_s := config["cluster"].get("hang_timeout_s")) is not None:
         checks.append(Supervisor(folder, world=world, process=child.pid, timeout_s=timeout_s))

@@ -329,6 +329,7 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "again": AGAIN,
         "packed": False,
         "shares_gpu": False,
+        "stands_by": launcher.standby,
         "notify": launcher.notify is not None,
         "frees_hosts": chooses_hosts(launcher) and run.config.training.memory_checkpoint_every is not None,
         "srun_arguments": srun_arguments(run),

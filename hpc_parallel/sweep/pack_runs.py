@@ -260,7 +260,7 @@ def _shell_problems(environment: Mapping[str, str]) -> Iterator[str]:
 
 def _host_problems(runs: Sequence[PreparedRun]) -> Problems:
     """Hosts that one run alone would keep ready, or leave."""
-    for key, off in (("spares", 0), ("min_nodes", None)):
+    for key, off in (("spares", 0), ("min_nodes", None), ("standby", False)):
         if chosen := {getattr(run.config.launcher, key) for run in runs} - {off}:
             yield Problem(f"launcher.{key}", max(chosen), "is for a job that has one run", (off,))
 

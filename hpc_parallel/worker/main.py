@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.failure import failure, flight_recorder
+from hpc_parallel.failure import failure, flight_recorder, standby
 from hpc_parallel.layout.layout import processes_per_node
 from hpc_parallel.machine import fabric, torch_variables
 from hpc_parallel.machine.topology import nvml_module
@@ -186,6 +186,10 @@ def share_gpu(device: torch.device, *, world: World) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    if standby.VARIABLE in os.environ:
+        for name in OF_TRAINING:
+            resolve_name(name)
+        standby.await_start()
     gc.freeze()
     gc.enable()
     code = main(sys.argv[1])

@@ -49,7 +49,8 @@ TRAININGS = (
     Who("pipeline", ("strategy=pipeline", "nodes=2"), (*SLOW, "model.pause_s=0.02")),
     Who("hybrid", ("strategy=hybrid", "nodes=2", "gpus_per_node=2"), (*SLOW, "model.pause_s=0.02"), 2),
 )
-WHO = (*TRAININGS, OWN)
+WAITING = Who("data with standby", (*DATA, "launcher.standby=true"), SLOW)
+WHO = (*TRAININGS, WAITING, OWN)
 # On any number of nodes the microbatches of all replicas have one size: the model could have BatchNorm.
 SHRINKING = tuple(
     replace(who, words=(*who.words, "launcher.min_nodes=1", *(() if who.words == DATA else (ONE_SAMPLE,))))

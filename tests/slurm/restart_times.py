@@ -23,7 +23,10 @@ from test_jobs import SMALL, Site, worker_of
 
 from tests.waiting import wait_for
 
-AFTER_TWO = {"requeue": (), "spare": ("launcher.spares=1",), "fewer nodes": ("launcher.min_nodes=2",)}
+AFTER_TWO = {
+    "requeue": (), "spare": ("launcher.spares=1",), "fewer nodes": ("launcher.min_nodes=2",),
+    "requeue, standby": ("launcher.standby=true",),
+}  # fmt: skip
 WORDS = (
     "strategy=data", "nodes=3", *SMALL, "training.steps=100000", "training.global_batch_size=6",
     "training.checkpoint_every=20", "training.validate_every=null", "strategy.verify=never",
@@ -40,15 +43,18 @@ def seconds_of_one_run(site: Site, folder: Path, following: str) -> dict[str, fl
     last = list(site.cluster.hosts)[2]  # without the batch script, so the first process there is a rank's
     wait_for(lambda: len(site.cluster.pids(last)) > 1)
     found = {"fresh": seconds_until(lambda: step_of(folder) > 0)}
-    for kind in ("in place", following):
+    in_place = "in place, standby" if "launcher.standby=true" in AFTER_TWO[following] else "in place"
+    for kind in (in_place, following):
         before = step_of(folder)
-        wait_for(lambda before=before: step_of(folder) > before + 30)  # past a checkpoint
+        wait_for(
+            lambda before=before: step_of(folder) > before + 100
+        )  # past a checkpoint, and standby's imports
         worker = worker_of(folder, rank=2)
         assert worker is not None
         began = starts_of(folder)
         worker.send_signal(signal.SIGKILL)
         found[kind] = seconds_until(lambda began=began: steps_since_start(folder, began + 1))
-    assert site.record(job)["Restarts"] == str(int(following == "requeue"))
+    assert site.record(job)["Restarts"] == str(int(following.startswith("requeue")))
     site.cluster.run("scancel", job)
     site.ended(job)
     return found

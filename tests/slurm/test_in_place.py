@@ -144,6 +144,32 @@ def test_a_script_with_torch_prints_the_losses_of_an_undisturbed_run(start: str,
 
 
 @pytest.mark.full
+def test_ranks_that_waited_go_on_as_one_device(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # the tests' own model
+    exact = (*SMALL, "training.steps=60", "training.precision=float64", "training.validate_every=null")
+    slow = ("model._target_=tests.models.Slow", "+model.pause_s=0.3", "strategy.verify=never")
+    whole = site.run("strategy=single", *exact, "launcher=local", "run_dir=whole")
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    words = ("strategy=data", "nodes=2", *exact, *slow, "training.checkpoint_every=5")
+    done = site.run(*words, "launcher=slurm", "launcher.standby=true", "run_dir=run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = RunFolder(site.home / "run")
+    wait_for(folder.metrics.exists)
+    waiting = wait_for(lambda: worker_of(folder.path, rank=1, waits=True))
+    wait_for(lambda: any(folder.checkpoints.glob("step-*")))
+    killed = worker_of(folder.path, rank=1)
+    assert killed is not None
+    killed.kill()
+    wait_for(lambda: worker_of(folder.path, rank=1) == waiting)
+    job = str(read(folder.path, "owner.json")["job_id"])
+    assert site.ended(job)["JobState"] == "COMPLETED"
+    assert losses(folder.path) == pytest.approx(losses(site.home / "whole"), rel=1e-10)
+    said = log_of(folder, job)
+    last = max(index for index, line in enumerate(said) if line.startswith("hpc_parallel attempt"))
+    assert [line for line in said[last:] if "error" in line] == []  # those for the next start end in peace
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("lost", [None, "n2"])
 def test_a_training_goes_on_from_the_memory_of_its_hosts(site: Site, lost: str | None) -> None:
     """A rank is killed; the memory of its host may be lost too. The curve is that of one device."""

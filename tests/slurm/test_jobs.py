@@ -370,12 +370,16 @@ def test_a_failing_setup_line_ends_the_job_with_its_text(site: Site) -> None:
     assert not list(site.home.rglob("never"))
 
 
-def worker_of(folder: Path, rank: int) -> psutil.Process | None:
-    """The worker process of a rank on this machine, by its run folder and Slurm's own variable."""
+def worker_of(folder: Path, rank: int, *, waits: bool = False) -> psutil.Process | None:
+    """The worker process of a rank on this machine, by its run folder and Slurm's own variable.
+
+    waits: the one that waits for the next start, and has no log yet.
+    """
     for process in psutil.process_iter():
         try:
             words = process.cmdline()
             mine = "hpc_parallel.worker.main" in words and str(folder) in words
+            mine = mine and waits != any("/logs/rank-" in file.path for file in process.open_files())
             if mine and process.environ().get("SLURM_PROCID") == str(rank):
                 return process
         except psutil.Error:

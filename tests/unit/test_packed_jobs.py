@@ -161,6 +161,9 @@ def test_all_refusals_come_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert text in error
     assert not Path("runs").exists()
+    assert main(["-m", *WORDS, "strategy=data", "launcher.max_restarts=1", "launcher.standby=true"]) == 2
+    told = "launcher.standby = true is for a job that has one run. Try launcher.standby=false."
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from hpc_parallel.failure.hang_report import HangReport
 from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -51,11 +52,12 @@ def folder(tmp_path: Path) -> RunFolder:
     return made
 
 
-def start(folder: RunFolder, worker: str) -> subprocess.Popen[bytes]:
+def start(folder: RunFolder, worker: str, **variables: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-c", SUPERVISOR, str(folder.path), worker],
-        env={**os.environ, **ENVIRONMENT},
+        env={**os.environ, **ENVIRONMENT, **variables},
         start_new_session=True,
+        stdin=subprocess.PIPE,
     )
 
 
@@ -130,6 +132,47 @@ def test_a_signal_to_the_whole_step(folder: RunFolder) -> None:
     worker_of(folder)
     os.killpg(supervisor.pid, signal.SIGTERM)
     assert supervisor.wait(20) == 7
+
+
+STANDING_BY = """
+import os, pathlib, sys
+from hpc_parallel.failure import standby
+pathlib.Path(sys.argv[1], "half").write_text(str(os.getpid()))
+pathlib.Path(sys.argv[1], "half").rename(pathlib.Path(sys.argv[1], "ready"))
+standby.await_start()
+os._exit(5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "kinds"), [(b"start\n", 5, ["error"]), (b"end\n", 0, ["killed"]), (b"", 0, ["killed"])]
+)
+def test_a_rank_that_stands_by_begins_at_a_word(
+    folder: RunFolder, word: bytes, code: int, kinds: list[str]
+) -> None:
+    """Until then it leaves the files of the ranks beside it alone, and it imports when they have begun."""
+    failure.record_death(folder, world=_world(), returncode=-9)  # of the rank beside it
+    folder.attempts.write_text('{"launched": "2026-11-29T15:00:00+00:00"}\n')
+    waiting = start(folder, STANDING_BY, HPC_PARALLEL_STANDBY="yes")
+    assert waiting.stdin is not None
+    time.sleep(0.5)
+    assert not (folder.path / "ready").exists()
+    folder.attempts.write_text('{"began": "2026-11-29T15:00:09+00:00"}\n')
+    worker = worker_of(folder)
+    assert [found.kind for found in failure.records(folder)] == ["killed"]
+    waiting.stdin.write(word)
+    waiting.stdin.close()
+    assert waiting.wait(20) == code
+    assert [found.kind for found in failure.records(folder)] == kinds
+    wait_for(lambda: not Path(f"/proc/{worker}").exists())
+
+
+def test_scancel_ends_a_rank_that_stands_by(folder: RunFolder) -> None:
+    waiting = start(folder, STANDING_BY, HPC_PARALLEL_STANDBY="yes")
+    folder.attempts.write_text('{"began": "2026-11-29T15:00:09+00:00"}\n')
+    worker_of(folder)
+    waiting.terminate()
+    assert waiting.wait(20) == -signal.SIGTERM
 
 
 def test_the_worker_ends_with_its_supervisor(folder: RunFolder) -> None:

@@ -306,6 +306,27 @@ def test_spares_that_could_not_be_used_are_refused(words: tuple[str, ...], refus
     prepared(*words, "launcher.spares=0")
 
 
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (("launcher=local",), "needs a job of the run's own, and launcher.kind=local submits none"),
+        (("launcher=script", "training.checkpoint_every=null"),
+         "has no use: launcher.max_restarts=0 lets no start follow a failure"),
+        (("launcher=script", "task=script", "script.command=bash", RESUMES),
+         "is for our own training: your script imports torch itself"),
+        (("launcher=script", "cluster.start=torchrun"), "needs cluster.start=srun, and it is torchrun"),
+        (("launcher=script", "profile=nsys", "launcher.modules=[nsight]"),
+         "starts ranks without a profiler, and profile=nsys is one"),
+    ],
+)  # fmt: skip
+def test_ranks_that_could_not_stand_by_are_refused(words: tuple[str, ...], refusal: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        prepared("launcher.standby=true", *words)
+    assert [str(problem) for problem in refused.value.problems] == [
+        f"launcher.standby = true {refusal}. Try launcher.standby=false."
+    ]
+
+
 def test_a_file_of_hosts_to_exclude_becomes_a_list(here: Path) -> None:
     """A requeued job leaves out further hosts: Slurm would take both for one name."""
     null = "launcher.exclude=null"

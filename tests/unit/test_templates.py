@@ -399,6 +399,59 @@ exit 3
     assert [line for line in done.stderr.splitlines() if "attempt" in line] == attempts
 
 
+WAITING_SRUN = """
+srun() {
+    local word=fresh
+    [ -z "${HPC_PARALLEL_STANDBY-}" ] || read -r word
+    echo "$SLURM_JOB_NODELIST $word"
+    [ "$word" != end ] || return 0
+    return 3
+}
+SLURM_JOB_NUM_NODES=2
+begin() { SLURM_JOB_NODELIST=$1; hpc_parallel_begin; wait "$hpc_parallel_started"; echo $?; }
+"""
+
+
+def test_ranks_that_wait_begin_on_the_same_hosts_only() -> None:
+    script = render(started("srun", "none", "launcher.standby=true", "launcher.spares=1"))
+    waiting = script[script.index("hpc_parallel_ranks() {") : script.index("# A start that ends so that")]
+    starts = "begin n1,n2\nbegin n1,n2\nbegin n1,n3\nbegin n1,n3\nhpc_parallel_dismiss\n"
+    done = subprocess.run(
+        ["bash", "-uc", f"{WAITING_SRUN}{waiting}{starts}"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [
+        "n1,n2 fresh", "3", "n1,n2 start", "3", "n1,n2 end",
+        "n1,n3 fresh", "3", "n1,n3 start", "3", "n1,n3 end",
+    ]  # fmt: skip
+    assert not done.stderr
+
+
+def test_a_signal_is_heeded_after_the_ranks_have_ended(tmp_path: Path) -> None:
+    """A step in the background would let the shell end before its ranks have saved."""
+    run = started("srun", "none", "launcher.standby=true", f"run_dir={tmp_path / 'run'}")
+    write(run)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    srun = f"""#!/bin/sh
+[ -z "$HPC_PARALLEL_STANDBY" ] || {{ read -r word; exit; }}
+kill -TERM "$(ps -o ppid= -p "$PPID" | tr -d ' ')"
+sleep 0.5
+touch {tmp_path}/saved
+exit 3
+"""
+    for name, text in (
+        ("srun", srun),
+        ("noted", f'#!/bin/sh\necho "$5 $(ls {tmp_path})" > {tmp_path}/end\n'),
+    ):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n1"}
+    script = render(run).replace(shlex.quote(sys.executable), "noted")
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True)
+    assert done.returncode == 143, done.stderr
+    assert "saved" in (tmp_path / "end").read_text().split()
+
+
 def test_srun_hands_on_what_the_script_has_set() -> None:
     """With --export=NONE Slurm sets this variable in the job, and srun would start the edited source."""
     assert "\nunset SLURM_EXPORT_ENV\n" in render(started("srun", "none"))

@@ -120,9 +120,10 @@ def _hosts_in(file: str) -> list[str]:
 
 
 def _spares(config: RunConfig) -> Problems:
-    """Spares and fewer nodes need a job of the run's own, and a start after a failure."""
+    """Spares, fewer nodes and standby need a job of the run's own, and a start after a failure."""
     launcher = config.launcher
-    for key, value, off in (("spares", launcher.spares, 0), ("min_nodes", launcher.min_nodes, None)):
+    keys = {"spares": (launcher.spares, 0), "min_nodes": (launcher.min_nodes, None)}
+    for key, (value, off) in {**keys, "standby": (launcher.standby, False)}.items():
         if value is None or value <= 0:
             continue
         if launcher.kind in HERE:
@@ -131,6 +132,11 @@ def _spares(config: RunConfig) -> Problems:
         elif not launcher.max_restarts:
             rule = "has no use: launcher.max_restarts=0 lets no start follow a failure"
             yield Problem(f"launcher.{key}", value, rule, (off,))
+    if launcher.standby and config.task.name == TASK:
+        rule = "is for our own training: your script imports torch itself"
+        yield Problem("launcher.standby", True, rule, (False,))
+    elif launcher.standby and (start := config.cluster.start) != "srun":
+        yield Problem("launcher.standby", True, f"needs cluster.start=srun, and it is {start}", (False,))
     least = launcher.min_nodes
     if least is not None and config.task.name == TASK:
         rule = "is for our own training: only your script knows how it splits its batch"

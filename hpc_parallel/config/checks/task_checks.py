@@ -170,6 +170,9 @@ def _nvidia(config: RunConfig, *, processes: int) -> Problems:
     if kind == "ncu" and processes > 1:
         rule = f"repeats each kernel, for which {processes} ranks would wait for ever: it is for one device"
         yield Problem("profile.kind", kind, rule, ("nsys",))
+    if launcher.standby:
+        rule = f"starts ranks without a profiler, and profile={kind} is one"
+        yield Problem("launcher.standby", True, rule, (False,))
     if environment_key(config) is None and shutil.which(kind) is None:
         rule = "is not installed on this machine, and nothing that the job runs first may find it"
         yield Problem("profile.kind", kind, rule, (kind,), ("launcher.modules=[MODULE]",))
