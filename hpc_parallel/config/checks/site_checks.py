@@ -122,8 +122,10 @@ def _hosts_in(file: str) -> list[str]:
 def _spares(config: RunConfig) -> Problems:
     """Spares, fewer nodes and standby need a job of the run's own, and a start after a failure."""
     launcher = config.launcher
-    keys = {"spares": (launcher.spares, 0), "min_nodes": (launcher.min_nodes, None)}
-    for key, (value, off) in {**keys, "standby": (launcher.standby, False)}.items():
+    for key, value, off in (
+        ("spares", launcher.spares, 0), ("min_nodes", launcher.min_nodes, None),
+        ("standby", launcher.standby, False),
+    ):  # fmt: skip
         if value is None or value <= 0:
             continue
         if launcher.kind in HERE:
