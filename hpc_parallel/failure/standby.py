@@ -31,7 +31,7 @@ def ready_worker(
     """
     if VARIABLE not in os.environ:
         return None
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit's handler would outlive the job's end
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it ends with its job
     # Imports would slow the start of the ranks beside this one.
     while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0] and is_starting(folder):
         pass
@@ -39,6 +39,7 @@ def ready_worker(
     del os.environ[VARIABLE]
     if sys.stdin.readline() != START:
         sys.exit()
+    signal.signal(signal.SIGTERM, handler)
     assert worker.stdin is not None
     with suppress(BrokenPipeError), worker.stdin:  # it has ended, which the caller sees
         worker.stdin.write(START)

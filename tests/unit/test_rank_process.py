@@ -29,7 +29,8 @@ ENVIRONMENT = {
     "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "0",
 }  # fmt: skip
 SUPERVISOR = """
-import sys
+import os, signal, sys
+for number in (signal.SIGTERM, signal.SIGUSR2): signal.signal(number, lambda *_: os._exit(9))  # as submitit
 from hpc_parallel.failure import rank_process
 rank_process.run(sys.argv[1], worker=(sys.executable, "-c", sys.argv[2]))
 """
@@ -171,6 +172,9 @@ def test_scancel_ends_a_rank_that_stands_by(folder: RunFolder) -> None:
     waiting = start(folder, STANDING_BY, HPC_PARALLEL_STANDBY="yes")
     folder.attempts.write_text('{"began": "2026-11-29T15:00:09+00:00"}\n')
     worker_of(folder)
+    waiting.send_signal(signal.SIGUSR2)  # before the time limit: submitit's handler would requeue the job
+    time.sleep(0.2)
+    assert waiting.poll() is None
     waiting.terminate()
     assert waiting.wait(20) == -signal.SIGTERM
 
