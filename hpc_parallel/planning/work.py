@@ -20,7 +20,7 @@ from hpc_parallel.layout.counts import (
 from hpc_parallel.layout.holdings import sliced_over
 from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, servers
 from hpc_parallel.layout.model_weights import ModelWeights, weights_of
-from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
+from hpc_parallel.layout.schedules import schedule_named, schedule_of, stages_per_rank
 from hpc_parallel.layout.step_facts import OFF, packs, types_of
 from hpc_parallel.planning.hardware import FITTED_BY, MEASURED_BY, NOT_CALIBRATED, Hardware
 from hpc_parallel.planning.operations import FLOAT8, NUMBER_BYTES, Rounding
@@ -76,14 +76,22 @@ class Work:
     loads: bool = False
 
     @property
+    def recomputations(self) -> int:
+        """How often a block runs forward again for a microbatch: in each half of a split backward pass.
+
+        A pipeline's first stage has no first half, but it waits for the others.
+        """
+        if not self.recompute:
+            return 0
+        return 2 if self.pipeline > 1 and schedule_named(self.schedule).splits_backward else 1
+
+    @property
     def repeated_sums(self) -> float:
-        """How many of a block's two sums over the tensor axis recomputation repeats.
+        """How many of a block's two sums over the tensor axis each recomputation repeats.
 
         torch stops at the last number that it needs, before it sums the block's result. With
         `sequence_parallel`, it has gathered the parts of the sequence by then. Megatron repeats both sums.
         """
-        if not self.recompute:
-            return 0.0
         return 2.0 if self.blocking else 1.5 if self.sequence_parallel else 1.0
 
     @property
