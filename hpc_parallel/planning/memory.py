@@ -242,7 +242,7 @@ class _MemoryPlanner:
         """Whether gradients exist before the last backward pass: of earlier microbatches, or bucket views."""
         layout, strategy = self.layout, self._config.strategy
         views = strategy.execution == SPMD and layout.averaged > 1 and not layout.by_fully_shard
-        views &= not schedule_of(strategy).splits_backward
+        views = views and not schedule_of(strategy).splits_backward
         return views or self._microbatches > 1 or strategy.execution == PARAMETER_SERVER
 
     def _activations(self, holding: Holding) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from hpc_parallel.layout.counts import (
 from hpc_parallel.layout.holdings import sliced_over
 from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, servers
 from hpc_parallel.layout.model_weights import ModelWeights, weights_of
-from hpc_parallel.layout.schedules import schedule_named, schedule_of, stages_per_rank
+from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
 from hpc_parallel.layout.step_facts import OFF, packs, types_of
 from hpc_parallel.planning.hardware import FITTED_BY, MEASURED_BY, NOT_CALIBRATED, Hardware
 from hpc_parallel.planning.operations import FLOAT8, NUMBER_BYTES, Rounding
@@ -37,16 +37,17 @@ class Work:
 
     data: the number of parts of the batch. context: the number of parts of a sequence, whose devices exchange
     keys and values by `attention`. shard: how many consecutive devices with the same weights slice them
-    (ZeRO-3); with `expert`, the devices that slice all but the experts. recompute: blocks run forward again
-    in the backward pass. blocking: a stage waits until its message has arrived. bucket_bytes: the size of the
-    messages that average gradients during the backward pass of the last microbatch; None: they are averaged
-    after it. blocks: the number of blocks in each stage.
-    stream_bytes: the bytes of a number that one stage sends to the next. gradient_bytes: the bytes of a
-    number in the gradients that devices exchange. compressed: the means of gradients are exchanged in
-    bfloat16 instead. rounding: how the blocks' linear products round to float8. workers: how many ranks send
-    gradients to a parameter server, which is one more device or the first of `data`; 0 without a server.
-    expert: how many consecutive devices split the experts; each of them has a part of the batch. compiled:
-    torch.compile compiles blocks and loss. loads: each step sums the load of each expert.
+    (ZeRO-3); with `expert`, the devices that slice all but the experts. recomputations: how often blocks run
+    forward again in the backward pass, in each half of a split one (the first stage has one half, but waits).
+    blocking: a stage waits until its message has arrived. bucket_bytes: the size of the messages that average
+    gradients during the backward pass of the last microbatch; None: they are averaged after it. blocks: the
+    number of blocks in each stage. stream_bytes: the bytes of a number that one stage sends to the next.
+    gradient_bytes: the bytes of a number in the gradients that devices exchange. compressed: the means of
+    gradients are exchanged in bfloat16 instead. rounding: how the blocks' linear products round to float8.
+    workers: how many ranks send gradients to a parameter server, which is one more device or the first of
+    `data`; 0 without a server. expert: how many consecutive devices split the experts; each of them has a
+    part of the batch. compiled: torch.compile compiles blocks and loss. loads: each step sums the load of
+    each expert.
     """
 
     decoder: DecoderSizes
@@ -59,7 +60,7 @@ class Work:
     precision: str = "float16"
     schedule: str = "1f1b"
     per_rank: int = 1
-    recompute: bool = True
+    recomputations: int = 1
     blocking: bool = True
     shard: int = 1
     stream_bytes: int = 2
@@ -74,16 +75,6 @@ class Work:
     expert: int = 1
     compiled: bool = False
     loads: bool = False
-
-    @property
-    def recomputations(self) -> int:
-        """How often a block runs forward again for a microbatch: in each half of a split backward pass.
-
-        A pipeline's first stage has no first half, but it waits for the others.
-        """
-        if not self.recompute:
-            return 0
-        return 2 if self.pipeline > 1 and schedule_named(self.schedule).splits_backward else 1
 
     @property
     def repeated_sums(self) -> float:
@@ -206,6 +197,7 @@ def work_of_run(config: RunConfig, *, model: ModelWeights | None = None) -> Work
     plan = Plan.of(config)
     layout, batch = plan.layout, plan.batch
     ddp, types = not layout.by_fully_shard, types_of(config, layout)
+    apart = layout.pipeline > 1 and schedule_of(config.strategy).splits_backward
     sizes = decoder_sizes(config)
     assert sizes is not None  # the reference decoder
     return Work(
@@ -219,7 +211,7 @@ def work_of_run(config: RunConfig, *, model: ModelWeights | None = None) -> Work
         precision=config.training.precision,
         schedule=config.strategy.schedule,
         per_rank=stages_per_rank(config.strategy) if layout.pipeline > 1 else 1,
-        recompute=config.training.activation_checkpointing == "full",
+        recomputations=(config.training.activation_checkpointing == "full") * (1 + apart),
         blocking=False,
         shard=math.prod(layout.degrees[axis] for axis in sliced_over(layout)),
         stream_bytes=types.stream,
@@ -227,7 +219,7 @@ def work_of_run(config: RunConfig, *, model: ModelWeights | None = None) -> Work
         bucket_bytes=config.strategy.bucket_mb * MIB if ddp else 0.0,
         context=layout.context,
         attention=config.strategy.context_attention,
-        rounding=_rounding(config, layout),
+        rounding=_rounding(config, apart=apart),
         sequence_parallel=config.strategy.sequence_parallel,
         workers=_workers(config, layout),
         expert=layout.expert,
@@ -244,11 +236,10 @@ def _workers(config: RunConfig, layout: Layout) -> int:
     return layout.data - 1 + servers(config.strategy)
 
 
-def _rounding(config: RunConfig, layout: Layout) -> Rounding | None:
+def _rounding(config: RunConfig, *, apart: bool) -> Rounding | None:
     training = config.training
     if training.fp8 == OFF:
         return None
-    apart = layout.pipeline > 1 and schedule_of(config.strategy).splits_backward
     return Rounding(training.fp8 == "rowwise", fused=training.compile, apart=apart)
 
 
