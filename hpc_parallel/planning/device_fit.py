@@ -97,7 +97,7 @@ def _work(row: DeviceRow) -> Work:
     )  # fmt: skip
     return Work(
         decoder, tensor=1, data=1, pipeline=1, microbatch_size=1, microbatches=1, blocks=(1,),
-        precision=row.precision, recompute=False, blocking=False,
+        precision=row.precision, recomputations=0, blocking=False,
     )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ class ExchangeTimes:
     @property
     def waits_of_block_s(self) -> list[float]:
         """How long a block waits for other parts of its sequences and for experts in a microbatch."""
-        forward_passes = 1 + self._work.recompute
+        forward_passes = 1 + self._work.recomputations
         waits_s = [*[self.scales_s[FORWARD]] * forward_passes, self.scales_s[BACKWARD]]
         if self._work.context > 1:
             waits_s += [*[self.context_s[FORWARD]] * forward_passes, self.context_s[BACKWARD]]

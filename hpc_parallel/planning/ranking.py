@@ -16,7 +16,6 @@ from hpc_parallel.problems import alternatives, printable
 from hpc_parallel.record.metrics_file import milliseconds, size
 
 TOGETHER = 3  # a forward and a backward pass cost this many forward passes (PaLM, Chowdhery et al. 2022)
-RECOMPUTED = 1 / (TOGETHER + 1)  # the share of the computation that full recomputation adds
 SMALL = 0.05  # a share of a step that does not count as a limit
 ALIKE = 0.01  # a relative difference of steps that a plan can't tell apart
 NEAR = 2  # the number of fitting layouts to suggest
@@ -39,7 +38,7 @@ def parts_s(work: Work, step: StepTime) -> dict[str, float]:
     """The seconds of a step by what an average device does; their sum is the step's time."""
     bubble_s = step.timeline.bubble_share * step.timeline.total_s
     computed_s = step.total_s - bubble_s - step.exposed_s - step.update_s
-    again_s = RECOMPUTED * computed_s if work.recompute else 0.0
+    again_s = computed_s * work.recomputations / (TOGETHER + work.recomputations)
     return {
         COMPUTATION: computed_s - again_s, RECOMPUTATION: again_s, BUBBLE: bubble_s,
         NETWORK: step.exposed_s, UPDATE: step.update_s,

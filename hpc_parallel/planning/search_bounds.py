@@ -119,7 +119,7 @@ class Bounds:
             config = variants.variant(variants.strategy(layout, None), size, checkpointing)
             work = replace(work_of_run(config, model=self._model), schedule="1f1b", per_rank=1)
             self._sent_s[layout] = StepTerms(work, self._hardware, self._kernels).exchanges.least_sent_s()
-        hidden_s = blocks * times.backward_s + times.ends_s + 2 * self._hardware.host.action_s
+        hidden_s = blocks * times.block_s + times.ends_s + 2 * self._hardware.host.action_s
         return max(0.0, self._sent_s[layout] - hidden_s)
 
     def _profile(self, strategy: StrategyConfig, layout: Layout) -> _Profile:

@@ -102,7 +102,7 @@ class StepTerms:
         self._terms.add("all microbatches", timeline.total_s, text)
         gradients_s, update_s = self._gradients_s, self._update_s
         blocks = work.decoder.layers / work.pipeline * work.microbatches
-        sums_s = (4 + work.repeated_sums) * self.exchanges.tensor_sum_s
+        sums_s = (4 + work.recomputations * work.repeated_sums) * self.exchanges.tensor_sum_s
         waits_s = sum((*self._unhidden_s.values(), *self.exchanges.waits_of_block_s))
         exposed_s = gradients_s + blocks * (sums_s + waits_s)
         return StepTime(timeline, gradients_s, update_s, exposed_s, tuple(self._terms))
@@ -177,8 +177,7 @@ class StepTerms:
         if work.expert > 1:
             forward_s += exchanges.experts_s
             backward_s += exchanges.experts_s - exchanges.counts_s
-        if work.recompute:
-            backward_s += forward_s - (2 - work.repeated_sums) * exchanges.tensor_sum_s
+        backward_s += work.recomputations * (forward_s - (2 - work.repeated_sums) * exchanges.tensor_sum_s)
         if gathers:
             beside = exchanges.beside_compute
             waits = {

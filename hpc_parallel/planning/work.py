@@ -37,16 +37,17 @@ class Work:
 
     data: the number of parts of the batch. context: the number of parts of a sequence, whose devices exchange
     keys and values by `attention`. shard: how many consecutive devices with the same weights slice them
-    (ZeRO-3); with `expert`, the devices that slice all but the experts. recompute: blocks run forward again
-    in the backward pass. blocking: a stage waits until its message has arrived. bucket_bytes: the size of the
-    messages that average gradients during the backward pass of the last microbatch; None: they are averaged
-    after it. blocks: the number of blocks in each stage.
-    stream_bytes: the bytes of a number that one stage sends to the next. gradient_bytes: the bytes of a
-    number in the gradients that devices exchange. compressed: the means of gradients are exchanged in
-    bfloat16 instead. rounding: how the blocks' linear products round to float8. workers: how many ranks send
-    gradients to a parameter server, which is one more device or the first of `data`; 0 without a server.
-    expert: how many consecutive devices split the experts; each of them has a part of the batch. compiled:
-    torch.compile compiles blocks and loss. loads: each step sums the load of each expert.
+    (ZeRO-3); with `expert`, the devices that slice all but the experts. recomputations: how often blocks run
+    forward again in the backward pass, in each half of a split one (the first stage has one half, but waits).
+    blocking: a stage waits until its message has arrived. bucket_bytes: the size of the messages that average
+    gradients during the backward pass of the last microbatch; None: they are averaged after it. blocks: the
+    number of blocks in each stage. stream_bytes: the bytes of a number that one stage sends to the next.
+    gradient_bytes: the bytes of a number in the gradients that devices exchange. compressed: the means of
+    gradients are exchanged in bfloat16 instead. rounding: how the blocks' linear products round to float8.
+    workers: how many ranks send gradients to a parameter server, which is one more device or the first of
+    `data`; 0 without a server. expert: how many consecutive devices split the experts; each of them has a
+    part of the batch. compiled: torch.compile compiles blocks and loss. loads: each step sums the load of
+    each expert.
     """
 
     decoder: DecoderSizes
@@ -59,7 +60,7 @@ class Work:
     precision: str = "float16"
     schedule: str = "1f1b"
     per_rank: int = 1
-    recompute: bool = True
+    recomputations: int = 1
     blocking: bool = True
     shard: int = 1
     stream_bytes: int = 2
@@ -77,13 +78,11 @@ class Work:
 
     @property
     def repeated_sums(self) -> float:
-        """How many of a block's two sums over the tensor axis recomputation repeats.
+        """How many of a block's two sums over the tensor axis each recomputation repeats.
 
         torch stops at the last number that it needs, before it sums the block's result. With
         `sequence_parallel`, it has gathered the parts of the sequence by then. Megatron repeats both sums.
         """
-        if not self.recompute:
-            return 0.0
         return 2.0 if self.blocking else 1.5 if self.sequence_parallel else 1.0
 
     @property
@@ -198,6 +197,7 @@ def work_of_run(config: RunConfig, *, model: ModelWeights | None = None) -> Work
     plan = Plan.of(config)
     layout, batch = plan.layout, plan.batch
     ddp, types = not layout.by_fully_shard, types_of(config, layout)
+    apart = layout.pipeline > 1 and schedule_of(config.strategy).splits_backward
     sizes = decoder_sizes(config)
     assert sizes is not None  # the reference decoder
     return Work(
@@ -211,7 +211,7 @@ def work_of_run(config: RunConfig, *, model: ModelWeights | None = None) -> Work
         precision=config.training.precision,
         schedule=config.strategy.schedule,
         per_rank=stages_per_rank(config.strategy) if layout.pipeline > 1 else 1,
-        recompute=config.training.activation_checkpointing == "full",
+        recomputations=(config.training.activation_checkpointing == "full") * (1 + apart),
         blocking=False,
         shard=math.prod(layout.degrees[axis] for axis in sliced_over(layout)),
         stream_bytes=types.stream,
@@ -219,7 +219,7 @@ def work_of_run(config: RunConfig, *, model: ModelWeights | None = None) -> Work
         bucket_bytes=config.strategy.bucket_mb * MIB if ddp else 0.0,
         context=layout.context,
         attention=config.strategy.context_attention,
-        rounding=_rounding(config, layout),
+        rounding=_rounding(config, apart=apart),
         sequence_parallel=config.strategy.sequence_parallel,
         workers=_workers(config, layout),
         expert=layout.expert,
@@ -236,11 +236,10 @@ def _workers(config: RunConfig, layout: Layout) -> int:
     return layout.data - 1 + servers(config.strategy)
 
 
-def _rounding(config: RunConfig, layout: Layout) -> Rounding | None:
+def _rounding(config: RunConfig, *, apart: bool) -> Rounding | None:
     training = config.training
     if training.fp8 == OFF:
         return None
-    apart = layout.pipeline > 1 and schedule_of(config.strategy).splits_backward
     return Rounding(training.fp8 == "rowwise", fused=training.compile, apart=apart)
 
 

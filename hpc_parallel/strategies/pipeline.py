@@ -25,6 +25,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import GraphExecGroup
 
 from hpc_parallel import torch_internals
 from hpc_parallel.layout.schedules import schedule_named, version_problem
@@ -94,7 +95,8 @@ class Stage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
-        with busy(self.stage_index, "weights", self.first_microbatch + bwd_chunk_id):
+        """torch calls autograd for each group of weights. One recomputation of a block serves all groups."""
+        with busy(self.stage_index, "weights", self.first_microbatch + bwd_chunk_id), GraphExecGroup():
             super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **options)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:

@@ -24,7 +24,7 @@ from tests.parity import opened
 from tests.workers import Workers
 
 TWO, FULL = "nodes=2", "training.activation_checkpointing=full"
-DECODER, PIPELINES, EXPERTS = "decoder", *COUNTED
+DECODER, PIPELINES, EXPERTS, SPLIT = "decoder", *COUNTED
 CASES = [
     (f"strategy=pipeline {TWO} strategy.schedule=1f1b", PIPELINES),
     (f"strategy=expert {TWO} model=moe_tiny", EXPERTS),
@@ -35,6 +35,8 @@ MORE = [
     (f"strategy=pipeline {TWO} strategy.schedule=gpipe", PIPELINES),
     (f"strategy=pipeline {TWO} strategy.schedule=interleaved", PIPELINES),
     (f"strategy=pipeline {TWO} {FULL}", PIPELINES),
+    (f"strategy=pipeline {TWO} strategy.schedule=zbv", SPLIT),
+    (f"strategy=pipeline {TWO} strategy.schedule=interleaved_zero_bubble {FULL}", SPLIT),
     (f"strategy=expert {TWO} model=moe_tiny {FULL}", EXPERTS),
 ]
 ANNOUNCED = {DECODER: (-0.02, 0.02), **COUNTED}

@@ -126,6 +126,27 @@ def test_gradients_of_a_split_backward_pass_lie_as_their_weights(trained: Train)
     follow_one_device(trained, (*layout, target))
 
 
+def _forward_passes(*overrides: str) -> int:
+    """How often blocks of this rank run forward in a step that is not the first, recomputations included."""
+    session = opened(*overrides)
+    batch, train = session.batches(session.data.train, seed=0).at(0), session.assembled.forward_backward.train
+    train(*batch)
+    calls: list[nn.Module] = []
+    for stage in session.assembled.parts:
+        for block in stage.blocks.values():
+            block.attention_norm.register_forward_pre_hook(lambda module, _: calls.append(module))
+    train(*batch)
+    return len(calls)
+
+
+def test_each_half_of_a_split_backward_pass_recomputes_a_block_once(workers: Workers) -> None:
+    """Stages 0 and 2, and 1 and 3, of one block; the first has no inputs' gradients, so one whole pass."""
+    words = ("strategy=pipeline", "nodes=2", "strategy.schedule=interleaved_zero_bubble", "model.layers=4",
+             "strategy.microbatches=4", "data.max_bytes=300000")  # fmt: skip
+    passes = workers.run(2, _forward_passes, *words, "training.activation_checkpointing=full")
+    assert passes == [4 * (2 + 3), 4 * (3 + 3)]
+
+
 def _pieces(weights: dict[str, Any]) -> list[str]:
     return sorted({name.split(".")[1] for name in weights if name.startswith("blocks.")})
 

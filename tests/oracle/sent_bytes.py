@@ -90,7 +90,9 @@ class _Rank:
             _bus_bytes(exchange) for name, exchange in self.step.exchanges.sent.items() if name.endswith(SUMS)
         )
         ends = (0 in self._stages) + (self._last in self._stages)
-        return one * (self._passes * (4 + work.repeated_sums) + work.microbatches * ends)
+        return one * (
+            self._passes * (4 + work.recomputations * work.repeated_sums) + work.microbatches * ends
+        )
 
     def _context(self) -> float:
         work = self.step.work
@@ -99,7 +101,7 @@ class _Rank:
         attention = PlannedSplitAttention(
             self.step.share, GroupShape(work.context, work.tensor, work.devices)
         )
-        times = {FORWARD: 1 + work.recompute, BACKWARD: 1}
+        times = {FORWARD: 1 + work.recomputations, BACKWARD: 1}
         of_block = sum(
             times[kind] * message.count * _bus_bytes(message.exchange)
             for kind in times
@@ -109,7 +111,7 @@ class _Rank:
 
     def _experts(self) -> float:
         """Both passes move tokens and outputs; only the forward pass moves the numbers of tokens."""
-        times = 1 + self.step.work.recompute
+        times = 1 + self.step.work.recomputations
         names = ("tokens to experts", "outputs of experts")
         of_block = (times + 1) * sum(map(self._named, names)) + times * self._named("numbers of tokens")
         return of_block * self._passes

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 from test_jobs import SHELL, SMALL, Site, losses, read, worker_of
+from test_packed import SHARING, begun
 
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -296,6 +297,20 @@ def test_a_packed_sweep_in_an_allocation_runs_beside_each_other(site: Site) -> N
         assert "5 cancelled, 1 failed, 1 not started" in output
         assert here.state() == "RUNNING"
         wait_for(lambda: steps(here) == [])
+
+
+@pytest.mark.full
+def test_runs_share_the_gpus_of_an_allocation(site: Site) -> None:
+    """Eight at once, two on each of two GPUs of two hosts."""
+    (site.home / "own.py").write_text(SHARING)
+    with allocation(site, "--gpus-per-node=2", "--cpus-per-task=4") as here:
+        words = ("-m", "seed=range(1,9)", "gpus_per_node=1", "sweep.pack=auto", "launcher.snapshot=false",
+                 "sweep.runs_per_gpu=2", "plan.on_overflow=off")  # fmt: skip
+        ended = here.line(*words, "--", "own.py", str(site.home))
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert sorted(words[1] for words in begun(site)) == [*"00001111"]
+        assert len({words[0] for words in begun(site)}) == 8  # a step for each
+        assert here.state() == "RUNNING"
 
 
 @pytest.mark.full

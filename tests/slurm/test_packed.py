@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from test_jobs import SMALL, Site, losses, read
-from test_sweeps import only_sweep
+from test_sweeps import only_sweep, outcomes
 
-from hpc_parallel.record.sweep_folder import Sweep, read_sweep
+from hpc_parallel.record.sweep_folder import read_sweep
 from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
@@ -65,10 +65,6 @@ with (home / "begun").open("a") as file:
 while len((home / "begun").read_text().splitlines()) < 8:
     time.sleep(0.1)
 """
-
-
-def outcomes(sweep: Sweep) -> list[object]:
-    return [read(run.run_dir, "summary.json")["outcome"] for run in sweep.runs]
 
 
 def begun(site: Site) -> list[list[str]]:

@@ -63,6 +63,10 @@ def only_sweep(site: Site) -> tuple[Path, Sweep]:
     return folder, read_sweep(folder)
 
 
+def outcomes(sweep: Sweep) -> list[object]:
+    return [read(run.run_dir, "summary.json")["outcome"] for run in sweep.runs]
+
+
 def job_of(sweep: Sweep, *words: str) -> str:
     """The job of the run whose overrides have all these words."""
     (run,) = [run for run in sweep.runs if set(words) <= set(run.overrides)]
@@ -165,6 +169,28 @@ def test_parallelism_limits_an_array(site: CountedSite) -> None:
     )
     assert all(end <= start for (_, end), (start, _) in pairwise(times))
     assert "3 completed" in done.stdout.splitlines()
+
+
+@pytest.mark.full
+def test_a_run_of_an_array_that_is_behind_gives_its_place(site: CountedSite) -> None:
+    """The fifth begins when three of the others have ended. It goes on only if it is resumed by itself."""
+    rates = "optimizer.learning_rate=1e-2,2e-2,5e-3,4e-3,1e-7,3e-3"
+    done = site.run(
+        "-m", "launcher=slurm", "launcher.snapshot=false", "sweep.pack=off", "sweep.parallelism=2", *SMALL,
+        rates, "sweep.prune=median", "training.validate_every=2", "optimizer.warmup_steps=0",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder, sweep = only_sweep(site)
+    assert len(site.calls) == 1
+    for run in sweep.runs:
+        assert site.ended(run.job_id or "")["JobState"] == "COMPLETED"  # a pruned run is no failure
+    assert outcomes(sweep)[4] == "pruned"
+    behind = sweep.runs[4].run_dir
+    assert str(read(behind, "summary.json")["ended_early"]).startswith("pruned at step ")
+    assert "nothing is missing in " in site.run("-m", f"sweep.resume={folder}").stdout
+    resumed = site.run(f"resume={behind}", "launcher=slurm", "launcher.wait=true")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert outcomes(sweep)[4] == "completed"
 
 
 @pytest.mark.usefixtures("beside_others")

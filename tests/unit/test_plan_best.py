@@ -223,7 +223,7 @@ def test_what_is_set_is_kept() -> None:
         assert candidate.layout.pipeline == 2
         assert candidate.work.schedule == "gpipe"
         assert candidate.work.microbatch_size == 2
-        assert not candidate.work.recompute
+        assert not candidate.work.recomputations
 
 
 @pytest.mark.parametrize(

@@ -461,3 +461,15 @@ def test_recomputation_stops_before_the_last_sum(split: bool, repeated: float) -
     blocks, microbatches = 4, 2
     longer_s = full.exposed_s - without.exposed_s
     assert longer_s == pytest.approx(repeated * blocks * microbatches * sums)
+
+
+def test_both_halves_of_a_split_backward_pass_recompute() -> None:
+    def again_s(schedule: str) -> float:
+        words = ("model=8b", "data.sequence_length=4096", "strategy=pipeline", "gpus_per_node=2",
+                 f"strategy.schedule={schedule}")  # fmt: skip
+        none, full = (
+            step_of(*words, f"training.activation_checkpointing={mode}").timeline for mode in ("none", "full")
+        )
+        return sum(full.busy_s) - sum(none.busy_s)
+
+    assert again_s("zbv") == pytest.approx(2 * again_s("interleaved"), rel=1e-3)
