@@ -23,8 +23,7 @@ from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.proof.cases import Case, plan, without_refused
 from hpc_parallel.proof.compare import ROUNDED, TOLERANCES, Tolerance, Verdict, compare
-from hpc_parallel.proof.pace import Pace
-from hpc_parallel.proof.parity_table import Table
+from hpc_parallel.proof.parity_table import Pace, Table
 from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.shell import command_parser, complain, names_awaited, refuse
