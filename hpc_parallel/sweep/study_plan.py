@@ -200,9 +200,7 @@ class _Planner:
         folders = self._folders | ({} if known is None else {stage.name: Path(known.run_dir)})
         words = [filled(word, folders) for word in stage.words]
         files = files_of(run, words, folders=[*self._folders.values(), *folders.values()])
-        record = StageRecord(
-            stage.name, str(self._folders[stage.name]), stage.after, digest, files, stage.when == BESIDE
-        )
+        record = StageRecord(stage.name, str(self._folders[stage.name]), stage.after, digest, files)
         because = self._reason(record, before=before, words=words)
         if not because:
             record = replace(record, run_dir=self._records[stage.name].run_dir)
