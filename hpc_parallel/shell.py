@@ -13,7 +13,8 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from pathlib import Path
 from typing import TextIO
 
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
@@ -82,6 +83,11 @@ def complain(problems: Iterable[object], *, indent: str = "") -> None:
             print(indent + printable(problem, keep="\n\t"), file=sys.stderr, flush=True)
     except OSError:
         _discard(sys.stderr)
+
+
+def names_awaited(overrides: Iterable[str], awaited: Container[Path] | None) -> bool:
+    """Whether an override names a place that an earlier stage writes, so that it can't be checked yet."""
+    return any("/" in word and Path(word.rpartition("=")[2]) in (awaited or ()) for word in overrides)
 
 
 def warn_on_stderr(message: str) -> None:

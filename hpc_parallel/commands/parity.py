@@ -23,11 +23,10 @@ from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.proof.cases import Case, plan, without_refused
 from hpc_parallel.proof.compare import ROUNDED, TOLERANCES, Tolerance, Verdict, compare
-from hpc_parallel.proof.pace import Pace
-from hpc_parallel.proof.parity_table import Table
+from hpc_parallel.proof.parity_table import Pace, Table
 from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.shell import command_parser, complain, refuse
+from hpc_parallel.shell import command_parser, complain, names_awaited, refuse
 from hpc_parallel.slurm.submit import SiteRefusedError
 
 
@@ -40,8 +39,8 @@ def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) ->
     if options.config_dir is not None and not Path(options.config_dir).is_dir():
         return refuse([f"--config-dir {options.config_dir}: this folder does not exist."])
     register()
-    if any("/" in word and word.rpartition("=")[2] in (awaited or ()) for word in options.overrides):
-        return DONE  # it can't be planned yet
+    if names_awaited(options.overrides, awaited):
+        return DONE
     try:
         cases, notes = plan(options.overrides, extra_dir=options.config_dir)
     except ConfigError as error:

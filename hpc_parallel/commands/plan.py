@@ -25,7 +25,7 @@ from hpc_parallel.planning.step_time import StepTime
 from hpc_parallel.problems import ConfigError, Problem, tried
 from hpc_parallel.record.find import path_of
 from hpc_parallel.record.safe_write import write_text
-from hpc_parallel.shell import command_parser, complain, refuse
+from hpc_parallel.shell import command_parser, complain, names_awaited, refuse
 from hpc_parallel.terminal import print_json, say
 
 HARDWARE = "hardware="
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) ->
     """Plan a configuration; returns the exit code. Nothing is written unless it returns 0."""
     options = _parser().parse_intermixed_args(list(arguments))
     options.is_check = awaited is not None
-    if any("/" in word and word.rpartition("=")[2] in (awaited or ()) for word in options.overrides):
-        return DONE  # it can't be planned yet
+    if names_awaited(options.overrides, awaited):
+        return DONE
     try:
         names = [word.removeprefix(HARDWARE) for word in options.overrides if word.startswith(HARDWARE)]
         overrides = [word for word in options.overrides if not word.startswith(HARDWARE)]

@@ -23,12 +23,7 @@ from hpc_parallel.config.compose import CellError, compose_cells, compose_run
 from hpc_parallel.config.hydra_internals import print_by_flag
 from hpc_parallel.config.schema import register
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
-from hpc_parallel.launch.checked_run import (
-    all_problems,
-    prepared,
-    reporting_all_problems,
-    with_resumed,
-)
+from hpc_parallel.launch.checked_run import all_problems, prepared, reporting_all_problems, with_resumed
 from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import ConfigError, Problem

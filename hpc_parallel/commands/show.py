@@ -55,16 +55,12 @@ def _plain(value: Any) -> str:
     return figure(value) if isinstance(value, float) else str(value)
 
 
-def _rate(value: float) -> str:
-    return f"{per_second(value)}/s"
-
-
 FIGURES: tuple[Figure, ...] = (  # of summary.json, or of the newest line of metrics.jsonl
     ("samples", "samples", _plain),
     ("loss", "loss", _plain),
     ("validation loss", "validation_loss", _plain),
     ("throughput", "samples_per_s", lambda value: f"{per_second(value)} samples/s"),
-    ("tokens", "tokens_per_s", _rate),
+    ("tokens", "tokens_per_s", lambda value: f"{per_second(value)}/s"),
     ("step time", "step_time_s", milliseconds),
     ("latency", "latency_s", milliseconds),
     ("latency, p99", "latency_p99_s", milliseconds),

@@ -39,10 +39,6 @@ def _linear(step: int, warmup: int, steps: int, _: float) -> float:
     return (step - warmup) / max(1, steps - warmup)
 
 
-def _constant(*_: float) -> float:
-    return 0.0
-
-
 def _warmup_stable_decay(step: int, warmup: int, steps: int, decay_share: float) -> float:
     """Constant, then linear in the last `decay_share` of the steps (Hu et al. 2024, MiniCPM)."""
     start = max(warmup, steps - round(decay_share * steps))
@@ -53,7 +49,7 @@ SCHEDULES: dict[str, Callable[[int, int, int, float], float]] = {
     # (step, warmup, steps, decay_share) -> how much of the decay is done, from 0 to 1
     "cosine": _cosine,
     "linear": _linear,
-    "constant": _constant,
+    "constant": lambda *_: 0.0,
     "wsd": _warmup_stable_decay,
 }
 

@@ -34,7 +34,8 @@ def site_warnings(config: RunConfig) -> list[str]:
     """One line for each resource that exceeds the partition's limit; empty if the limits are unknown."""
     launcher = config.launcher
     if launcher.kind == "local":
-        return local_warnings(config, memory_bytes=physical_memory_bytes(), environment=os.environ)
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return local_warnings(config, memory_bytes=memory_bytes, environment=os.environ)
     if launcher.kind == ALLOCATION:
         return [f"warning     {line}" for line in allocation_checks.warnings(config)]
     most = limits_of(config)
@@ -113,10 +114,6 @@ def local_warnings(config: RunConfig, *, memory_bytes: int, environment: Mapping
         f"warning     the processes of this run need at least {needed / GIB:.1f} GB together, and this "
         f"machine has {memory_bytes / GIB:.1f} GB. Try a smaller model or fewer processes."
     ]
-
-
-def physical_memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def container_warnings(config: RunConfig, *, run_folder: Path, source: Iterable[Path] = ()) -> Iterator[str]:

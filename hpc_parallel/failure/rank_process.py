@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from types import FrameType
+from typing import Any
 
 from hpc_parallel.config.script import is_script
 from hpc_parallel.failure import failure, normal_end, oom
-from hpc_parallel.failure.nvidia_profiler import ProfilerError, profiler_words
 from hpc_parallel.failure.standby import ready_worker
 from hpc_parallel.failure.supervisor import Supervisor, watching
 from hpc_parallel.machine.fabric import site_variables
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder, note_phase
+from hpc_parallel.record.values import table
 
 SCRIPT = "hpc_parallel.script.script_process:run_script"  # what runs in place of a worker
 WORKER = (sys.executable, "-u", "-m", "hpc_parallel.worker.main")
@@ -32,6 +35,20 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Slurm sends these signals to every process of a step, so the worker receives them too. Ignoring them also
 # replaces submitit's handlers, which would requeue the job or raise during the wait.
 STEP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# The rank itself says when the recorded steps begin and end (cudaProfilerStart and Stop). Nsight Systems ends
+# its record there and lets the rank run on.
+PROFILERS: Mapping[str, Sequence[str]] = {
+    "nsys": (
+        "profile", "--trace=cuda,nvtx,osrt,cudnn,cublas", "--sample=none", "--capture-range=cudaProfilerApi",
+        "--capture-range-end=stop", "--kill=none", "--force-overwrite=true",
+    ),
+    "ncu": ("--profile-from-start=off", "--nvtx", "--target-processes=all", "--force-overwrite"),
+}  # fmt: skip
+PROFILER_OUTPUT = {"nsys": "--output", "ncu": "--export"}
+
+
+class ProfilerError(RuntimeError):
+    """The profiler is not on this host."""
 
 
 def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = False) -> None:
@@ -78,6 +95,22 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = F
         failure.record_death(folder, world=world, returncode=returncode, cgroup=cgroup)
         sys.exit(exit_code(returncode))
     normal_end.record(folder, world=world)
+
+
+def profiler_words(config: Mapping[str, Any], *, folder: RunFolder, rank: int, host: str) -> list[str]:
+    """The words before the rank's command; empty for a rank that is not recorded.
+
+    `config`: the run's configuration as plain values. Raises ProfilerError.
+    """
+    profile = table(config.get("profile"))
+    kind = str(profile.get("kind"))
+    if kind not in PROFILERS or rank not in profile["ranks"]:
+        return []
+    if shutil.which(kind) is None:
+        raise ProfilerError(f"profile={kind}: there is no {kind} on {host}. Try launcher.modules=[MODULE].")
+    folder.profile.mkdir(mode=0o700, exist_ok=True)
+    output = f"{PROFILER_OUTPUT[kind]}={folder.profile}/rank-{rank}"
+    return [kind, *PROFILERS[kind], output, *map(str, profile["arguments"])]
 
 
 def exit_code(returncode: int) -> int:

@@ -10,15 +10,7 @@ from typing import TypeVar
 from hpc_parallel.record.owner import elsewhere, process_lives
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.slurm.allocation import step_runs
-from hpc_parallel.slurm.jobs import (
-    FORGOTTEN,
-    SILENT,
-    Inquiry,
-    Job,
-    JobState,
-    job_states,
-    scripts_in_queue,
-)
+from hpc_parallel.slurm.jobs import FORGOTTEN, SILENT, Inquiry, Job, JobState, job_states, scripts_in_queue
 
 T = TypeVar("T")
 RUNNING, WAITING, UNKNOWN, NOT_STARTED = "running", "pending", "unknown", "not started"

@@ -23,14 +23,7 @@ from hpc_parallel.problems import printable, quoted
 from hpc_parallel.record import owner
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Failure, Stop, Summary, has_final_summary
-from hpc_parallel.record.metrics_file import (
-    SEPARATOR,
-    MetricsLine,
-    MetricsReader,
-    described,
-    figure,
-    fitting,
-)
+from hpc_parallel.record.metrics_file import SEPARATOR, MetricsLine, MetricsReader, described, figure, fitting
 from hpc_parallel.record.names import RUN_COMMAND, command_on, from_here
 from hpc_parallel.record.rank_output import OutputTail, is_noise
 from hpc_parallel.record.results import results

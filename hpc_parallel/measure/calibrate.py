@@ -29,9 +29,6 @@ from hpc_parallel.measure.storage_rates import StorageRow, gigabytes
 from hpc_parallel.planning.collective_times import ACROSS, INSIDE, with_measured_links
 from hpc_parallel.planning.device_fit import PRODUCT, DeviceRow, Machine, device_hardware, rate
 from hpc_parallel.planning.hardware import MEASURED_BY, Hardware, hardware_text, named_hardware
-from hpc_parallel.record import attempts
-from hpc_parallel.record.endings import Summary
-from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.record.task_files import CalibrationFile
@@ -70,8 +67,7 @@ def calibrate(context: TaskContext) -> None:
     """
     config, folder, device = context.config, context.folder, context.device
     assert isinstance(config.task, CalibrateConfig)
-    if dist.get_rank() == 0:
-        attempts.begin(folder, step=0, environment=context.environment)
+    context.begin()
     budget = TimeBudget(config.task.seconds)
     devices = DeviceRows(device, turns=turns_of(config, context.environment, device=device))
     groups = link_groups(named_groups(config, device=device))
@@ -95,8 +91,7 @@ def calibrate(context: TaskContext) -> None:
             measured = HardwareMeasurement(devices, storage, links, spread)
             write_profile(folder, config=config, measured=measured)
         complete(context)
-    if dist.get_rank() == 0:
-        print(*results(folder, Summary.read(folder) or Summary()), sep="\n", flush=True)
+    context.print_results()
 
 
 def _lines(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -39,12 +40,19 @@ class CollectiveCase:
     """One collective with its buffers, on this rank.
 
     size_bytes: as nccl-tests counts it; run: start the collective once and wait for it, on the device's
-    stream if it has one; is_right: whether `run` once on new buffers gives the expected values.
+    stream if it has one; reset: renew its buffers; check: whether they have the expected values.
     """
 
     size_bytes: int
     run: Callable[[], object]
-    is_right: Callable[[], bool]
+    reset: Callable[[], object]
+    check: Callable[[], bool]
+
+    def is_right(self) -> bool:
+        """Whether `run` once on new buffers gives the expected values."""
+        self.reset()
+        self.run()
+        return self.check()
 
 
 class Patterns:
@@ -99,16 +107,12 @@ class Operation:
 def all_reduce(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
     """Every rank gets the sum of all arrays."""
     array = patterns.of(group.rank, start=0, count=count)
-
-    def run() -> None:
-        dist.all_reduce(array, group=group.process_group)
-
-    def is_right() -> bool:
-        array.copy_(patterns.of(group.rank, start=0, count=count))
-        run()
-        return patterns.matches(array, patterns.sum(start=0, count=count))
-
-    return CollectiveCase(array.nbytes, run, is_right)
+    return CollectiveCase(
+        array.nbytes,
+        run=partial(dist.all_reduce, array, group=group.process_group),
+        reset=lambda: array.copy_(patterns.of(group.rank, start=0, count=count)),
+        check=lambda: patterns.matches(array, patterns.sum(start=0, count=count)),
+    )
 
 
 def all_gather(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
@@ -117,16 +121,12 @@ def all_gather(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
     part = patterns.of(group.rank, start=0, count=length)
     array = part.new_zeros(count)
 
-    def run() -> None:
-        dist.all_gather_into_tensor(array, part, group=group.process_group)
-
-    def is_right() -> bool:
-        array.zero_()
-        run()
+    def check() -> bool:
         slices = enumerate(array.chunk(group.ranks))
         return all(patterns.matches(s, patterns.of(rank, start=0, count=length)) for rank, s in slices)
 
-    return CollectiveCase(array.nbytes, run, is_right)
+    run = partial(dist.all_gather_into_tensor, array, part, group=group.process_group)
+    return CollectiveCase(array.nbytes, run, reset=array.zero_, check=check)
 
 
 def reduce_scatter(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
@@ -134,46 +134,34 @@ def reduce_scatter(group: Group, patterns: Patterns, count: int) -> CollectiveCa
     length = count // group.ranks
     array = patterns.of(group.rank, start=0, count=count)
     part = array.new_zeros(length)
-
-    def run() -> None:
-        dist.reduce_scatter_tensor(part, array, group=group.process_group)
-
-    def is_right() -> bool:
-        part.zero_()
-        run()
-        return patterns.matches(part, patterns.sum(start=group.rank * length, count=length))
-
-    return CollectiveCase(array.nbytes, run, is_right)
+    return CollectiveCase(
+        array.nbytes,
+        run=partial(dist.reduce_scatter_tensor, part, array, group=group.process_group),
+        reset=part.zero_,
+        check=lambda: patterns.matches(part, patterns.sum(start=group.rank * length, count=length)),
+    )
 
 
 def broadcast(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
     """Every rank gets the array of the first rank."""
     array = patterns.of(group.rank, start=0, count=count)
-
-    def run() -> None:
-        dist.broadcast(array, group_src=0, group=group.process_group)
-
-    def is_right() -> bool:
-        array.copy_(patterns.of(group.rank, start=0, count=count))
-        run()
-        return patterns.matches(array, patterns.of(0, start=0, count=count))
-
-    return CollectiveCase(array.nbytes, run, is_right)
+    return CollectiveCase(
+        array.nbytes,
+        run=partial(dist.broadcast, array, group_src=0, group=group.process_group),
+        reset=lambda: array.copy_(patterns.of(group.rank, start=0, count=count)),
+        check=lambda: patterns.matches(array, patterns.of(0, start=0, count=count)),
+    )
 
 
 def reduce(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
     """The first rank gets the sum of all arrays."""
     array = patterns.of(group.rank, start=0, count=count)
-
-    def run() -> None:
-        dist.reduce(array, group_dst=0, group=group.process_group)
-
-    def is_right() -> bool:
-        array.copy_(patterns.of(group.rank, start=0, count=count))
-        run()
-        return group.rank != 0 or patterns.matches(array, patterns.sum(start=0, count=count))
-
-    return CollectiveCase(array.nbytes, run, is_right)
+    return CollectiveCase(
+        array.nbytes,
+        run=partial(dist.reduce, array, group_dst=0, group=group.process_group),
+        reset=lambda: array.copy_(patterns.of(group.rank, start=0, count=count)),
+        check=lambda: group.rank != 0 or patterns.matches(array, patterns.sum(start=0, count=count)),
+    )
 
 
 def all_to_all(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
@@ -182,17 +170,13 @@ def all_to_all(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
     sent = patterns.of(group.rank, start=0, count=count)
     received = sent.new_zeros(count)
 
-    def run() -> None:
-        dist.all_to_all_single(received, sent, group=group.process_group)
-
-    def is_right() -> bool:
-        received.zero_()
-        run()
+    def check() -> bool:
         start = group.rank * length
         slices = enumerate(received.chunk(group.ranks))
         return all(patterns.matches(s, patterns.of(rank, start=start, count=length)) for rank, s in slices)
 
-    return CollectiveCase(sent.nbytes, run, is_right)
+    run = partial(dist.all_to_all_single, received, sent, group=group.process_group)
+    return CollectiveCase(sent.nbytes, run, reset=received.zero_, check=check)
 
 
 def send_recv(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
@@ -209,30 +193,25 @@ def send_recv(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
         for work in dist.batch_isend_irecv(transfers):
             work.wait()
 
-    def is_right() -> bool:
-        received.zero_()
-        run()
+    def check() -> bool:
         return patterns.matches(received, patterns.of(before, start=0, count=count))
 
-    return CollectiveCase(sent.nbytes, run, is_right)
+    return CollectiveCase(sent.nbytes, run, reset=received.zero_, check=check)
 
 
 def barrier(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
     """No rank leaves before every rank has come."""
     devices = [torch.cuda.current_device()] if backend_of("cuda", group.process_group) == "nccl" else None
+    run = partial(dist.barrier, group=group.process_group, device_ids=devices)
 
-    def run() -> None:
-        dist.barrier(group=group.process_group, device_ids=devices)
-
-    def is_right() -> bool:
-        run()
+    def check() -> bool:
         started = time.perf_counter()
         if group.rank == group.ranks - 1:
             time.sleep(LATE_S)
         run()
         return time.perf_counter() - started > LATE_S / 2  # half: this rank may leave the first barrier late
 
-    return CollectiveCase(0, run, is_right)
+    return CollectiveCase(0, run, reset=lambda: None, check=check)
 
 
 OPERATIONS = {

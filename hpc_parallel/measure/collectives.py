@@ -42,10 +42,8 @@ from hpc_parallel.measure.collectives_plan import (
 )
 from hpc_parallel.measure.machine_profile import compare, machine_profile
 from hpc_parallel.planning.collective_times import bus_factor
-from hpc_parallel.record import attempts
 from hpc_parallel.record.collectives_file import CollectiveRow, Collectives, as_csv, full_table
-from hpc_parallel.record.endings import Summary
-from hpc_parallel.record.results import first_line, results
+from hpc_parallel.record.results import first_line
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.start.start_times import synchronize
 from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
@@ -95,8 +93,7 @@ def measure_collectives(context: TaskContext) -> None:
     assert isinstance(task, CollectivesConfig)
     began = time.monotonic()
     rank = dist.get_rank()
-    if rank == 0:
-        attempts.begin(folder, step=0, environment=context.environment)
+    context.begin()
     groups = named_groups(config, device=device)
     most_bytes = largest_size(task, device=device)
     bench = Bench(device=device, seconds=ROW_S)
@@ -121,8 +118,8 @@ def measure_collectives(context: TaskContext) -> None:
             note_stop(folder, [], signalled=signalled, about={"kept": kept})
             return
         complete(context)
+    context.print_results()
     if rank == 0:
-        print(*results(folder, Summary.read(folder) or Summary()), sep="\n", flush=True)
         draw_plots(folder, lasted_s=time.monotonic() - began)
 
 

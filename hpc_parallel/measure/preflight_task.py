@@ -20,7 +20,6 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.measure.storage_rates import copy_rates, read_rates
 from hpc_parallel.planning.collective_times import bus_factor
 from hpc_parallel.profiling.links import Rates, fastest_s, link_rates, rounds, slow_hosts, slow_pairs
-from hpc_parallel.record import attempts
 from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.recorded_preflight import (
     COPIES,
@@ -57,8 +56,7 @@ def check_machine(context: TaskContext) -> None:
     """
     began = time.monotonic()
     config, folder, rank = context.config, context.folder, dist.get_rank()
-    if rank == 0:
-        attempts.begin(folder, step=0, environment=context.environment)
+    context.begin()
     names = host_names(config, context.environment)
     simulated = any(NODE in name for name in names)  # nodes that share the cores of one machine
     check = MachineProbe(config, names=names, folder=folder, device=context.device)

@@ -294,15 +294,11 @@ def _adafactor(shape: Shape, _: Options) -> int:
     return numbers // shape[-1] + numbers // shape[-2] if len(shape) > 1 else numbers
 
 
-def _muon(shape: Shape, _: Options) -> int:
-    return math.prod(shape)
-
-
 KINDS = {
     "torch.optim.AdamW": OptimizerKind(_adam, counts=True),
     "torch.optim.Adam": OptimizerKind(_adam, counts=True),
     "torch.optim.SGD": OptimizerKind(_sgd, counts=False),
     "torch.optim.Adafactor": OptimizerKind(_adafactor, counts=True, whole=True),
-    "torch.optim.Muon": OptimizerKind(_muon, counts=False, whole=True),
+    "torch.optim.Muon": OptimizerKind(lambda shape, _: math.prod(shape), counts=False, whole=True),
 }
 WHOLE_KINDS = frozenset(target for target, kind in KINDS.items() if kind.whole)

@@ -23,10 +23,8 @@ from hpc_parallel.layout.schedules import schedule_of
 from hpc_parallel.layout.step_facts import packs
 from hpc_parallel.models.layered import STATISTICS, LayeredModel
 from hpc_parallel.problems import ConfigError, Problem
-from hpc_parallel.proof.document_check import mixes_documents
 from hpc_parallel.proof.layout_check_key import is_proven, layout_check_key, proofs_folder, record_proof
-from hpc_parallel.proof.loss_check import check_loss
-from hpc_parallel.proof.position_check import mixes_positions
+from hpc_parallel.proof.small_checks import check_loss, mixes_documents, mixes_positions
 from hpc_parallel.proof.small_model import SmallRun, build_small
 from hpc_parallel.proof.small_results import BUFFER, Results, on_layout, on_one_device, sometimes_used
 from hpc_parallel.strategies import exchange

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpc_parallel.problems import printable
-from hpc_parallel.record.collectives_file import (
-    CollectiveRow,
-    Collectives,
-    Rows,
-    rows_of,
-    short_table,
-)
+from hpc_parallel.record.collectives_file import CollectiveRow, Collectives, Rows, rows_of, short_table
 from hpc_parallel.record.endings import INITIAL, Latency, Summary
 from hpc_parallel.record.metrics_file import aligned, milliseconds, per_second, read_metrics
 from hpc_parallel.record.recorded_preflight import MeasuredMachine, machine_lines

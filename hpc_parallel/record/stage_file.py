@@ -26,7 +26,6 @@ class StageRecord:
     after: Texts
     fingerprint: str
     files: dict[str, Any] = field(default_factory=dict)
-    is_beside: bool = False
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from hpc_parallel.launch.recompose import override_value
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.names import RUNS, command_on, from_here, label
 from hpc_parallel.record.recorded import RecordedRun, read_run
+from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.run_folder import new_run_id
 from hpc_parallel.record.stage_file import FILE, MAIN, StageRecord, read_stages, write_stages
 from hpc_parallel.record.sweep_folder import Sweep, SweepRun, is_sweep_folder, write_sweep
@@ -159,6 +160,7 @@ class _Planner:
         self._line, self._name, self._folders, self._check = line, name, folders, check
         self._records = {record.name: record for record in before}
         self.problems: list[Problem | str] = []
+        self._found: list[tuple[StudyStage, Problem | str]] = []
         self._words: list[str] = []  # of all stages so far that start
 
     def add(self, stage: StudyStage) -> None:
@@ -182,10 +184,7 @@ class _Planner:
             if not (stage.is_run or words[0] == "--" or any(map(" ".join(words).count, PLACEHOLDERS))):
                 problems += self._check(words, awaited)
             self._words += words
-        problems = [problem for problem in problems if not is_awaited(problem, awaited)]
-        if stage.name != MAIN:
-            problems = [_named(f"then.{stage.name}: {problem}", self._folders) for problem in problems]
-        self.problems += problems
+        self._found += [(stage, problem) for problem in problems if not is_awaited(problem, awaited)]
 
     def _compared(
         self, stage: StudyStage, run: PreparedRun, again: Callable[[], PreparedRun]
@@ -201,9 +200,7 @@ class _Planner:
         folders = self._folders | ({} if known is None else {stage.name: Path(known.run_dir)})
         words = [filled(word, folders) for word in stage.words]
         files = files_of(run, words, folders=[*self._folders.values(), *folders.values()])
-        record = StageRecord(
-            stage.name, str(self._folders[stage.name]), stage.after, digest, files, stage.when == BESIDE
-        )
+        record = StageRecord(stage.name, str(self._folders[stage.name]), stage.after, digest, files)
         because = self._reason(record, before=before, words=words)
         if not because:
             record = replace(record, run_dir=self._records[stage.name].run_dir)
@@ -247,8 +244,19 @@ class _Planner:
             rule = f"leaves no checkpoint for {' and '.join(users)}"
             self.problems.append(Problem("training.checkpoint_every", None, rule, (500,)))
 
+    def _stage_problems(self) -> Iterator[Problem | str]:
+        """Yields what is wrong with each stage, but not again what it has from the words of the run."""
+        of_the_run = [problem for stage, problem in self._found if stage.name == MAIN]
+        for stage, problem in self._found:
+            own = map(key_of, (*stage.words, *stage.settings))
+            if stage.name == MAIN:
+                yield problem
+            elif problem not in of_the_run or (isinstance(problem, Problem) and problem.key in own):
+                yield _named(f"then.{stage.name}: {problem}", self._folders)
+
     def require_valid(self) -> None:
         """Raises ConfigError with the problems of all stages."""
+        self.problems += self._stage_problems()
         kinds = {planned.run.config.launcher.kind for planned in self.planned}
         for kind in sorted(kinds - {*_KINDS}):
             self.problems.append(Problem("launcher", kind, "leaves the start of stages to you", ("slurm",)))

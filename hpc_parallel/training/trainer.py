@@ -91,7 +91,7 @@ class Trainer:
         with collecting(self._training.collect_every) as collect:
             return self._fit(collect)
 
-    def _fit(self, collect: Callable[[int], None]) -> signal.Signals | None:
+    def _fit(self, collect: Callable[[int], object]) -> signal.Signals | None:
         steps = self._training.steps
         for step in range(self.steps_done + 1, steps + 1):
             collect(step)
@@ -179,7 +179,7 @@ class Trainer:
 
 
 @contextmanager
-def collecting(every: int | None) -> Iterator[Callable[[int], None]]:
+def collecting(every: int | None) -> Iterator[Callable[[int], object]]:
     """Switch Python's garbage collector off, and yield a function that collects before every `every`-th step.
 
     By default it runs at another time on each rank, and all other ranks wait for this rank in the next
@@ -191,10 +191,7 @@ def collecting(every: int | None) -> Iterator[Callable[[int], None]]:
     gc.collect()
     gc.disable()
     try:
-        yield lambda step: None if step % every else _collect()
+        # Generation 1: the objects of the last steps. The oldest generation is large and changes little.
+        yield lambda step: None if step % every else gc.collect(1)
     finally:
         gc.enable()
-
-
-def _collect() -> None:
-    gc.collect(1)  # the objects of the last steps; the oldest generation is large and changes little

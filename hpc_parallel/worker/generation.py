@@ -19,9 +19,6 @@ from hpc_parallel.config.task_schema import GenerateConfig
 from hpc_parallel.config.tasks import encoded_prompts, total_steps
 from hpc_parallel.data.codec import decode, reads_bytes
 from hpc_parallel.models.drawn_weights import tensor_seed
-from hpc_parallel.record import attempts
-from hpc_parallel.record.endings import Summary
-from hpc_parallel.record.results import results
 from hpc_parallel.record.task_files import Continued, write_generated
 from hpc_parallel.start.start_times import synchronize
 from hpc_parallel.strategies import exchange
@@ -49,8 +46,7 @@ def generate(context: TaskContext) -> None:
     values.
     """
     config, folder, progress, rank = context.config, context.folder, context.progress, dist.get_rank()
-    if rank == 0:
-        attempts.begin(folder, step=0, environment=context.environment)
+    context.begin()
     on_phase = phases_of(folder, rank=rank)
     session = Session.open(
         without_split_positions(config), device=context.device, trains=False, on_phase=on_phase
@@ -82,8 +78,7 @@ def generate(context: TaskContext) -> None:
     comparisons = [line for line in (session.comparison, comparison) if line]
     measured = {"weights": weights, "comparison": ". ".join(comparisons) or None}
     complete(context, lines=lines, writers=writers, measured=measured)
-    if rank == 0:
-        print(*results(folder, Summary.read(folder) or Summary()), sep="\n", flush=True)
+    context.print_results()
 
 
 def without_split_positions(config: RunConfig) -> RunConfig:

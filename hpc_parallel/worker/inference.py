@@ -18,11 +18,9 @@ from hpc_parallel.config.tasks import batch_sizes
 from hpc_parallel.data.sampler import to_device
 from hpc_parallel.layout.batch_plan import BatchPlan, plan_batch
 from hpc_parallel.layout.schedules import schedule_of
-from hpc_parallel.record import attempts
 from hpc_parallel.record.checkpoint_index import complete as complete_in
-from hpc_parallel.record.endings import Summary, has_final_summary
+from hpc_parallel.record.endings import has_final_summary
 from hpc_parallel.record.metrics_file import VALIDATION
-from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import append_line
 from hpc_parallel.start.start_times import synchronize
@@ -50,8 +48,7 @@ def infer(context: TaskContext) -> None:
     Raises what `Session.open` and `start_from` raise.
     """
     config, folder, progress, rank = context.config, context.folder, context.progress, dist.get_rank()
-    if rank == 0:
-        attempts.begin(folder, step=0, environment=context.environment)
+    context.begin()
     on_phase = phases_of(folder, rank=rank)
     session = Session.open(config, device=context.device, trains=False, on_phase=on_phase)
     if isinstance(config.task, InferConfig) and config.task.follow:
@@ -72,8 +69,7 @@ def infer(context: TaskContext) -> None:
     progress.mark("done", progress.latest[2])
     measured = {"weights": weights, "comparison": session.comparison, "left_out": sizes.left_out}
     complete(context, lines=lines, writers=writers, measured=measured)
-    if rank == 0:
-        print(*results(folder, Summary.read(folder) or Summary()), sep="\n", flush=True)
+    context.print_results()
 
 
 def follow_checkpoints(context: TaskContext, session: Session) -> None:

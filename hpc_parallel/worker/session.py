@@ -29,7 +29,7 @@ from hpc_parallel.layout.layout import layout_of, share_of
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
 from hpc_parallel.layout.shares import MEASURED
 from hpc_parallel.record import attempts
-from hpc_parallel.record.endings import COMPLETED, Stop
+from hpc_parallel.record.endings import COMPLETED, Stop, Summary
 from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import read_yaml
@@ -70,6 +70,18 @@ class TaskContext:
     device: torch.device
     environment: Mapping[str, str]
     progress: Progress = field(default_factory=Progress)
+
+    def begin(self) -> None:
+        """Record the start of a task that continues nothing."""
+        if dist.get_rank() == 0:
+            attempts.begin(self.folder, step=0, environment=self.environment)
+
+    def print_results(self) -> None:
+        """Print on rank 0 what a completed task found."""
+        if dist.get_rank() == 0:
+            from hpc_parallel.record.results import results  # a training has none
+
+            print(*results(self.folder, Summary.read(self.folder) or Summary()), sep="\n", flush=True)
 
 
 @dataclass(frozen=True)

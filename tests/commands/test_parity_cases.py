@@ -21,7 +21,7 @@ from hpc_parallel.proof import cases as rows_to_plan
 from hpc_parallel.proof import parity_table
 from hpc_parallel.proof.cases import ALL_RECIPES, Case, plan, without_refused
 from hpc_parallel.proof.compare import ROUNDED, TOLERANCES, Difference, Verdict, compare
-from hpc_parallel.proof.pace import Pace
+from hpc_parallel.proof.parity_table import Pace
 from hpc_parallel.proof.rows import RECIPES, ROWS
 from hpc_parallel.proof.task import full_arrays
 from hpc_parallel.record.run_folder import RunFolder

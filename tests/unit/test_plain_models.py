@@ -13,7 +13,7 @@ from hpc_parallel.layout.layout import Layout
 from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.proof import verify
-from hpc_parallel.proof.loss_check import check_loss
+from hpc_parallel.proof.small_checks import check_loss
 from hpc_parallel.proof.small_model import build_small
 from hpc_parallel.strategies.model_checks import find_problems
 from hpc_parallel.strategies.whole_model import build_whole

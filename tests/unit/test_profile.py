@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpc_parallel.config.schema import ProfileConfig, RunConfig
 from hpc_parallel.failure import failure, rank_process
-from hpc_parallel.failure.nvidia_profiler import ProfilerError, profiler_words
+from hpc_parallel.failure.rank_process import ProfilerError, profiler_words
 from hpc_parallel.layout.step_facts import measured_steps
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.profiling.recording import describe, parts

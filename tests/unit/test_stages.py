@@ -241,6 +241,15 @@ def test_the_problems_of_all_stages_are_named_at_once() -> None:
         assert problem in text
 
 
+def test_a_problem_of_the_words_of_the_run_is_named_once() -> None:
+    Path("corpus.txt").write_text("words")
+    wrong = ("launcher.time_minutes=0", "training.steps=0")
+    then = FIVE | {"report": {"launcher": {"time_minutes": 0}}}  # the stage sets it itself
+    starts = [text.partition(" must be")[0] for text in refusal(*wrong, then=then)]
+    own = "then.report: launcher.time_minutes = 0"
+    assert starts == ["launcher.time_minutes = 0", "training.steps = 0", own]
+
+
 def refusal(*words: str, then: Any) -> list[str]:
     with pytest.raises(ConfigError) as refused:
         planned(*words, then=then)

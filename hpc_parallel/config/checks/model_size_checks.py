@@ -15,10 +15,7 @@ from hpc_parallel.config.task_schema import GenerateConfig
 from hpc_parallel.config.tasks import prompt_lengths
 from hpc_parallel.layout.counts import class_path, sequence_length
 from hpc_parallel.layout.layout import divisors, legal_layout
-from hpc_parallel.layout.model_data_schema import (
-    CellsDataConfig,
-    DigitsDataConfig,
-)
+from hpc_parallel.layout.model_data_schema import CellsDataConfig, DigitsDataConfig
 from hpc_parallel.problems import Problem, Problems, nearest, spell
 
 CLASSES = {DigitsDataConfig._target_: 10, CellsDataConfig._target_: 2}

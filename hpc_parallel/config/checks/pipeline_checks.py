@@ -9,13 +9,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.batch_plan import BatchPlan, batch_of
 from hpc_parallel.layout.counts import count
 from hpc_parallel.layout.layout import Layout, divisors
-from hpc_parallel.layout.schedules import (
-    file_of,
-    schedule_of,
-    stages_per_rank,
-    unfit,
-    version_problem,
-)
+from hpc_parallel.layout.schedules import file_of, schedule_of, stages_per_rank, unfit, version_problem
 from hpc_parallel.layout.stage_cuts import cuts_problem
 from hpc_parallel.problems import Problem, Problems
 

@@ -1,4 +1,7 @@
-"""Checks that the loss of a user's own model is a sum, over as many terms as the model says."""
+"""What a small copy of a user's own model must keep on one device, before its layout is compared.
+
+Its loss is a sum of as many terms as it says. Packed documents stay apart. Positions meet only in attention.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,17 @@ import torch
 from torch import Tensor
 
 from hpc_parallel.data.sampler import Data, to_device
-from hpc_parallel.models.layered import LayeredModel, materialise
+from hpc_parallel.models.attention import Attention
+from hpc_parallel.models.layered import LayeredModel, as_tuple, materialise
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.proof.small_model import SmallRun
+from hpc_parallel.strategies.replace_forward import replace_modules
 from hpc_parallel.user_code import UserCodeError, described, hint
 
 ROUNDING = 1e-5  # relative, of a loss that a model computes in float32
+# Of the largest output. Products of float64 may round differently; in float32, the same row of a product can
+# also round differently beside other rows.
+NEAR, NEAR_IN_FLOAT32 = 1e-9, 1e-3
 
 
 @torch.no_grad()
@@ -79,3 +88,56 @@ def _doubled(values: Any) -> Any:
     if isinstance(values, tuple):
         return tuple(map(_doubled, values))
     return torch.cat([values, values])
+
+
+@torch.no_grad()
+def mixes_documents(run: SmallRun, model: LayeredModel) -> bool:
+    """Compute a sample of two documents with `model` (on meta) twice, the second time with another first one.
+
+    The outputs of the second document must not change.
+    """
+    materialise(model, seed=run.config.seed, device=run.device, dtype=torch.float64)
+    model.eval()
+    tokens = run.inputs[:1, :, 0].to(run.device)
+    length, half = tokens.shape[1], tokens.shape[1] // 2
+    others = tokens.clone()
+    others[:, :half] = (tokens[:, :half] + 1) % (run.inputs[..., 0].amax() + 1).to(run.device)
+    starts = torch.zeros_like(tokens)
+    starts[:, half:] = half
+    outputs = [as_tuple(model(torch.stack((text, starts), dim=-1)))[0] for text in (tokens, others)]
+    first, second = (output.reshape(length, -1)[half:] for output in outputs)
+    return bool((first - second).abs().amax() > NEAR * first.abs().amax())
+
+
+@torch.no_grad()
+def mixes_positions(run: SmallRun, model: LayeredModel) -> bool:
+    """Compute `run.sequence` with `model` (on meta) twice: the second time, half of the tokens are others.
+
+    Attention gives each position its own value, so the output changes at these positions only. This takes
+    time in proportion to the length, which a comparison with attention would not. The head is left out: the
+    logits of a long sample may not fit.
+    """
+    if run.sequence is None or run.sequence.dim() != 2:
+        return False
+    model.head = None
+    replace_modules(model, Attention, lambda _: OwnValue())
+    materialise(model, seed=run.config.seed, device=run.device, dtype=torch.float32)
+    model.eval()
+    sequence = run.sequence.to(run.device)
+    sequence = sequence.float() if sequence.is_floating_point() else sequence
+    generator = torch.Generator().manual_seed(run.config.seed)
+    changed = (torch.rand(sequence.shape, generator=generator) < 0.5).to(run.device)
+    changed[:, 0] = False
+    others = torch.where(changed, sequence.roll(1, 1), sequence)
+    outputs = [as_tuple(model(tokens))[0] for tokens in (sequence, others)]
+    if outputs[0].shape[:2] != sequence.shape:
+        return False  # no output for each position
+    difference = (outputs[0] - outputs[1])[~changed].abs().amax()
+    return bool(difference > NEAR_IN_FLOAT32 * outputs[0].abs().amax())
+
+
+class OwnValue(Attention):
+    """Instead of attention: each position gets its own value."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **masks: Any) -> Tensor:
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
