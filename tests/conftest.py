@@ -85,20 +85,26 @@ def _proofs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _compositions() -> Iterator[None]:
-    """Hydra finds, reads and merges each file of `conf/` once in a process; a copy gets the values."""
-    known: dict[str, Any] = {}
+    """Hydra finds, reads and merges the same files once in a process; a copy gets the values."""
+    known: dict[tuple[object, ...], Any] = {}
     places = {"hydra.conf", str(find_folder("conf")), ""}  # Hydra's files, ours, and the schemas
     read, merge = ConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list
 
     def once(words: str, work: Callable[[], Any], *, sources: Iterable[ConfigSource]) -> Any:
-        if {source.path for source in sources} != places:
-            return work()  # a test may change its own files
-        if words not in known:
-            known[words] = work()
-        return copy.deepcopy(known[words])
+        paths = [source.path for source in sources]
+        folders = [path for path in paths if path not in places]  # a test may change the files in these
+        if not places.issubset(paths) or not all(map(os.path.isdir, folders)):
+            return work()
+        files = [(path, folder) for folder in folders for path in sorted(Path(folder).rglob("*.y*ml"))]
+        held = ((path.relative_to(folder), path.is_file() and path.read_bytes()) for path, folder in files)
+        key = words, len(folders), *held
+        if key not in known:
+            known[key] = work()
+        return copy.deepcopy(known[key])
 
     def read_once(self: ConfigRepository, config_path: str) -> Any:
-        return once(config_path, lambda: read(self, config_path), sources=self.sources)
+        words = f"{config_path} {[source.path for source in self.sources]}"  # what is read knows its folder
+        return once(words, lambda: read(self, config_path), sources=self.sources)
 
     def merge_once(self: ConfigLoaderImpl, defaults: list[Any], repo: IConfigRepository) -> Any:
         return once(str(defaults), lambda: merge(self, defaults, repo), sources=repo.get_sources())
