@@ -18,6 +18,7 @@ from hydra._internal.config_repository import ConfigRepository, IConfigRepositor
 from hydra._internal.defaults_list import DefaultsList, Overrides, create_defaults_list
 from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigSource
+from omegaconf import DictConfig
 from omegaconf.base import Metadata
 
 from hpc_parallel.config.places import find_folder
@@ -25,7 +26,7 @@ from hpc_parallel.config.schema import register
 from hpc_parallel.record import snapshot
 from hpc_parallel.record.git_source import PACKAGE, FolderSource
 from hpc_parallel.record.run_folder import is_run_folder
-from tests.copies import LEAVES, copied_leaf, copied_metadata
+from tests.copies import LEAVES, copied_leaf, copied_metadata, copied_table
 from tests.workers import Train, Workers
 
 pytest_plugins = ["tests.outcomes", "tests.affected"]
@@ -127,6 +128,7 @@ def _compositions() -> Iterator[None]:
         patch.setattr(Metadata, "__deepcopy__", copied_metadata, raising=False)
         for kind in LEAVES:
             patch.setattr(kind, "__deepcopy__", copied_leaf)
+        patch.setattr(DictConfig, "__deepcopy__", copied_table)
         yield
 
 
