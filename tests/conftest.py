@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import os
-import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,9 +18,15 @@ from hydra._internal.config_repository import ConfigRepository, IConfigRepositor
 from hydra._internal.defaults_list import DefaultsList, Overrides, create_defaults_list
 from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigSource
+from omegaconf import DictConfig
+from omegaconf.base import Metadata
 
 from hpc_parallel.config.places import find_folder
 from hpc_parallel.config.schema import register
+from hpc_parallel.record import snapshot
+from hpc_parallel.record.git_source import PACKAGE, FolderSource
+from hpc_parallel.record.run_folder import is_run_folder
+from tests.copies import LEAVES, copied_leaf, copied_metadata, copied_table
 from tests.workers import Train, Workers
 
 pytest_plugins = ["tests.outcomes", "tests.affected"]
@@ -80,20 +86,26 @@ def _proofs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _compositions() -> Iterator[None]:
-    """Hydra finds, reads and merges each file of `conf/` once in a process, and sets values in a copy."""
-    known: dict[str, bytes] = {}
+    """Hydra finds, reads and merges the same files once in a process; a copy gets the values."""
+    known: dict[tuple[object, ...], Any] = {}
     places = {"hydra.conf", str(find_folder("conf")), ""}  # Hydra's files, ours, and the schemas
     read, merge = ConfigRepository.load_config, ConfigLoaderImpl._compose_config_from_defaults_list
 
     def once(words: str, work: Callable[[], Any], *, sources: Iterable[ConfigSource]) -> Any:
-        if {source.path for source in sources} != places:
-            return work()  # a test may change its own files
-        if words not in known:
-            known[words] = pickle.dumps(work())
-        return pickle.loads(known[words])
+        paths = [source.path for source in sources]
+        folders = [path for path in paths if path not in places]  # a test may change the files in these
+        if not places.issubset(paths) or not all(map(os.path.isdir, folders)):
+            return work()
+        files = [(path, folder) for folder in folders for path in sorted(Path(folder).rglob("*.y*ml"))]
+        held = ((path.relative_to(folder), path.is_file() and path.read_bytes()) for path, folder in files)
+        key = words, len(folders), *held
+        if key not in known:
+            known[key] = work()
+        return copy.deepcopy(known[key])
 
     def read_once(self: ConfigRepository, config_path: str) -> Any:
-        return once(config_path, lambda: read(self, config_path), sources=self.sources)
+        words = f"{config_path} {[source.path for source in self.sources]}"  # what is read knows its folder
+        return once(words, lambda: read(self, config_path), sources=self.sources)
 
     def merge_once(self: ConfigLoaderImpl, defaults: list[Any], repo: IConfigRepository) -> Any:
         return once(str(defaults), lambda: merge(self, defaults, repo), sources=repo.get_sources())
@@ -113,6 +125,29 @@ def _compositions() -> Iterator[None]:
         patch.setattr(config_loader_impl, "create_defaults_list", choose_once)
         patch.setattr(ConfigRepository, "load_config", read_once)
         patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)
+        patch.setattr(Metadata, "__deepcopy__", copied_metadata, raising=False)
+        for kind in LEAVES:
+            patch.setattr(kind, "__deepcopy__", copied_leaf)
+        patch.setattr(DictConfig, "__deepcopy__", copied_table)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_source() -> Iterator[None]:
+    """git is asked once in a process what this project holds: that takes longer than a preparation."""
+    own, find_files, find_root = Path(PACKAGE), snapshot.git_source, snapshot.checkout_of
+    own_root = functools.cache(lambda: find_root(own))
+    own_files = functools.cache(lambda: find_files(own, leave_out=is_run_folder))
+
+    def root_of(path: Path) -> Path | None:
+        return own_root() if path == own else find_root(path)
+
+    def files_of(root: Path, *, leave_out: Callable[[Path], bool]) -> FolderSource:
+        return own_files() if root == own else find_files(root, leave_out=leave_out)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "checkout_of", root_of)
+        patch.setattr(snapshot, "git_source", files_of)
         yield
 
 

@@ -20,6 +20,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from inspect import CO_NEWLOCALS, CO_OPTIMIZED
+from itertools import count
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -101,7 +102,8 @@ def walk_of_step(strategy: str) -> Walk:
     with tempfile.TemporaryDirectory() as scratch:
         run = prepared(f"run_dir={scratch}/run", f"strategy={strategy}", *QUIET)
         write(run)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preloaded"])  # torch once for both
         walks = context.Queue()
         ranks = [
             context.Process(target=_train, args=(scratch, rank, walks if rank == RANK else None))
@@ -139,21 +141,20 @@ def _train(scratch: str, rank: int, walks: Any) -> None:
 @contextlib.contextmanager
 def _watched_step() -> Iterator[Walk]:
     """The calls from the measured call of `run` in training/step.py to the one after it."""
-    walk, step = Walk(), 0
+    from hpc_parallel.training.step import Step
 
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal step
-        code = frame.f_code
-        if event == "call" and code.co_name == "run" and code.co_filename == f"{PACKAGE}training/step.py":
-            step += 1
+    walk, steps, run = Walk(), count(1), Step.run
+
+    def watched(*arguments: Any) -> Any:
+        step = next(steps)
         if step == MEASURED_STEP:
-            walk.note(frame, event, argument)
+            walk.begin()
+        elif step == MEASURED_STEP + 1:
+            walk.end()
+        return run(*arguments)
 
-    sys.setprofile(note)
-    try:
-        yield walk
-    finally:
-        sys.setprofile(None)
+    Step.run = watched  # type: ignore[method-assign]
+    yield walk
 
 
 KINDS: Mapping[str, Callable[..., Walk]] = {"run": walk_of_run, "step": walk_of_step}
