@@ -60,17 +60,12 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = F
     passes through submitit without a traceback, and srun receives the code.
     """
     folder = RunFolder(Path(run_folder))
-    world, config = World.discover(os.environ), folder.read_config()
-    site_variables(config["cluster"]["environment"], os.environ)  # before torch loads OpenMP
-    prepare = partial(prepare_child, os.getpid())
-    ready, runs_script = None, is_script(config)
-    if not runs_script:
-        for number in STEP_SIGNALS:
-            signal.signal(number, _ignore)  # not SIG_IGN, which the worker would inherit
-        ready = ready_worker(folder, [*worker, run_folder], prepare=prepare)
+    world, prepare = World.discover(os.environ), partial(prepare_child, os.getpid())
+    ready = ready_worker(folder, [*worker, run_folder], prepare=prepare)
     failure.forget(folder, rank=world.rank)
-    kills = oom.cgroup_kills()
-    if runs_script:
+    config, kills = folder.read_config(), oom.cgroup_kills()
+    site_variables(config["cluster"]["environment"], os.environ)  # before torch loads OpenMP
+    if is_script(config):
         if is_local:  # torchrun of a simulated node knows its own ranks only
             os.environ.pop("SLURM_RESTART_COUNT", None)  # set by an allocation around this run
             world = replace(world, local_rank=world.rank, local_world_size=world.world_size)
@@ -78,6 +73,8 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = F
         return
     if world.rank == 0:
         note_phase(folder, "importing torch")
+    for number in STEP_SIGNALS:
+        signal.signal(number, _ignore)  # not SIG_IGN, which the worker would inherit
     try:
         profiler = profiler_words(config, folder=folder, rank=world.rank, host=world.host)
     except ProfilerError as error:

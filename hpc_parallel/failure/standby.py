@@ -1,8 +1,7 @@
 """A rank that waits beside a training for the next start on the same hosts, and has imported torch.
 
 The batch script starts these ranks in a step of their own, with VARIABLE set, and says START on their
-standard input when they shall begin. Anything else, also its end, dismisses them
-(sbatch_templates/standby.sh.j2).
+standard input when they shall begin. Any other word dismisses them (sbatch_templates/standby.sh.j2).
 """
 
 from __future__ import annotations
@@ -15,23 +14,27 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from hpc_parallel.machine.fabric import site_variables
 from hpc_parallel.record.attempts import is_starting
 from hpc_parallel.record.run_folder import RunFolder
 
 VARIABLE, START = "HPC_PARALLEL_STANDBY", "start\n"
-_LOOK_EVERY_S = 2.0
+_LOOK_EVERY_S = 5.0
 
 
 def ready_worker(
     folder: RunFolder, command: Sequence[str], *, prepare: Callable[[], None]
 ) -> subprocess.Popen[str] | None:
-    """Return a worker that begins now and has waited; None if this rank is one of a usual start.
+    """Return a worker that begins now and has waited; None if this rank needs a new one.
 
     prepare: run in the worker before its program. Raises SystemExit if no start needs this rank.
     """
     if VARIABLE not in os.environ:
         return None
-    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it ends with its job
+    site_variables(folder.read_config()["cluster"]["environment"], os.environ)
+    # In place of submitit's handlers, which would requeue the job, and outlive it.
+    signal.signal(signal.SIGUSR2, lambda number, frame: None)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Imports would slow the start of the ranks beside this one.
     while not select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0] and is_starting(folder):
         pass
@@ -39,11 +42,10 @@ def ready_worker(
     del os.environ[VARIABLE]
     if sys.stdin.readline() != START:
         sys.exit()
-    signal.signal(signal.SIGTERM, handler)
     assert worker.stdin is not None
-    with suppress(BrokenPipeError), worker.stdin:  # it has ended, which the caller sees
+    with suppress(BrokenPipeError), worker.stdin:
         worker.stdin.write(START)
-    return worker
+    return worker if worker.poll() is None else None  # memory may have run out while it waited
 
 
 def await_start() -> None:

@@ -11,6 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -166,6 +167,17 @@ def test_a_rank_that_stands_by_begins_at_a_word(
     assert waiting.wait(20) == code
     assert [found.kind for found in failure.records(folder)] == kinds
     wait_for(lambda: not Path(f"/proc/{worker}").exists())
+
+
+def test_a_worker_that_died_while_it_waited_is_replaced(folder: RunFolder) -> None:
+    waiting = start(folder, STANDING_BY, HPC_PARALLEL_STANDBY="yes")
+    folder.attempts.write_text('{"began": "2026-11-29T15:00:09+00:00"}\n')
+    worker = worker_of(folder)
+    os.kill(worker, signal.SIGKILL)
+    wait_for(lambda: psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)
+    waiting.communicate(b"start\n")
+    assert waiting.returncode == 5
+    assert [found.kind for found in failure.records(folder)] == ["error"]
 
 
 def test_scancel_ends_a_rank_that_stands_by(folder: RunFolder) -> None:

@@ -314,6 +314,8 @@ def test_spares_that_could_not_be_used_are_refused(words: tuple[str, ...], refus
          "has no use: launcher.max_restarts=0 lets no start follow a failure"),
         (("launcher=script", "task=script", "script.command=bash", RESUMES),
          "is for our own training: your script imports torch itself"),
+        (("launcher=script", "+cluster.srun.input=none"),
+         "needs the standard input of srun, which cluster.srun gives to something else"),
         (("launcher=script", "cluster.start=torchrun"), "needs cluster.start=srun, and it is torchrun"),
         (("launcher=script", "profile=nsys", "launcher.modules=[nsight]"),
          "starts ranks without a profiler, and profile=nsys is one"),

@@ -399,26 +399,31 @@ exit 3
     assert [line for line in done.stderr.splitlines() if "attempt" in line] == attempts
 
 
-WAITING_SRUN = """
-srun() {
-    local word=fresh
-    [ -z "${HPC_PARALLEL_STANDBY-}" ] || read -r word
-    echo "$SLURM_JOB_NODELIST $word"
-    [ "$word" != end ] || return 0
-    return 3
-}
+WAITING_SRUN = """#!/bin/bash
+word=fresh
+[ -z "${HPC_PARALLEL_STANDBY-}" ] || read -r word
+echo "$SLURM_JOB_NODELIST $word"
+[ "$word" != end ] || exit 0
+exit 3
+"""
+BEGINNING = """
+export SLURM_JOB_NODELIST
 SLURM_JOB_NUM_NODES=2
 begin() { SLURM_JOB_NODELIST=$1; hpc_parallel_begin; wait "$hpc_parallel_started"; echo $?; }
 """
 
 
-def test_ranks_that_wait_begin_on_the_same_hosts_only() -> None:
+def test_ranks_that_wait_begin_on_the_same_hosts_only(tmp_path: Path) -> None:
     script = render(started("srun", "none", "launcher.standby=true", "launcher.spares=1"))
     waiting = script[script.index("hpc_parallel_ranks() {") : script.index("# A start that ends so that")]
     starts = "begin n1,n2\nbegin n1,n2\nbegin n1,n3\nbegin n1,n3\nhpc_parallel_dismiss\n"
+    (tmp_path / "srun").write_text(WAITING_SRUN)
+    (tmp_path / "srun").chmod(0o755)
     done = subprocess.run(
-        ["bash", "-uc", f"{WAITING_SRUN}{waiting}{starts}"], capture_output=True, text=True, check=True
-    )
+        ["bash", "-uc", f"{BEGINNING}{waiting}{starts}"],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
     assert done.stdout.splitlines() == [
         "n1,n2 fresh", "3", "n1,n2 start", "3", "n1,n2 end",
         "n1,n3 fresh", "3", "n1,n3 start", "3", "n1,n3 end",
@@ -427,14 +432,18 @@ def test_ranks_that_wait_begin_on_the_same_hosts_only() -> None:
 
 
 def test_a_signal_is_heeded_after_the_ranks_have_ended(tmp_path: Path) -> None:
-    """A step in the background would let the shell end before its ranks have saved."""
+    """A step in the background would let the shell end before its ranks have saved.
+
+    The signal comes to all processes of the batch script, as from Slurm without cgroups.
+    """
     run = started("srun", "none", "launcher.standby=true", f"run_dir={tmp_path / 'run'}")
     write(run)
     tools = tmp_path / "bin"
     tools.mkdir()
     srun = f"""#!/bin/sh
+trap '' TERM
 [ -z "$HPC_PARALLEL_STANDBY" ] || {{ read -r word; exit; }}
-kill -TERM "$(ps -o ppid= -p "$PPID" | tr -d ' ')"
+kill -TERM 0
 sleep 0.5
 touch {tmp_path}/saved
 exit 3
@@ -447,7 +456,9 @@ exit 3
         (tools / name).chmod(0o755)
     environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n1"}
     script = render(run).replace(shlex.quote(sys.executable), "noted")
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, start_new_session=True
+    )
     assert done.returncode == 143, done.stderr
     assert "saved" in (tmp_path / "end").read_text().split()
 

@@ -139,6 +139,9 @@ def _spares(config: RunConfig) -> Problems:
         yield Problem("launcher.standby", True, rule, (False,))
     elif launcher.standby and (start := config.cluster.start) != "srun":
         yield Problem("launcher.standby", True, f"needs cluster.start=srun, and it is {start}", (False,))
+    elif launcher.standby and {"input", "pty"} & config.cluster.srun.keys():
+        rule = "needs the standard input of srun, which cluster.srun gives to something else"
+        yield Problem("launcher.standby", True, rule, (False,))
     least = launcher.min_nodes
     if least is not None and config.task.name == TASK:
         rule = "is for our own training: only your script knows how it splits its batch"
