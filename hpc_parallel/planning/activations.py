@@ -22,7 +22,8 @@ class Kept:
     """Bytes of one microbatch by part.
 
     recomputed: what each block keeps again after its recomputation. shared: what all blocks of a stage keep
-    once, together. states: the input of each block, which a pipeline sends.
+    once, together. states: the input of each block, which a pipeline sends. results: what is computed from a
+    weight, in each block and in the head.
     """
 
     stem: int
@@ -31,11 +32,22 @@ class Kept:
     recomputed: tuple[int, ...]
     shared: int = 0
     states: tuple[int, ...] = ()
+    results: tuple[tuple[int, ...], int] = ((), 0)
 
     def stage(self, blocks: range) -> int:
         """The bytes of a stage with these blocks."""
         ends = self.stem * (blocks.start == 0) + self.head * (blocks.stop == len(self.blocks))
         return sum(self.blocks[blocks.start : blocks.stop]) + ends + self.shared
+
+    def waiting(self, blocks: range) -> int:
+        """The gradients that a stage keeps in addition between the halves of a split backward pass.
+
+        The gradients of weights are computed from those of results. The first stage computes all in one.
+        """
+        if blocks.start == 0:
+            return 0
+        results, head = self.results
+        return sum(results[blocks.start : blocks.stop]) + head * (blocks.stop == len(self.blocks))
 
 
 def kept_of(config: RunConfig, layout: Layout, *, samples: int) -> Kept | None:
@@ -75,14 +87,15 @@ def _decoder(run: _Run) -> Kept:
     # inputs in their own type, and no normed inputs.
     norm = sliced * (dim * (types.stream if _norm_is_fused(run) else 2 * types.precise) + types.precise)
     attention = _attention(run)
-    stream = sliced * dim * types.stream
+    stream, normed = sliced * dim * types.stream, sliced * dim * types.precise
 
-    def block(feed_forward: _Part, casts: int) -> tuple[int, int]:
-        """What a block keeps, and what it keeps again after its recomputation."""
+    def block(feed_forward: _Part, casts: int) -> tuple[int, int, int]:
+        """What a block keeps, what it keeps again after its recomputation, and what its weights compute."""
         full = 2 * (norm + tokens * dim * types.product) + attention.kept + feed_forward.kept
         full += 0 if types.cast else casts
         selective = stream + attention.expensive + feed_forward.expensive + _exchanged(run, sliced)
-        return {"none": full, "selective": selective, "full": stream}[mode], 0 if mode == "none" else full
+        kept = {"none": full, "selective": selective, "full": stream}[mode]
+        return kept, 0 if mode == "none" else full, 2 * normed + attention.results + feed_forward.results
 
     columns, dense = (
         (sizes.dense_ffn_dim, sizes.dense_layers) if run.is_mixture else (sizes.ffn_dim, sizes.layers)
@@ -90,10 +103,12 @@ def _decoder(run: _Run) -> Kept:
     blocks = [block(_swiglu(run, columns), _casts(run, columns))] * dense
     if run.is_mixture:
         blocks += [block(_experts(run), _casts(run))] * (sizes.layers - dense)
-    kept, recomputed = zip(*blocks, strict=True)
+    kept, recomputed, results = zip(*blocks, strict=True)
+    logits = 0 if chunks_loss(run.config, tensor=layout.tensor) else _logits(run)
     return Kept(
         stem=tokens * INDEX * (2 if sizes.masked else 1), blocks=kept, head=norm + _language_loss(run),
         recomputed=recomputed, shared=tables + _documents(run), states=(stream,) * sizes.layers,
+        results=(results, normed + logits),
     )  # fmt: skip
 
 
@@ -144,10 +159,11 @@ def _casts(run: _Run, columns: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class _Part:
-    """kept: the bytes that autograd keeps. expensive: those that selective checkpointing keeps instead."""
+    """Bytes that autograd keeps, that selective checkpointing keeps instead, and of what weights compute."""
 
     kept: int
     expensive: int
+    results: int
 
 
 def _attention(run: _Run) -> _Part:
@@ -167,7 +183,8 @@ def _attention(run: _Run) -> _Part:
     joined = 0 if passes else tokens * query * types.product
     outputs = tokens * (query + 2 * projected + sizes.dim) * types.product  # of the four projections
     arrived = inputs + joined if _has_heads(run) else 0  # from the other devices
-    return _Part(inputs + mixed + joined + _norms_of_heads(run), outputs + mixed + arrived)
+    results = outputs + tokens * sizes.normed_dim // layout.tensor * types.precise
+    return _Part(inputs + mixed + joined + _norms_of_heads(run), outputs + mixed + arrived, results)
 
 
 def _norms_of_heads(run: _Run) -> int:
@@ -185,7 +202,8 @@ def _norm_is_fused(run: _Run) -> bool:
 def _swiglu(run: _Run, columns: int) -> _Part:
     """The outputs of gate, silu and up, and their product. columns: the inner width on all devices."""
     columns, of_one = columns // run.layout.tensor, run.tokens * run.types.product
-    return _Part(4 * columns * of_one, (2 * columns + run.sizes.dim) * of_one)
+    outputs = (2 * columns + run.sizes.dim) * of_one
+    return _Part(4 * columns * of_one, outputs, outputs)
 
 
 def _experts(run: _Run) -> _Part:
@@ -201,11 +219,11 @@ def _experts(run: _Run) -> _Part:
     casts = types.product < types.precise and not run.layout.by_fully_shard
     weights = 3 * experts // run.layout.expert * dim * columns * types.product if casts else 0
     exchanged = 0 if run.layout.expert == 1 else 2  # rows to their experts and back
-    outputs = rows * (2 * columns + (1 + exchanged) * dim) * types.product
-    outputs += tokens * experts * types.product
-    shared = _swiglu(run, sizes.shared * sizes.ffn_dim) if sizes.shared else _Part(0, 0)
+    outputs = (rows * (2 * columns + dim) + tokens * experts) * types.product
+    sent = rows * exchanged * dim * types.product
+    shared = _swiglu(run, sizes.shared * sizes.ffn_dim) if sizes.shared else _Part(0, 0, 0)
     kept = router + orders + gates + products + weights + shared.kept
-    return _Part(kept, outputs + shared.expensive)
+    return _Part(kept, outputs + sent + shared.expensive, outputs + shared.results)
 
 
 def _language_loss(run: _Run) -> int:
@@ -215,6 +233,12 @@ def _language_loss(run: _Run) -> int:
     if chunks_loss(run.config, tensor=run.layout.tensor):
         of_weights = types.product if types.cast else types.precise
         return (tokens + rows) * sizes.dim * of_weights  # gradients of inputs and weights
-    columns = rows if run.config.strategy.loss_parallel else sizes.vocabulary
     cast = 0 if types.cast else rows * sizes.dim * types.product
-    return tokens * (sizes.dim * types.product + columns * types.precise + INDEX) + cast
+    return tokens * (sizes.dim * types.product + INDEX) + _logits(run) + cast
+
+
+def _logits(run: _Run) -> int:
+    """Logits in the type of the loss."""
+    sizes, whole = run.sizes, not run.config.strategy.loss_parallel
+    columns = sizes.vocabulary if whole else -(-sizes.vocabulary // run.layout.tensor)
+    return run.tokens * columns * run.types.precise

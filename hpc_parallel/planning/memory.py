@@ -8,6 +8,7 @@ the backward pass ends, with all gradients and no activations.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -29,25 +30,25 @@ from hpc_parallel.layout.step_facts import (
     weight_bytes,
 )
 from hpc_parallel.planning.activations import kept_of
-from hpc_parallel.planning.pipeline_orders import live_microbatches
+from hpc_parallel.planning.pipeline_orders import fullest_moments
 from hpc_parallel.planning.planned_state import Division, StateBytes, States
 from hpc_parallel.record.metrics_file import size as size_text
 
 KINDS = (
-    "parameters", "gradients", "optimizer", "activations", "recomputation", "logits and loss",
-    "cast weights", "gathered weights", "gradients in messages", "gradient of the embedding",
-    "buffers between stages", "rounded update", "workspaces", "device context", "allocator slack",
+    "parameters", "gradients", "optimizer", "activations", "gradients of results", "recomputation",
+    "logits and loss", "cast weights", "gathered weights", "gradients in messages",
+    "gradient of the embedding", "buffers between stages", "rounded update",
+    "workspaces", "device context", "allocator slack",
 )  # fmt: skip
 LOSS, RECOMPUTATION, END = "at the loss", "after the loss", "at the end of the backward pass"
 AT_END_ONLY = ("gradient of the embedding", "gradients in messages", "rounded update")
 NOT_AT_LOSS = ("recomputation", *AT_END_ONLY)
 NOT_AT_RECOMPUTATION = ("logits and loss", *AT_END_ONLY)
-NOT_AT_END = ("activations", "recomputation", "logits and loss")
+NOT_AT_END = ("activations", "gradients of results", "recomputation", "logits and loss")
 WORKSPACE_BYTES = 2**26  # of cuBLAS on a GPU, about: 32 MiB for each of its two kinds of product
 CONTEXT_BYTES = 2**29  # of CUDA, its libraries and NCCL on a GPU, about
 # How far plans were from the peaks that were counted on CPUs (tests/distributed/test_planned_peaks.py).
-SPLIT = "schedules that split the backward pass"  # what is kept between the halves is not counted
-COUNTED = {"pipelines": (-0.11, 0.03), "mixtures of experts": (-0.16, 0.11), SPLIT: (-0.31, -0.13)}
+COUNTED = {"pipelines": (-0.14, 0.21), "mixtures of experts": (-0.16, 0.11)}
 SLACK = 0.05  # about the share of the memory of torch's GPU allocator that is lost in gaps between blocks
 
 
@@ -142,7 +143,7 @@ def _without_peak(config: RunConfig, layout: Layout) -> str | None:
     if packs(config):
         return "packed documents"
     if layout.pipeline > 1:
-        return SPLIT if schedule_of(config.strategy).splits_backward else "pipelines"
+        return "pipelines"
     if config.strategy.execution != SPMD:
         return f"strategy={config.strategy.execution}"
     if (parts := rounded_parts(config)) is not None:
@@ -274,24 +275,35 @@ class _MemoryPlanner:
         kept = self._kept
         if kept is None or holding.samples is None:
             return
-        live = live_microbatches(
+        moments = fullest_moments(
             self._config.strategy, rank=min(holding.stages[0], self.layout.pipeline - 1),
             ranks=self.layout.pipeline, microbatches=self._microbatches,
         )  # fmt: skip
-        activations = self._activations(holding)
-        yield "activations", sum(count * size for count, size in zip(live, activations, strict=True))
+        activations, waiting = self._activations(holding), tuple(map(kept.waiting, self._parts(holding)))
+        kinds = [(_product(live, activations), _product(waits, waiting)) for live, waits in moments]
+        yield from zip(("activations", "gradients of results"), max(kinds, key=sum), strict=True)
         recomputed = (kept.recomputed[block] for part in self._parts(holding) for block in part)
         yield "recomputation", max(recomputed)
-        yield "buffers between stages", self._received(holding.stages)
+        yield "buffers between stages", self._buffers(holding.stages)
 
-    def _received(self, stages: tuple[int, ...]) -> int:
-        """torch's pipelines allocate what each stage receives for all microbatches, in both directions."""
+    def _buffers(self, stages: tuple[int, ...]) -> int:
+        """torch's pipelines allocate what each stage receives for all microbatches, in both directions.
+
+        gloo also holds what a schedule sends in single messages until the step ends; NCCL lets it go.
+        """
         if self.layout.pipeline == 1 or self._kept is None:
             return 0
         states, count = self._kept.states, self.layout.pipeline * stages_per_rank(self._config.strategy)
-        starts = [self._division.blocks[stage].start for stage in stages if stage > 0]
-        ends = [self._division.blocks[stage].stop for stage in stages if stage < count - 1]
-        return self._microbatches * sum(states[block] for block in (*starts, *ends))
+        blocks = self._division.blocks
+        received = {(stage - 1, stage): states[blocks[stage].start] for stage in stages if stage > 0}
+        received |= {(stage + 1, stage): states[blocks[stage].stop] for stage in stages if stage < count - 1}
+        sent = [size for (other, _), size in received.items() if other not in stages]
+        holds = self._config.device == "cpu" and schedule_of(self._config.strategy).two_way
+        return self._microbatches * (sum(received.values()) + holds * sum(sent))
+
+
+def _product(counts: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    return sum(map(operator.mul, counts, sizes))
 
 
 def text_table(plan: MemoryPlan) -> list[str]:

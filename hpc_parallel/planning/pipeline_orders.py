@@ -29,6 +29,7 @@ class ActionKind(IntEnum):
 FORWARD, BACKWARD, WEIGHTS = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHTS
 Action = tuple[ActionKind, int, int]  # kind, stage, microbatch
 Orders = list[list[Action]]  # the actions of each rank
+Counts = tuple[int, ...]  # microbatches in each stage of a rank
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def live_microbatches(
         return (1,) * (1 if ranks == 1 else stages_per_rank(strategy))
     per_rank, name = stages_per_rank(strategy), strategy.schedule
     if (file := schedule_of(strategy).file) is not None:
-        return _most_live(file.ranks[rank], file.stages_of[rank])
+        return max((live for live, _ in _moments(file.ranks[rank], file.stages_of[rank])), key=sum)
     if name == "1f1b":
         return (min(microbatches, ranks - rank),)
     if schedule_of(strategy).v_shaped:
@@ -174,14 +175,36 @@ def live_microbatches(
     return (microbatches,) * per_rank  # gpipe, looped_bfs
 
 
-def _most_live(actions: Sequence[action_file.Action], stages: Sequence[int]) -> tuple[int, ...]:
-    """The numbers of a file, counted action by action."""
-    live, most = Counter[int](), Counter[int]()
+def fullest_moments(
+    strategy: StrategyConfig, *, rank: int, ranks: int, microbatches: int
+) -> list[tuple[Counts, Counts]]:
+    """The moments at which `rank` may be fullest: the live microbatches of its stages, and those that wait.
+
+    A microbatch waits between the two halves of a split backward pass. A test counts both in torch's tables.
+    """
+    schedule, shape = schedule_of(strategy), {"rank": rank, "ranks": ranks, "microbatches": microbatches}
+    live = live_microbatches(strategy, **shape)
+    if ranks == 1 or not schedule.splits_backward:
+        return [(live, (0,) * len(live))]
+    if schedule.file is not None:
+        return list(_moments(schedule.file.ranks[rank], schedule.file.stages_of[rank]))
+    if not schedule.v_shaped:  # the first stage of rank 0 has nothing to send back, and waits for nothing
+        waiting = (rank + 1, *(0,) * (len(live) - 1)) if rank else (*(0,) * (len(live) - 1), 1)
+        return [(live, tuple(map(min, waiting, live)))]
+    zbv = strategy.schedule == "zbv"
+    late = min(rank, max(0, microbatches - ranks)) if zbv else (rank + 1) // 2  # of the second stage
+    early, first = (late + 1, ranks) if zbv else (rank + 1 - late, ranks - late)
+    first = min(first, max(0, microbatches - ranks) + 1)
+    return [(live, (0, int(zbv))), ((live[0] - 1, live[1]), (0, 1)), ((first, late), (early, late))]
+
+
+def _moments(actions: Sequence[action_file.Action], stages: Sequence[int]) -> Iterator[tuple[Counts, Counts]]:
+    """The numbers of a file, after each of its actions."""
+    live, waiting = Counter[int](), Counter[int]()
     for stage, kind, _ in actions:
         live[stage] += {"F": 1, "I": 0}.get(kind, -1)
-        if live.total() > most.total():
-            most = live.copy()
-    return tuple(most[stage] for stage in stages)
+        waiting[stage] += {"I": 1, "W": -1}.get(kind, 0)
+        yield tuple(live[stage] for stage in stages), tuple(waiting[stage] for stage in stages)
 
 
 def _in_rounds(last: int, *, ranks: int, per_rank: int, microbatches: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ PARTS = (  # of a bar: their fill, and their kinds of bytes
     ((picture.BLUE, "", "parameters"), ("parameters",)),
     ((picture.ORANGE, "//", "gradients"), ("gradients",)),
     ((picture.GREEN, "..", "optimizer state"), ("optimizer",)),
-    ((picture.PURPLE, "xx", "activations"), ("activations", "recomputation")),
+    ((picture.PURPLE, "xx", "activations"), ("activations", "gradients of results", "recomputation")),
     ((picture.SKY, "\\\\", "logits and loss"), ("logits and loss",)),
     ((picture.VERMILION, "++", "weights in use"), ("cast weights", "gathered weights")),
     (

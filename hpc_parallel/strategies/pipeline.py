@@ -91,8 +91,11 @@ class Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
         if self.more_passes:
             options["last_backward"] = False
+        inputs = self.fwd_cache[bwd_chunk_id][1]
         with busy(self.stage_index, "backward", self.first_microbatch + bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
+        for x in inputs:  # `bwd_cache` has what is sent; torch would keep these until the step ends
+            x.grad = None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
         """torch calls autograd for each group of weights. One recomputation of a block serves all groups."""

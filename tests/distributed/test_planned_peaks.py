@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpc_parallel.config.resolve import resolve
+from hpc_parallel.layout.schedules import SCHEDULES
 from hpc_parallel.planning.memory import COUNTED, plan
 from hpc_parallel.training.optimizer import build_optimizer
 from tests.composed import composed
@@ -23,21 +24,21 @@ from tests.marks import in_full
 from tests.parity import opened
 from tests.workers import Workers
 
-TWO, FULL = "nodes=2", "training.activation_checkpointing=full"
-DECODER, PIPELINES, EXPERTS, SPLIT = "decoder", *COUNTED
+FULL = "training.activation_checkpointing=full"
+DECODER, PIPELINES, EXPERTS = "decoder", *COUNTED
 CASES = [
-    (f"strategy=pipeline {TWO} strategy.schedule=1f1b", PIPELINES),
-    (f"strategy=expert {TWO} model=moe_tiny", EXPERTS),
+    (f"strategy=pipeline nodes=2 strategy.schedule=zbv {FULL}", PIPELINES),
+    ("strategy=expert nodes=2 model=moe_tiny", EXPERTS),
 ]
 MORE = [
     ("strategy=single", DECODER),
     ("strategy=single model=moe_tiny", EXPERTS),
-    (f"strategy=pipeline {TWO} strategy.schedule=gpipe", PIPELINES),
-    (f"strategy=pipeline {TWO} strategy.schedule=interleaved", PIPELINES),
-    (f"strategy=pipeline {TWO} {FULL}", PIPELINES),
-    (f"strategy=pipeline {TWO} strategy.schedule=zbv", SPLIT),
-    (f"strategy=pipeline {TWO} strategy.schedule=interleaved_zero_bubble {FULL}", SPLIT),
-    (f"strategy=expert {TWO} model=moe_tiny {FULL}", EXPERTS),
+    *((f"strategy=pipeline nodes=2 strategy.schedule={name}", PIPELINES) for name in SCHEDULES),
+    (f"strategy=pipeline nodes=4 {FULL} model.layers=8", PIPELINES),
+    (f"strategy=pipeline nodes=2 strategy.schedule=looped_bfs {FULL} model.layers=8", PIPELINES),
+    (f"strategy=pipeline nodes=4 strategy.schedule=interleaved_zero_bubble {FULL} model.layers=8", PIPELINES),
+    ("strategy=pipeline nodes=4 strategy.schedule=dualpipev model.layers=8", PIPELINES),
+    (f"strategy=expert nodes=2 model=moe_tiny {FULL}", EXPERTS),
 ]
 ANNOUNCED = {DECODER: (-0.02, 0.02), **COUNTED}
 
@@ -73,6 +74,13 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
 
 
+def received_by(stages: Iterable[Any]) -> list[Tensor]:
+    """What torch allocated in the first step for the messages of all steps."""
+    tables = [table for stage in stages for table in (stage.args_recv_info, stage.grad_recv_info)]
+    received = [info.buffer for table in tables for infos in table.values() for info in infos]
+    return [buffer.detach() for buffer in received if buffer is not None]
+
+
 def peak_bytes(*overrides: str) -> int:
     """Of the second step of a training on this rank, when the optimizer has its state."""
     session = opened(*overrides)
@@ -84,7 +92,8 @@ def peak_bytes(*overrides: str) -> int:
     optimizer.zero_grad()
     inputs, targets = batches.at(1)
     held = [weight.detach() for weight in weights.values()]
-    with LiveBytes([*held, *optimizer.state().values()]) as live:
+    stages = getattr(assembled.forward_backward, "_parts", ())
+    with LiveBytes([*held, *optimizer.state().values(), *received_by(stages)]) as live:
         assembled.forward_backward.train(inputs, targets)
     return live.peak
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.layout.schedules import SCHEDULES, stages_of
 from hpc_parallel.planning.memory import KINDS, MemoryPlan, plan, text_table
-from hpc_parallel.planning.pipeline_orders import live_microbatches
+from hpc_parallel.planning.pipeline_orders import fullest_moments, live_microbatches
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.strategies.pipeline import KINDS as SCHEDULE_CLASSES
 from tests.composed import composed
@@ -32,10 +31,14 @@ def planned(*words: str) -> MemoryPlan:
     return found
 
 
-def tables_of_torch(
-    schedule: str, *, ranks: int, per_rank: int, microbatches: int
-) -> Iterator[tuple[int, ...]]:
-    """For each rank, the live microbatches of each stage when most are live, counted in torch's own table."""
+Moment = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def tables_of_torch(schedule: str, *, ranks: int, per_rank: int, microbatches: int) -> list[list[Moment]]:
+    """For each rank, the microbatches in each stage after each action in torch's own table.
+
+    Those that are live, and those that wait between two halves of a backward pass.
+    """
     v_shaped = SCHEDULES[schedule].v_shaped
     with fake_world(0, size=ranks):
         stages = [
@@ -45,29 +48,41 @@ def tables_of_torch(
         table = SCHEDULE_CLASSES[schedule](
             stages, n_microbatches=microbatches, loss_fn=torch.add
         ).pipeline_order
+    found: list[list[Moment]] = []
     for rank in range(ranks):
         live = dict.fromkeys(stages_of(rank, degree=ranks, per_rank=per_rank, v_shaped=v_shaped), 0)
-        most = tuple(live.values())
+        waiting = dict(live)
+        found.append([])
         for entry in filter(None, table[rank]):
             for action in entry.sub_actions or (entry,):
-                kind = action.computation_type.name
-                change = {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}.get(kind, 0)
-                live[action.stage_index] += change
-                if sum(live.values()) > sum(most):
-                    most = tuple(live.values())
-        yield most
+                kind, stage = action.computation_type.name, action.stage_index
+                live[stage] += {"FORWARD": 1, "FULL_BACKWARD": -1, "BACKWARD_WEIGHT": -1}.get(kind, 0)
+                waiting[stage] += {"BACKWARD_INPUT": 1, "BACKWARD_WEIGHT": -1}.get(kind, 0)
+                found[-1].append((tuple(live.values()), tuple(waiting.values())))
+    return found
 
 
 @pytest.mark.parametrize("schedule", TABLED)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (3, 4), (4, 8), (4, 12), (6, 24)])
-def test_live_microbatches_are_those_of_torchs_table(schedule: str, ranks: int, microbatches: int) -> None:
+def test_microbatches_are_those_of_torchs_table(schedule: str, ranks: int, microbatches: int) -> None:
     if SCHEDULES[schedule].full and microbatches < 2 * ranks:
         microbatches = 4 * ranks
     options = StrategyConfig(name="a", schedule=schedule, stages_per_rank=2)
     counted = tables_of_torch(schedule, ranks=ranks, per_rank=2, microbatches=microbatches)
-    assert list(counted) == [
-        live_microbatches(options, rank=rank, ranks=ranks, microbatches=microbatches) for rank in range(ranks)
-    ]
+    for rank, moments in enumerate(counted):
+        shape = {"rank": rank, "ranks": ranks, "microbatches": microbatches}
+        assert live_microbatches(options, **shape) == max((live for live, _ in moments), key=sum)
+        planned = fullest_moments(options, **shape)
+        for sizes in ((20, 6), (20, 11), (1, 10)):
+            more = most_bytes(planned, rank, *sizes) - most_bytes(moments, rank, *sizes)
+            exact = microbatches >= 2 * ranks  # zbv has no closed form for fewer
+            assert 0 <= more <= (0 if exact else sum(sizes))
+
+
+def most_bytes(moments: list[Moment], rank: int, of_live: int, of_waiting: int) -> int:
+    """What a rank keeps at most; a microbatch that waits keeps `of_waiting` more."""
+    first = 1 if rank == 0 else 0  # the first stage of all does not wait
+    return max(of_live * sum(live) + of_waiting * sum(waits[first:]) for live, waits in moments)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +172,7 @@ def test_gpus_have_a_context_and_gaps() -> None:
     [
         ("strategy=fsdp nodes=2", None),
         ("strategy=pipeline nodes=2",
-         "pipelines was not compared with a GPU; counted on CPUs it was -11 to +3 % off"),
+         "pipelines was not compared with a GPU; counted on CPUs it was -14 to +21 % off"),
         ("strategy=single model=moe_tiny",
          "mixtures of experts was not compared with a GPU; counted on CPUs it was -16 to +11 % off"),
         ("strategy=single model=unet data=cells",
