@@ -128,8 +128,8 @@ def test_gradients_of_a_split_backward_pass_lie_as_their_weights(trained: Train)
 
 
 def _forward_passes(*overrides: str) -> list[int]:
-    """How many gradients the inputs of this rank's stages hold in each forward pass of a block, also a repeated
-    one, of the second step.
+    """How many gradients the inputs of this rank's stages hold, in each forward pass of a block, also a
+    repeated one, of the second step.
     """
     session = opened(*overrides)
     batch, train = session.batches(session.data.train, seed=0).at(0), session.assembled.forward_backward.train
