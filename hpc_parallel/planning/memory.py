@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from hpc_parallel.config.schema import RunConfig
@@ -279,10 +279,10 @@ class _MemoryPlanner:
             self._config.strategy, rank=min(holding.stages[0], self.layout.pipeline - 1),
             ranks=self.layout.pipeline, microbatches=self._microbatches,
         )  # fmt: skip
-        activations, waiting = self._activations(holding), tuple(map(kept.waiting, self._parts(holding)))
-        kinds = [(_product(live, activations), _product(waits, waiting)) for live, waits in moments]
+        parts, activations = self._parts(holding), self._activations(holding)
+        kinds = [(_sum(live, activations), _sum(waits, map(kept.waiting, parts))) for live, waits in moments]
         yield from zip(("activations", "gradients of results"), max(kinds, key=sum), strict=True)
-        recomputed = (kept.recomputed[block] for part in self._parts(holding) for block in part)
+        recomputed = (kept.recomputed[block] for part in parts for block in part)
         yield "recomputation", max(recomputed)
         yield "buffers between stages", self._buffers(holding.stages)
 
@@ -302,7 +302,7 @@ class _MemoryPlanner:
         return self._microbatches * (sum(received.values()) + holds * sum(sent))
 
 
-def _product(counts: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+def _sum(counts: Iterable[int], sizes: Iterable[int]) -> int:
     return sum(map(operator.mul, counts, sizes))
 
 

@@ -159,18 +159,20 @@ def live_microbatches(
     Stages are in ascending order. The numbers are those of the moment when the rank has most microbatches.
     torch's schedules decide the numbers, and a test counts them in the tables of these schedules.
     """
-    if ranks == 1 or schedule_of(strategy).in_turn:
-        return (1,) * (1 if ranks == 1 else stages_per_rank(strategy))
-    per_rank, name = stages_per_rank(strategy), strategy.schedule
-    if (file := schedule_of(strategy).file) is not None:
-        return max((live for live, _ in _moments(file.ranks[rank], file.stages_of[rank])), key=sum)
+    per_rank, name, rules = stages_per_rank(strategy), strategy.schedule, schedule_of(strategy)
+    if ranks == 1 or rules.in_turn:
+        return (1,) * (1 if ranks == 1 else per_rank)
+    if rules.file is not None:
+        return max(
+            (live for live, _ in _moments(rules.file.ranks[rank], rules.file.stages_of[rank])), key=sum
+        )
     if name == "1f1b":
         return (min(microbatches, ranks - rank),)
-    if schedule_of(strategy).v_shaped:
+    if rules.v_shaped:
         first = 2 * ranks - rank - (name == "zbv")  # zbv has one less than DualPipe
         return min(microbatches, first), min(microbatches, rank + 1)
-    if schedule_of(strategy).rounds:
-        last = ranks if schedule_of(strategy).splits_backward else 2 * (ranks - 1 - rank) + 1
+    if rules.rounds:
+        last = ranks if rules.splits_backward else 2 * (ranks - 1 - rank) + 1
         return _in_rounds(last, ranks=ranks, per_rank=per_rank, microbatches=microbatches)
     return (microbatches,) * per_rank  # gpipe, looped_bfs
 
@@ -180,15 +182,15 @@ def fullest_moments(
 ) -> list[tuple[Counts, Counts]]:
     """The moments at which `rank` may be fullest: the live microbatches of its stages, and those that wait.
 
-    A microbatch waits between the two halves of a split backward pass. A test counts both in torch's tables.
+    A microbatch waits between the halves of a split backward pass. A test counts both in torch's tables.
     """
-    schedule, shape = schedule_of(strategy), {"rank": rank, "ranks": ranks, "microbatches": microbatches}
-    live = live_microbatches(strategy, **shape)
-    if ranks == 1 or not schedule.splits_backward:
-        return [(live, (0,) * len(live))]
-    if schedule.file is not None:
-        return list(_moments(schedule.file.ranks[rank], schedule.file.stages_of[rank]))
-    if not schedule.v_shaped:  # the first stage of rank 0 has nothing to send back, and waits for nothing
+    live = live_microbatches(strategy, rank=rank, ranks=ranks, microbatches=microbatches)
+    rules = schedule_of(strategy)
+    if ranks == 1 or not rules.splits_backward:
+        return [(live, ())]
+    if rules.file is not None:
+        return list(_moments(rules.file.ranks[rank], rules.file.stages_of[rank]))
+    if not rules.v_shaped:  # the first stage of rank 0 has nothing to send back, and waits for nothing
         waiting = (rank + 1, *(0,) * (len(live) - 1)) if rank else (*(0,) * (len(live) - 1), 1)
         return [(live, tuple(map(min, waiting, live)))]
     zbv = strategy.schedule == "zbv"

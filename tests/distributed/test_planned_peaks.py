@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.layout.schedules import SCHEDULES
 from hpc_parallel.planning.memory import COUNTED, plan
+from hpc_parallel.strategies.pipeline import PipelineDriver, Stage
 from hpc_parallel.training.optimizer import build_optimizer
 from tests.composed import composed
 from tests.marks import in_full
@@ -74,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
 
 
-def received_by(stages: Iterable[Any]) -> list[Tensor]:
+def received_by(stages: Iterable[Stage]) -> list[Tensor]:
     """What torch allocated in the first step for the messages of all steps."""
     tables = [table for stage in stages for table in (stage.args_recv_info, stage.grad_recv_info)]
     received = [info.buffer for table in tables for infos in table.values() for info in infos]
@@ -92,7 +93,8 @@ def peak_bytes(*overrides: str) -> int:
     optimizer.zero_grad()
     inputs, targets = batches.at(1)
     held = [weight.detach() for weight in weights.values()]
-    stages = getattr(assembled.forward_backward, "_parts", ())
+    driver = assembled.forward_backward
+    stages = driver._parts if isinstance(driver, PipelineDriver) else ()
     with LiveBytes([*held, *optimizer.state().values(), *received_by(stages)]) as live:
         assembled.forward_backward.train(inputs, targets)
     return live.peak
