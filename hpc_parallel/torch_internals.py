@@ -515,7 +515,7 @@ def scaled_product_of_groups(
 
 
 def cuda_product_of_groups(
-    first: Tensor, second: Tensor, ends: Tensor, scale_a: Tensor, scale_b: Tensor, exact: bool = False
+    first: Tensor, second: Tensor, ends: Tensor, scale_a: Tensor, scale_b: Tensor
 ) -> Tensor:
     """The operator needs contiguous rows of `first` and columns of `second`. torch has no public one."""
     return torch._scaled_grouped_mm(

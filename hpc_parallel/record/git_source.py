@@ -34,7 +34,7 @@ _SUBMODULE = "160000"  # the mode in `git ls-files --stage`
 
 def checkout_of(path: Path) -> Path | None:
     """The root of the git checkout that holds `path`; None if there is none."""
-    root = _git(path, "rev-parse", "--show-toplevel")
+    root = git(path, "rev-parse", "--show-toplevel")
     return Path(root.rstrip("\n")) if root else None
 
 
@@ -129,15 +129,16 @@ def _is_documentation(name: str) -> bool:
 
 
 def _names(root: Path, *options: str) -> list[str]:
-    return [name for name in (_git(root, "ls-files", *options, "-z") or "").split("\0") if name]
+    return [name for name in (git(root, "ls-files", *options, "-z") or "").split("\0") if name]
 
 
-def _git(directory: Path, *arguments: str) -> str | None:
+def git(directory: Path, *arguments: str, errors: str = "surrogateescape") -> str | None:
+    """What git prints; None if it fails. errors: how bytes that are not UTF-8 are decoded."""
     try:
         process = subprocess.run(["git", *arguments], cwd=directory, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return process.stdout.decode(errors="surrogateescape")
+    return process.stdout.decode(errors=errors)
 
 
 PACKAGE = str(Path(__file__).resolve().parents[2])  # the folder from which this package is imported

@@ -6,16 +6,16 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 from hpc_parallel.record.credentials import is_credential_file
+from hpc_parallel.record.git_source import git
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.snapshot import Snapshot
@@ -120,21 +120,14 @@ def source_state(directory: Path) -> dict[str, Any]:
     The diff leaves out files that look like credentials, and is null if it is larger than DIFF_BYTES.
     `left_out` lists what is missing.
     """
-
-    def git(*arguments: str) -> str | None:
-        try:
-            process = subprocess.run(["git", *arguments], cwd=directory, capture_output=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return None
-        return process.stdout.decode(errors="replace")
-
-    if (commit := git("rev-parse", "HEAD")) is None:
+    ask = partial(git, directory, errors="replace")
+    if (commit := ask("rev-parse", "HEAD")) is None:
         return {"git_commit": None, "git_diff": None, "left_out": []}
     diff_command = ("diff", "--no-ext-diff", "--no-renames", "--no-relative", "--submodule=short")
-    changed = (git(*diff_command, "--name-only", "-z", "HEAD") or "").split("\0")
+    changed = (ask(*diff_command, "--name-only", "-z", "HEAD") or "").split("\0")
     left_out = [name for name in changed if is_credential_file(name)]
     excluded = [f":(top,exclude,literal){name}" for name in left_out]
-    diff = git(*diff_command, "HEAD", "--", ":(top)", *excluded)
+    diff = ask(*diff_command, "HEAD", "--", ":(top)", *excluded)
     if diff is not None and len(json.dumps(diff)) > DIFF_BYTES:
         return {"git_commit": commit.strip(), "git_diff": None, "left_out": [*left_out, "git_diff"]}
     return {"git_commit": commit.strip(), "git_diff": diff, "left_out": left_out}
