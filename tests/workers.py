@@ -219,7 +219,7 @@ def agreed(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         for name, tensor in part.items():
             same = name not in found or found[name].allclose(tensor, rtol=0, atol=0, equal_nan=True)
             assert same, f"ranks disagree on {name}"
-            found[name] = tensor
+            found[name] = tensor.clone()  # a received tensor keeps a file open, and thousands stay
     return found
 
 
