@@ -227,11 +227,11 @@ def memory_of(job: str) -> list[Path]:
 
 def killed(site: Site, *words: str) -> tuple[RunFolder, str]:
     """A training of which rank 1 has been killed after some steps."""
-    line = ("strategy=data", "nodes=2", *SMALL, "training.steps=100000", "training.checkpoint_every=5")
+    line = ("strategy=data", "nodes=2", *SMALL, "training.steps=100000", "training.checkpoint_every=1000")
     done = site.run(*line, "launcher=slurm", "run_dir=run", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     folder = RunFolder(site.home / "run")
-    wait_for(lambda: any(folder.checkpoints.glob("step-*")))
+    wait_for(lambda: folder.metrics.exists() and len(folder.metrics.read_text().splitlines()) > 8)
     worker = worker_of(folder.path, rank=1)
     assert worker is not None
     worker.send_signal(signal.SIGKILL)
