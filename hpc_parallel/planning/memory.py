@@ -8,9 +8,9 @@ the backward pass ends, with all gradients and no activations.
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
+from operator import mul
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.batch_plan import batch_of
@@ -280,7 +280,10 @@ class _MemoryPlanner:
             ranks=self.layout.pipeline, microbatches=self._microbatches,
         )  # fmt: skip
         parts, activations = self._parts(holding), self._activations(holding)
-        kinds = [(_sum(live, activations), _sum(waits, map(kept.waiting, parts))) for live, waits in moments]
+        kinds = [
+            (sum(map(mul, live, activations)), sum(map(mul, waits, map(kept.waiting, parts))))
+            for live, waits in moments
+        ]
         yield from zip(("activations", "gradients of results"), max(kinds, key=sum), strict=True)
         recomputed = (kept.recomputed[block] for part in parts for block in part)
         yield "recomputation", max(recomputed)
@@ -300,10 +303,6 @@ class _MemoryPlanner:
         sent = [size for (other, _), size in received.items() if other not in stages]
         holds = self._config.device == "cpu" and schedule_of(self._config.strategy).two_way
         return self._microbatches * (sum(received.values()) + holds * sum(sent))
-
-
-def _sum(counts: Iterable[int], sizes: Iterable[int]) -> int:
-    return sum(map(operator.mul, counts, sizes))
 
 
 def text_table(plan: MemoryPlan) -> list[str]:
