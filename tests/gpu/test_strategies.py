@@ -1,6 +1,7 @@
 """Every strategy on an NVIDIA GPU over NCCL: one rank, and two and four ranks that share it, against one.
 
-Needs torch, numpy, hydra-core, submitit, psutil, pyyaml, jinja2, rich, xxhash, pytest; nothing is installed:
+Needs torch, numpy, hydra-core, submitit, psutil, pyyaml, jinja2, rich, xxhash, safetensors, pytest;
+nothing is installed:
 
     python -m pytest tests/gpu -q -rs
 
