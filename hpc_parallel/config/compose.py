@@ -41,7 +41,7 @@ from hpc_parallel.config.hydra_internals import (
     set_values,
 )
 from hpc_parallel.config.resolve import with_values
-from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.problems import ConfigError, Problem, nearest
 
 # Hydra raises ValueError for `strategy=null`, and lets the errors of YAML through.
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, YAMLError)
@@ -185,6 +185,7 @@ def compose_run(
         HydraConfig.instance().set_config(whole)
         overrides = _task_overrides(whole)
         problems = [*_only_of_sweeps(whole, overrides), *_without_effect(whole)]
+        problems += [problem for _, problem in only_names(whole, overrides)]
         if extra_dir:
             problems += problems_of_files(whole.hydra.runtime.choices, folder=extra_dir)
         if problems:
@@ -228,6 +229,23 @@ def _without_effect(whole: DictConfig) -> Iterator[str]:
         yield "hydra.job.chdir has no effect here: a run stays in the folder where it was started."
 
 
+def only_names(whole: DictConfig, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Overrides such as `strategy.name=tensor`, which choose nothing, with what is wrong with each.
+
+    Beside other keys of its group a name may say what these make of it.
+    """
+    for group in ("strategy", "optimizer"):
+        chosen, choices = whole.hydra.runtime.choices[group], current_loader().get_group_options(group)
+        ours = [override for override in overrides if override.startswith(f"{group}.")]
+        for override in ours:
+            name = override.partition(f"{group}.name=")[2]
+            free = group == "strategy" or chosen == "custom"  # to have a name that is no choice
+            if name not in ("", chosen) and (not free or (name in choices and len(ours) == 1)):
+                rule = f"this is only a name, and {group} = {chosen}"
+                near = (nearest(name, choices) or [chosen])[0]
+                yield override, f"{override}: {rule}. Try {group}={near}."
+
+
 def compose_cells(
     words: Sequence[str], *, config_dir: str, config_name: str, extra_dir: str | None = None
 ) -> SweepCells | None:
@@ -243,6 +261,8 @@ def compose_cells(
         sweep = load(current_loader(), config_name, words, RunMode.MULTIRUN)
         settings = OmegaConf.to_container(sweep.sweep, resolve=True)
         assert isinstance(settings, dict)
+        if problems := [problem for _, problem in only_names(sweep, _task_overrides(sweep))]:
+            raise ConfigError(problems)
         batch = _combinations(sweep, also=settings["also"])
         if batch is None:
             return None

@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.command_line import TABLES
-from hpc_parallel.config.compose import COMPOSE_ERRORS, Composer
+from hpc_parallel.config.compose import COMPOSE_ERRORS, Composer, only_names
 from hpc_parallel.config.file_problems import (
     RefusedKey,
     misplaced_file,
@@ -67,6 +67,9 @@ def diagnose(
     with composing(config_dir, extra_dir=extra_dir):
         composer = Composer(config_name)
         problems, accepted = try_each(overrides, composer=composer, sweep=sweep)
+        names = dict(only_names(composer.base(accepted).whole, accepted))
+        problems += names.values()
+        accepted = [override for override in accepted if override not in names]
         return in_order(problems + _remaining_problems(composer, accepted), overrides)
 
 
