@@ -27,7 +27,7 @@ from tests.gpu.report import setting
 from tests.gpu.report.findings import Findings
 
 TITLE, LIMIT_S = "a rank that is harmed", 420.0
-HANG_S, MORE_S, BESIDE = 15.0, 30.0, 8
+HANG_S, MORE_S, BESIDE = 15.0, 30.0, 6
 OWN = "own script"
 STRATEGIES = {
     "data": ("nodes=2",), "fsdp": ("nodes=2",), "tensor": ("nodes=2",), "pipeline": ("nodes=2",),

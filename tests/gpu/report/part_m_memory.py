@@ -1,21 +1,27 @@
 """What `plan` says that a rank holds, beside the most that torch allocates: alone, and as one of many ranks.
 
-The other ranks don't exist: what they send are no weights, so losses mean nothing; sizes do.
+The other ranks don't exist: what they send are no weights, so losses mean nothing; sizes do. Pipelines are
+two ranks that share the card over NCCL, which alone shows what it holds of the messages between stages.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hpc_parallel.planning import memory
+from hpc_parallel.record.run_folder import RunFolder
+from tests import printed
 from tests.gpu.report import setting
 from tests.gpu.report.findings import Findings
 
-TITLE, LIMIT_S = "planned and allocated memory", 90.0
+TITLE, LIMIT_S = "planned and allocated memory", 210.0
 STEPS = 3
 BESIDE = 4
 ONE_B = ("model.layers=16", "model.dim=2048", "model.heads=32", "model.kv_heads=8", "model.ffn_dim=8192",
@@ -87,6 +93,9 @@ OF_MANY: dict[str, tuple[int, Sequence[str]]] = {
     "tensor 2 x replicate 4": (0, ("strategy=hybrid", "strategy.pipeline=1", "strategy.tensor=2", *EIGHT)),
 }  # fmt: skip
 
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs")  # of torch 2.11 on
+BASE = ("data.sequence_length=1024", "training.global_batch_size=8", "training.precision=bfloat16")
+
 
 def run(findings: Findings) -> None:
     cases = [(name, 0, ("strategy=single", *words)) for name, words in ALONE.items()]
@@ -95,6 +104,22 @@ def run(findings: Findings) -> None:
     with multiprocessing.get_context("fork").Pool(BESIDE, maxtasksperchild=1) as pool:
         for name, found in pool.imap_unordered(measured, cases):
             findings.add(**{name: found})
+    for schedule in setting.sized(SCHEDULES, SCHEDULES[-1:]):
+        findings.add(**{f"pipeline 2, {schedule}, over NCCL": over_nccl(f"strategy.schedule={schedule}")})
+
+
+def over_nccl(*words: str) -> dict[str, Any]:
+    """Planned and allocated bytes of the fullest of two ranks."""
+    small = () if setting.on_gpu() else DRY
+    fixed = ("strategy=pipeline", "nodes=2", "launcher=local", f"device={setting.device().type}",
+             f"training.steps={STEPS}", "training.validate_every=null", "training.checkpoint_every=null",
+             "data.max_bytes=400000", "strategy.microbatches=8")  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        line = (*fixed, *setting.model_words(), *BASE, *small, *words, "run_dir=run")
+        printed("-m", "hpc_parallel.run", *line, cwd=Path(folder))
+        summary = json.loads(RunFolder(Path(folder, "run")).summary.read_text())
+    planned, peak = (summary["predicted"] or {}).get("peak_memory_bytes"), summary["peak_memory_bytes"]
+    return {"planned": planned, "peak": peak, "ratio": planned and planned / peak}
 
 
 def measured(case: tuple[str, int, Sequence[str]]) -> tuple[str, Any]:
@@ -108,9 +133,8 @@ def measured(case: tuple[str, int, Sequence[str]]) -> tuple[str, Any]:
 
 def compared(words: Sequence[str], *, rank: int) -> dict[str, Any]:
     """state: between two steps. peak: over all steps. ratio: planned by peak."""
-    base = ("data.sequence_length=1024", "training.global_batch_size=8", "training.precision=bfloat16")
     small = () if setting.on_gpu() else DRY
-    built = setting.one_of_many(*setting.model_words(), *base, *words, *small, rank=rank)
+    built = setting.one_of_many(*setting.model_words(), *BASE, *words, *small, rank=rank)
     planned = memory.plan(built.config)
     assert planned is not None
     held = max((held for held in planned.devices if held.device <= rank), key=lambda held: held.device)
