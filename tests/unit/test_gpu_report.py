@@ -14,7 +14,7 @@ from tests.gpu.report.markdown import page
 pytestmark = pytest.mark.processes
 
 QUICK = "abdefghin"
-SLOW = "cjklmo"
+SLOW = "cjklmop"
 STOPPED = {"failed": "raise ValueError('no such kernel')", "killed by signal 9": "os.kill(os.getpid(), 9)",
            "out of time": "time.sleep(1000)"}  # fmt: skip
 

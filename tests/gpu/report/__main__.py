@@ -3,7 +3,7 @@
     python -m tests.gpu.report [PART ...] [--out FOLDER]
 
 Needs Python 3.11 and torch 2.11, or newer ones, and the packages that tests/gpu names; nothing is installed.
-Each part (a to o) runs in a process of its own with its own limit, the benchmark (l) first. Part o, the
+Each part (a to p) runs in a process of its own with its own limit, the benchmark (l) first. Part o, the
 peers, takes 9 minutes and the packages of requirements.txt: `o --total 560`.
 HPC_PARALLEL_TEST_DEVICE=cpu runs all of it in tiny sizes on a machine without a GPU: the figures then mean
 nothing.

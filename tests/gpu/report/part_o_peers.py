@@ -1,4 +1,4 @@
-"""Ours beside other trainers in one run, `8b` whole on one card, and a mixture of the width of Qwen3 30B A3B.
+"""Ours beside other trainers in one run.
 
 A ratio is ours divided by theirs in tokens per second. The peers need the packages of requirements.txt.
 """
@@ -13,21 +13,11 @@ from tests.gpu.report.peers import PEERS
 TITLE, LIMIT_S = "ours beside its peers", 560.0
 SIZES = (("1b", 4, 2048), ("1b", 16, 2048), ("8b width", 4, 2048))
 FLOAT8 = ("bf16", None), ("fp8", "tensorwise")
-FEWER_BYTES = (
-    "training.precision=bfloat16", "training.weights=bfloat16", "optimizer.state=bfloat16",
-    "training.activation_checkpointing=full",
-)  # fmt: skip
 
 
 def run(findings: Findings) -> None:
     setting.join()
     setting.compile_quickly()
-    large = setting.sized(["model=8b"], setting.model_words())
-    size = setting.sized({"samples": 8, "seq": 4096}, {"samples": 4, "seq": 16})
-    half = f"training.microbatch_size={size['samples'] // 2}"
-    measure(findings, "8b, 2 x 4 x 4096 tokens, weights in bf16", *large, *FEWER_BYTES, half, **size)
-    mixture = setting.sized(["model=qwen3_30b_a3b", "model.layers=4"], ["model=moe_tiny"])
-    measure(findings, "qwen3_30b_a3b in 4 layers, 8 x 4096 tokens", *mixture, *COMPILED, **size)
     for kind, fp8 in FLOAT8:
         for name, samples, seq in SIZES:
             beside(findings, name, samples, seq, kind=kind, fp8=fp8)

@@ -21,7 +21,7 @@ from tests.gpu.report.findings import Findings
 MODULES = (
     "part_l_benchmark", "part_k_tests", "part_n_points", "part_a_saves", "part_b_syncs", "part_c_profile",
     "part_d_attention", "part_e_groups", "part_f_large", "part_g_tensor", "part_h_cores", "part_i_generation",
-    "part_j_harm", "part_m_memory", "part_o_peers",
+    "part_j_harm", "part_m_memory", "part_o_peers", "part_p_whole",
 )  # fmt: skip
 LETTERS = {name.split("_")[1]: f"tests.gpu.report.{name}" for name in MODULES}
 TOTAL_S = 480.0
