@@ -49,9 +49,8 @@ _PERIOD_S = 0.02
 _GRACE_S = 2.0  # after the first failure, so that other ranks can write their records
 _PATIENCE_S = 1.5  # from SIGTERM to SIGKILL
 _SAVE_S = 60.0  # the same, if the ranks were asked to save their state
-_SPINS = (
-    "1000"  # about as fast as endless spins on an idle host; OMP_WAIT_POLICY=PASSIVE took 1.5 times as long
-)
+# About as fast as endless spins on an idle host; OMP_WAIT_POLICY=PASSIVE took 1.5 times as long.
+_SPINS = "1000"
 _SPIN_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # how long OpenMP's threads spin
 _GIVE_UP_S = 10.0  # after SIGKILL: a process may hang in the kernel, on a GPU or a file server
 
@@ -331,10 +330,8 @@ def _prepare_parent(agent: int) -> None:
 def _be_rank(run_folder: str, world: World, agent: int, entry: Entry) -> None:
     """Run the entry in a forked process, then exit."""
     die_with_parent(agent)
-    for number in (
-        *STOP_SIGNALS,
-        signal.SIGQUIT,
-    ):  # torch's handlers raise an exception, which does not interrupt C code
+    # torch's handlers raise an exception, which does not interrupt C code.
+    for number in (*STOP_SIGNALS, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:

@@ -79,9 +79,8 @@ class _Turn:
 def run(path: str, environment: Mapping[str, str] = os.environ) -> int:
     """Run the queue in the folder `path` on the nodes of this job. Returns 0 if no run failed."""
     folder = Path(path)
-    require_private(
-        folder, parents=False
-    )  # the user may trust those who write above (launcher.shared_folder)
+    # The user may trust those who write above (launcher.shared_folder).
+    require_private(folder, parents=False)
     job = _PackedJob(folder, environment)
     signal.signal(signal.SIGTERM, job.close)  # Slurm sends it to the ranks too
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -131,9 +130,8 @@ class _PackedJob:
         except (UntrustedError, DamagedError, FileNotFoundError) as error:
             print(f"{folder.path} is left out: {error}", file=sys.stderr, flush=True)
             return False
-        if (
-            before is not None and before.process and before.process == self._submitter
-        ):  # it names the job next
+        submits = before is not None and before.process and before.process == self._submitter
+        if submits:  # it names the job next
             owner.queue_in_job(folder, Job(self._id, submitted_s=time.time()))
             return True
         if before is None or before.job_id != self._id or before.over:

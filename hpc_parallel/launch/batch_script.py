@@ -81,9 +81,8 @@ def sbatch_flags(run: PreparedRun) -> Flags:
     if chooses_hosts(launcher):
         flags["no-kill"] = True
     if launcher.memory_gb is not None:
-        flags["mem"] = (
-            f"{math.ceil(launcher.memory_gb * 1024)}M"  # never 0M, which means all memory of the node
-        )
+        # Never 0M, which means all memory of the node.
+        flags["mem"] = f"{math.ceil(launcher.memory_gb * 1024)}M"
     for key in ("partition", "account", "qos", "constraint", "exclude", "wckey"):
         if (value := getattr(launcher, key)) is not None:
             flags[key] = value

@@ -138,10 +138,8 @@ class RankTimes:
         if dist.get_rank() == 0:
             self._warn(self._slow)
             self._accusations.add(self._slow, step=step)
-            slow, accused = (
-                [slow_rank.as_record() for slow_rank in self._slow],
-                self._accusations.as_records(),
-            )
+            slow = [slow_rank.as_record() for slow_rank in self._slow]
+            accused = self._accusations.as_records()
             with left_out("the times of the ranks are"):
                 self._write({"samples": self._samples, "slow": slow, "accused": accused})
 

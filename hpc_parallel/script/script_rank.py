@@ -35,9 +35,8 @@ from hpc_parallel.slurm.short_forms import expand_hosts
 
 SHARED = 20_000  # if the site names no port, the job id selects a port from here on
 STRIDE = 4_999  # between the ports of two starts, because jobs that run beside each other have near ids
-STEP_STRIDE = (
-    713  # between those of two steps of a job, which may be two runs; none meets the ports of 8 starts
-)
+# Between those of two steps of a job, which may be two runs; none meets the ports of 8 starts.
+STEP_STRIDE = 713
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and AMD
 
 

@@ -174,9 +174,9 @@ def _add_packages(hosts: Mapping[str, dict[str, Any]], *, world: World) -> Versi
     ranks = exchange.all_gather({
         "host": world.host, "packages": installed_packages() if world.local_rank == 0 else None,
     })  # fmt: skip
-    table = different_packages({
-        rank["host"]: rank["packages"] for rank in ranks if rank["packages"] is not None
-    })  # fmt: skip
+    table = different_packages(
+        {rank["host"]: rank["packages"] for rank in ranks if rank["packages"] is not None}
+    )
     for host, facts in hosts.items():
         differing = [f"{name} {versions[host] or 'missing'}" for name, versions in table.items()]
         facts["differing"] = differing[:MOST_PACKAGES] + [f"and {len(differing) - MOST_PACKAGES} more"] * (

@@ -35,7 +35,7 @@ from hpc_parallel.strategies import (
     shard,
     stages,
     working_weights,
-)  # fmt: skip
+)
 from hpc_parallel.strategies.context import split_sequence
 from hpc_parallel.strategies.device_traffic import DeviceTraffic
 from hpc_parallel.strategies.dropout import counted_dropout, dropout_shapes

@@ -172,11 +172,8 @@ def fit(trainer: Trainer, *, saver: Saver, metrics: Metrics) -> signal.Signals |
     """Train and wait for the last save; returns the signal that stopped the training early, else None."""
     try:
         signalled = trainer.fit()
-    except (
-        NonFiniteError,
-        ReplicaError,
-        FollowerError,
-    ):  # raised on all ranks together, so a pending save can finish
+    except (NonFiniteError, ReplicaError, FollowerError):
+        # Raised on all ranks together, so a pending save can finish.
         saver.close()
         raise
     started = time.perf_counter()
