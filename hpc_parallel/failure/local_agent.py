@@ -85,8 +85,8 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
         summary = Summary.read(folder)
         asks_to_restart = summary is not None and summary.outcome == "preempted"  # by a script's exit code
         decision = Decision(IN_PLACE) if asks_to_restart else after_failure(folder, start=0)
-        told = decision.why if decision.why not in (line or "") else ""
-        tell_end(folder, line="; ".join(filter(None, (line, told))), decision=decision)
+        why = decision.why if decision.why not in (line or "") else ""
+        tell_end(folder, line="; ".join(filter(None, (line, why))), decision=decision)
         if not decision.starts_again:
             host_memory.remove(host_memory.name_of(folder, os.environ))
             return code

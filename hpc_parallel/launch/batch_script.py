@@ -91,8 +91,8 @@ def sbatch_flags(run: PreparedRun) -> Flags:
         del flags["requeue"]
     flags |= _set_flags(extra)
     if run.dependency:
-        asked = [str(flags["dependency"])] if "dependency" in flags else []
-        flags |= {"dependency": ",".join([*asked, run.dependency]), "kill-on-invalid-dep": "yes"}
+        before = [str(flags["dependency"])] if "dependency" in flags else []
+        flags |= {"dependency": ",".join([*before, run.dependency]), "kill-on-invalid-dep": "yes"}
     return flags
 
 

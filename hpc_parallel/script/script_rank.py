@@ -282,5 +282,5 @@ class Relay:
         for number in (signal.SIGTERM, self._stop or signal.SIGTERM):
             ends |= {-int(number), 128 + int(number)}
         has_asked = self._stop is not None or job_context.has_agreed(self._stop_prefix)
-        asked = self.stopped_by is not None and has_asked and self._in_job and returncode in ends
-        return Stop(signal=self.stopped_by, code=returncode) if asked else None
+        on_request = self.stopped_by is not None and has_asked and self._in_job and returncode in ends
+        return Stop(signal=self.stopped_by, code=returncode) if on_request else None

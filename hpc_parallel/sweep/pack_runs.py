@@ -206,8 +206,8 @@ def _job_problems(runs: Sequence[PreparedRun]) -> Problems:
     settings = runs[0].config.sweep
     for section, keys in _OF_THE_JOB.items():
         for key in keys:
-            found = (getattr(getattr(run.config, section), key) for run in runs)
-            values = list({repr(value): value for value in found}.values())
+            choices = (getattr(getattr(run.config, section), key) for run in runs)
+            values = list({repr(value): value for value in choices}.values())
             if len(values) > 1:
                 rule = "has several values, and a packed job has one"
                 yield Problem(f"{section}.{key}", values, rule, (values[0],))
