@@ -36,7 +36,7 @@ from hpc_parallel.layout.layout import processes_per_node, recorded_strategy
 from hpc_parallel.machine.fabric import site_variables
 from hpc_parallel.machine.world import World
 from hpc_parallel.record import attempts, host_memory, owner
-from hpc_parallel.record.endings import Failure, Summary
+from hpc_parallel.record.endings import STARTS_AGAIN, Failure, Summary
 from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_tail
 
@@ -83,7 +83,7 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
             signal.signal(number, leave)
         code, line = _attempt(folder, config=config, per_node=per_node, load_entry=load_entry)
         summary = Summary.read(folder)
-        asks_to_restart = summary is not None and summary.outcome == "preempted"  # by a script's exit code
+        asks_to_restart = summary is not None and summary.outcome == STARTS_AGAIN  # by a script's exit code
         decision = Decision(IN_PLACE) if asks_to_restart else after_failure(folder, start=0)
         why = decision.why if decision.why not in (line or "") else ""
         tell_end(folder, line="; ".join(filter(None, (line, why))), decision=decision)

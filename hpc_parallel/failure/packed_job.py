@@ -22,7 +22,7 @@ from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.failure import restart
 from hpc_parallel.failure.restart import requeue_or_resubmit
 from hpc_parallel.record import owner
-from hpc_parallel.record.endings import Stop, Summary, has_final_summary
+from hpc_parallel.record.endings import STARTS_AGAIN, Stop, Summary, has_final_summary
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.safe_write import open_append
@@ -192,7 +192,7 @@ class _PackedJob:
             self._give_back(turn)
             summary = read_if_possible(Summary, turn.folder.summary) or Summary()
             outcome = summary.outcome
-            if outcome == restart.PREEMPTED:
+            if outcome == STARTS_AGAIN:
                 owner.wait_again(turn.folder)
                 self._waiting.append(turn)
                 self._is_closed = self._is_closed or _ends_with_job(turn.folder)
