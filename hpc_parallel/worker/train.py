@@ -103,7 +103,7 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     stop = StopFlag(step=steps_done, time_limit=limit)
     step = step_of(session, optimizer=optimizer, on_gradients=on_gradients)
     trainer = Trainer(
-        step, optimizer=optimizer, samples=samples, observers=observers, config=config, saver=saver,
+        step=step, optimizer=optimizer, samples=samples, observers=observers, config=config, saver=saver,
         stop=stop.after, steps_done=steps_done, memory=memory,
     )  # fmt: skip
     # `stop` stays open until all files are written: a signal must not end a run that is almost done.
