@@ -289,26 +289,24 @@ def simulate(
     return PlannedTimeline(max(free_s), tuple(busy_s))
 
 
+@dataclass
 class _Sharing:
     """Ranks that share cores: actions that run at the same time slow each other down.
 
     Time advances to the next event: an action ends, or the input of a rank that waits arrives.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        inputs: _Inputs,
-        costs: Mapping[tuple[ActionKind, int], float],
-        at_once: float,
-        spans: list[Span],
-    ) -> None:
-        self._pipeline, self._inputs, self._costs, self._at_once = pipeline, inputs, costs, at_once
-        self._spans = spans
-        self._left = [deque(order) for order in orders(pipeline)]
+    pipeline: Pipeline
+    inputs: _Inputs
+    costs: Mapping[tuple[ActionKind, int], float]
+    at_once: float
+    spans: list[Span]
+
+    def __post_init__(self) -> None:
+        self._left = [deque(order) for order in orders(self.pipeline)]
         self._running: dict[int, float] = {}  # rank -> seconds that its action needs on a core of its own
         self._starts_s: dict[int, float] = {}  # rank -> when its running action started
-        self._busy_s = [0.0] * pipeline.ranks
+        self._busy_s = [0.0] * self.pipeline.ranks
         self._now_s = 0.0
 
     def run(self) -> PlannedTimeline:
@@ -316,7 +314,7 @@ class _Sharing:
             arrivals_s = self._start_ready()
             if not self._running:
                 if not arrivals_s:
-                    raise ValueError(f"the ranks of {self._pipeline} wait for each other")
+                    raise ValueError(f"the ranks of {self.pipeline} wait for each other")
                 self._now_s = min(arrivals_s)
                 continue
             self._advance(arrivals_s)
@@ -328,15 +326,15 @@ class _Sharing:
         for rank, order in enumerate(self._left):
             if rank in self._running or not order:
                 continue
-            ready_s = self._inputs.ready_s(order[0])
+            ready_s = self.inputs.ready_s(order[0])
             if ready_s is not None and ready_s <= self._now_s:
-                self._running[rank], self._starts_s[rank] = self._costs[order[0][:2]], self._now_s
+                self._running[rank], self._starts_s[rank] = self.costs[order[0][:2]], self._now_s
             elif ready_s is not None:
                 arrivals_s.append(ready_s)
         return arrivals_s
 
     def _advance(self, arrivals_s: Sequence[float]) -> None:
-        speed = min(1.0, self._at_once / len(self._running))
+        speed = min(1.0, self.at_once / len(self._running))
         first = min(self._running, key=lambda rank: self._running[rank])
         end_s = self._now_s + self._running[first] / speed
         next_s = min(end_s, *arrivals_s) if arrivals_s else end_s
@@ -347,8 +345,8 @@ class _Sharing:
             self._busy_s[rank] += elapsed_s
         if next_s == end_s:
             action = self._left[first].popleft()
-            self._inputs.ends[action] = end_s
-            self._spans.append(Span(first, action, self._starts_s[first], end_s))
+            self.inputs.ends[action] = end_s
+            self.spans.append(Span(first, action, self._starts_s[first], end_s))
             del self._running[first]
 
 
