@@ -195,7 +195,7 @@ def build_forward_backward(
         )  # fmt: skip
     axis = joint(mesh, *BATCH_AXES, *SAMPLE_AXES) if slicing_axis(mesh) is not None else None
     if finds_unused and axis is not None and not splits_backward(options, mesh=mesh):
-        schedule = shard.UnusedWeights(schedule, parts=parts, axis=axis, device=device)
+        schedule = shard.UnusedWeights(schedule, parts=parts, axis=axis)
     return surround(
         schedule, parts=parts, mesh=mesh, options=options, casts=casts, microbatches=microbatches,
         finds_unused=finds_unused,
