@@ -33,7 +33,7 @@ from hpc_parallel.failure import failure  # noqa: E402
 from hpc_parallel.failure.summary import FIGURES, summarise  # noqa: E402
 from hpc_parallel.layout.model_data_schema import DATA, MODELS  # noqa: E402
 from hpc_parallel.problems import spell  # noqa: E402
-from hpc_parallel.record.run_folder import RunFolder  # noqa: E402
+from hpc_parallel.record.run_folder import FolderFile, RunFolder  # noqa: E402
 from hpc_parallel.rules import Rule, default_of, rules_of  # noqa: E402
 
 CONFIGURATION, RUN_FOLDER = DOCS / "configuration.md", DOCS / "run-folder.md"
@@ -234,11 +234,8 @@ def studies() -> str:
 def run_folder_problems() -> Iterator[str]:
     """Each file, key or kind of failure that the source has and run-folder.md does not, or the other way."""
     page = RUN_FOLDER.read_text()
-    places = RunFolder(Path("."))
-    names = [
-        name for name, part in vars(RunFolder).items() if isinstance(part, property) and name != "outcome"
-    ]
-    files = {getattr(places, name).parts[0] for name in names}
+    parts = [part for part in vars(RunFolder).values() if isinstance(part, FolderFile)]
+    files = {part.name.partition("/")[0] for part in parts}
     kinds = {value for name, value in vars(failure).items() if name.isupper() and isinstance(value, str)}
     for title, expected in {
         "Files": files,

@@ -127,13 +127,13 @@ def _unseen(error: BaseException) -> str:
     if not isinstance(error, ModuleNotFoundError) or folder in map(os.path.abspath, sys.path):
         return ""
     name = str(error.name).partition(".")[0]
-    found = [entry for entry in (f"{name}.py", name) if os.path.exists(os.path.join(folder, entry))]
-    if not found:
+    entries = [entry for entry in (f"{name}.py", name) if os.path.exists(os.path.join(folder, entry))]
+    if not entries:
         return ""
     if not is_private(folder):
-        return f"{found[0]} lies in {folder}, and Python imports nothing from there: {PUBLIC}."
+        return f"{entries[0]} lies in {folder}, and Python imports nothing from there: {PUBLIC}."
     return (
-        f"{found[0]} lies in {folder}, where Python does not look with PYTHONSAFEPATH, -P or -I. "
+        f"{entries[0]} lies in {folder}, where Python does not look with PYTHONSAFEPATH, -P or -I. "
         f"Try without them, or PYTHONPATH={folder}."
     )
 

@@ -101,20 +101,18 @@ def _plan_run(
             raise ConfigError([f"{' and '.join(wrong)}: only for one number of nodes. Try nodes=1."])
         say(*scaled(options.overrides, hardware=hardware, user_folder=folder))
         return DONE
-    config, work, step = planned_run(options.overrides, hardware=hardware, user_folder=folder)
+    plan = planned_run(options.overrides, hardware=hardware, user_folder=folder)
     if options.json:
-        print_json(record(config, (work, step), hardware=hardware, tokens=tokens))
+        print_json(record(plan, tokens=tokens))
         return DONE
     if options.explain:
-        say(*explanation(step))
-    say(*report(config, (work, step), hardware=hardware, tokens=tokens, explain=options.explain))
+        say(*explanation(plan.step))
+    say(*report(plan, tokens=tokens, explain=options.explain))
     if options.output is None or options.is_check:
         return DONE
-    from hpc_parallel.commands.plan_page import Planned, write_page
+    from hpc_parallel.commands.plan_page import write_page
 
-    return write_page(
-        Planned(options.overrides, config, work, step, hardware, folder, tokens), options.output
-    )
+    return write_page(plan, options.output, tokens=tokens)
 
 
 def _plan_best(options: argparse.Namespace, *, problems: list[Problem | str]) -> int:

@@ -6,22 +6,18 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_parallel.commands.plan_run import figures, headline, memory_figure, notes, record
+from hpc_parallel.commands.plan_run import Planned, figures, headline, memory_figure, notes, record
 from hpc_parallel.commands.plan_scaling import Size, efficiency, planned_size, verdict, with_nodes
 from hpc_parallel.commands.report import PAGE, PLOTS, output_problems, write_folder
-from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.collective_times import on_nodes_of
-from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.memory import MemoryPlan
 from hpc_parallel.planning.pipeline_orders import ActionKind
 from hpc_parallel.planning.ranking import seconds
-from hpc_parallel.planning.step_time import StepTerms, StepTime
-from hpc_parallel.planning.work import Work
+from hpc_parallel.planning.step_time import StepTerms
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.credentials import without_secret_values
 from hpc_parallel.record.task_files import RankTimeline, StageWork
@@ -36,19 +32,6 @@ AROUND = 4  # the page has plans for up to this many times as many, or as few, n
 NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionKind.WEIGHTS: "weights"}
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A plan, with the overrides and the hardware that it was made for."""
-
-    overrides: Sequence[str]
-    config: RunConfig
-    work: Work
-    step: StepTime
-    hardware: Hardware
-    user_folder: Path | None
-    tokens: float
-
-
 def page_problems(output: Path, *, json: bool) -> Iterator[Problem | str]:
     """Why the page can't be written."""
     if json:
@@ -56,11 +39,11 @@ def page_problems(output: Path, *, json: bool) -> Iterator[Problem | str]:
     yield from output_problems(Path(os.path.expanduser(output)).absolute(), beside=FIGURES, near="plan")
 
 
-def write_page(plan: Planned, output: Path) -> int:
+def write_page(plan: Planned, output: Path, *, tokens: float) -> int:
     """Write the folder and say where its page is; returns the exit code."""
     place = Path(os.path.expanduser(output)).absolute()
     try:
-        write_folder(page_files(plan), place)
+        write_folder(page_files(plan, tokens=tokens), place)
     except OSError as error:
         complain([f"{place} can't be written: {error.strerror or error}"])
         return FAILED
@@ -70,15 +53,15 @@ def write_page(plan: Planned, output: Path) -> int:
     return DONE
 
 
-def page_files(plan: Planned) -> dict[str, str | bytes]:
+def page_files(plan: Planned, *, tokens: float) -> dict[str, str | bytes]:
     """The files of the folder, by their paths in it."""
-    page = _page(plan)
+    page = _page(plan, tokens=tokens)
     plots = []
     if can_draw():
         from hpc_parallel.report.drawing import draw
 
         plots = [draw(picture) for picture in pictures(page)]
-    values = record(plan.config, (plan.work, plan.step), hardware=plan.hardware, tokens=plan.tokens)
+    values = record(plan, tokens=tokens)
     return {
         PAGE: render(page, plots),
         FIGURES: json.dumps(values, indent=2, allow_nan=False) + "\n",
@@ -86,15 +69,14 @@ def page_files(plan: Planned) -> dict[str, str | bytes]:
     }
 
 
-def _page(plan: Planned) -> PlanPage:
+def _page(plan: Planned, *, tokens: float) -> PlanPage:
     config, hardware = plan.config, plan.hardware
     held = memory.plan(config)
-    title, *lines = headline(config, plan.work, hardware)
-    step_figures = [*figures(config, (plan.work, plan.step), hardware=hardware, tokens=plan.tokens)]
+    title, *lines = headline(plan)
     sizes, left_out = _sizes(plan)
     return PlanPage(
-        title=f"Plan: {title}", lines=lines, command=_command(plan),
-        figures=[*step_figures, *([] if held is None else [memory_figure(held, hardware)])],
+        title=f"Plan: {title}", lines=lines, command=_command(plan, tokens=tokens),
+        figures=[*figures(plan, tokens=tokens), *([] if held is None else [memory_figure(held, hardware)])],
         roles=[] if held is None else _roles(held), device_memory_bytes=hardware.device.memory_bytes,
         ranks=_ranks(plan), sizes=[_point(size, sizes[0]) for size in sizes],
         verdict=verdict(sizes) if len(sizes) > 1 else "", left_out=left_out,
@@ -102,11 +84,10 @@ def _page(plan: Planned) -> PlanPage:
     )  # fmt: skip
 
 
-def _command(plan: Planned) -> str:
+def _command(plan: Planned, *, tokens: float) -> str:
     """The shell command that makes the same plan."""
     folder = [] if plan.user_folder is None else ["--config-dir", str(plan.user_folder)]
-    tokens = ["--tokens", f"{plan.tokens:g}"]
-    arguments = [*folder, *tokens, *without_secret_values(plan.overrides)]
+    arguments = [*folder, "--tokens", f"{tokens:g}", *without_secret_values(plan.overrides)]
     return shlex.join(["python", "-m", "hpc_parallel", "plan", *arguments])
 
 

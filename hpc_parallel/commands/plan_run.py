@@ -31,6 +31,18 @@ HOUR_S = 3600
 POWERS = ((1e3, "kWh"), (1e6, "MWh"), (1e9, "GWh"))  # in Wh
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A plan, with the overrides and the hardware that it was made for."""
+
+    overrides: Sequence[str]
+    user_folder: Path | None
+    config: RunConfig
+    work: Work
+    step: StepTime
+    hardware: Hardware
+
+
 def command_line(overrides: Sequence[str], *, user_folder: Path | None) -> CommandLine:
     """The parsed command line of a run that is only planned. Raises ConfigError."""
     register()
@@ -49,35 +61,33 @@ def site_hardware(overrides: Sequence[str], *, user_folder: Path | None) -> str 
     return hardware
 
 
-def planned_run(
-    overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | None
-) -> tuple[RunConfig, Work, StepTime]:
+def planned_run(overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | None) -> Planned:
     """Compose, check and plan a configuration. Raises ConfigError with all problems."""
     is_set = any(word.startswith("device=") for word in overrides)
     device = [] if is_set else [f"device={hardware.device.kind}"]
     line = command_line([*overrides, *device], user_folder=user_folder)
     with reporting_all_problems(line):
         cell = compose_run(line.overrides, **line.places)
-        composed, overrides = cell.config, cell.overrides
+        composed, words = cell.config, cell.overrides
         if is_auto(composed):
-            choice = choose(composed, overrides, user_folder=user_folder)
-            composed, overrides = choice.composed, choice.overrides
+            choice = choose(composed, words, user_folder=user_folder)
+            composed, words = choice.composed, choice.overrides
         config, *_ = resolve(composed)
-        if problems := find_problems(config, overrides):
+        if problems := find_problems(config, words):
             raise ConfigError(problems)
     layout = layout_of(config.strategy, devices=config.devices)
     if problems := list(unplanned(config, layout, hardware)):
         raise ConfigError(problems)
     work = work_of_run(config)
-    return config, work, step_time(work, on_nodes_of(config, hardware))
+    step = step_time(work, on_nodes_of(config, hardware))
+    return Planned(overrides, user_folder, config, work, step, hardware)
 
 
-def report(
-    config: RunConfig, plan: tuple[Work, StepTime], *, hardware: Hardware, tokens: float, explain: bool
-) -> Iterator[str]:
+def report(plan: Planned, *, tokens: float, explain: bool) -> Iterator[str]:
     """One figure per line, with its formula if `explain`; then what the plan assumes."""
-    yield from headline(config, plan[0], hardware)
-    for figure in figures(config, plan, hardware=hardware, tokens=tokens):
+    config, hardware = plan.config, plan.hardware
+    yield from headline(plan)
+    for figure in figures(plan, tokens=tokens):
         yield f"  {figure.label:<24} {figure.text}" + f" = {figure.formula}" * explain
     yield from _memory(config, hardware, explain=explain)
     if config.machine.collectives:
@@ -86,8 +96,9 @@ def report(
     yield from notes(config, hardware)
 
 
-def headline(config: RunConfig, work: Work, hardware: Hardware) -> Iterator[str]:
+def headline(plan: Planned) -> Iterator[str]:
     """Two lines: the devices and the batch."""
+    config, work, hardware = plan.config, plan.work, plan.hardware
     layout = layout_of(config.strategy, devices=config.devices)
     pipeline = f", {work.schedule}" if work.pipeline > 1 else ""
     yield f"{layout} on {work.devices} x {hardware.device.name}{pipeline}, {work.precision}"
@@ -106,19 +117,19 @@ def _memory(config: RunConfig, hardware: Hardware, *, explain: bool) -> Iterator
         yield from text_table(planned)
 
 
-def record(
-    config: RunConfig, plan: tuple[Work, StepTime], *, hardware: Hardware, tokens: float
-) -> dict[str, Any]:
+def record(plan: Planned, *, tokens: float) -> dict[str, Any]:
     """The figures as `--json` prints them."""
-    planned = memory.plan(config)
-    step_figures = {one.key: one.value for one in figures(config, plan, hardware=hardware, tokens=tokens)}
+    config, hardware, held = plan.config, plan.hardware, memory.plan(plan.config)
     return {
-        **step_figures, "tokens": tokens, "devices": plan[0].devices,
-        "memory_bytes": None if planned is None else planned.fullest.total,
-        "memory_unknown": None if planned is None else planned.unknown,
-        "memory_unproven": None if planned is None else planned.unproven,
-        "device_memory_bytes": hardware.device.memory_bytes, "assumptions": [*notes(config, hardware)],
-    }  # fmt: skip
+        **{figure.key: figure.value for figure in figures(plan, tokens=tokens)},
+        "tokens": tokens,
+        "devices": plan.work.devices,
+        "memory_bytes": None if held is None else held.fullest.total,
+        "memory_unknown": None if held is None else held.unknown,
+        "memory_unproven": None if held is None else held.unproven,
+        "device_memory_bytes": hardware.device.memory_bytes,
+        "assumptions": [*notes(config, hardware)],
+    }
 
 
 @dataclass(frozen=True)
@@ -136,11 +147,9 @@ class Figure:
     formula: str
 
 
-def figures(
-    config: RunConfig, plan: tuple[Work, StepTime], *, hardware: Hardware, tokens: float
-) -> Iterator[Figure]:
+def figures(plan: Planned, *, tokens: float) -> Iterator[Figure]:
     """The figures of one step, then those of a training with `tokens` tokens."""
-    work, step = plan
+    config, work, step, hardware = plan.config, plan.work, plan.step, plan.hardware
     per_step = work.samples * work.decoder.sequence
     yield from _of_step(work, step, hardware)
     steps, times = tokens / per_step, StorageTimes(config, work, step.total_s, hardware)

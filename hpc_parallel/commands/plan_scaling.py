@@ -69,7 +69,7 @@ def scaled(overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | 
             problems |= dict.fromkeys(f"{NODES}{nodes}: {problem}" for problem in error.problems)
     if problems:
         raise ConfigError([*problems])
-    config, _, _ = planned_run(of_first_size(overrides), hardware=hardware, user_folder=user_folder)
+    config = planned_run(of_first_size(overrides), hardware=hardware, user_folder=user_folder).config
     batch = config.training.global_batch_size
     yield f"{hardware.device.name}, {config.training.precision}, {batch} samples a step"
     yield from table(sorted(sizes, key=lambda each: each.devices), room=hardware.device.memory_bytes)
@@ -78,7 +78,8 @@ def scaled(overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | 
 
 def planned_size(overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | None) -> Size:
     """The plan for these overrides. Raises ConfigError with all problems."""
-    config, work, step = planned_run(overrides, hardware=hardware, user_folder=user_folder)
+    plan = planned_run(overrides, hardware=hardware, user_folder=user_folder)
+    config, work, step = plan.config, plan.work, plan.step
     held = memory.plan_fullest(config)
     return Size(
         nodes=config.nodes,
@@ -93,25 +94,25 @@ def planned_size(overrides: Sequence[str], *, hardware: Hardware, user_folder: P
 
 def table(sizes: Sequence[Size], *, room: float) -> Iterator[str]:
     """A row for each size, then a line that says up to which size more nodes pay."""
-    width = max(len(str(each.layout)) for each in sizes)
+    width = max(len(str(row.layout)) for row in sizes)
     head = f"{'step':>9}  {'tokens/s':>11}  {'MFU':>6}  {'efficiency':>10}  memory"
     yield f"{'nodes':>5}  {'layout':{width}}  {head}"
     first = sizes[0]
-    for each in sizes:
-        text = "not known" if each.memory_bytes is None else size(each.memory_bytes)
-        if each.memory_bytes is not None and each.memory_bytes > room:
+    for row in sizes:
+        text = "not known" if row.memory_bytes is None else size(row.memory_bytes)
+        if row.memory_bytes is not None and row.memory_bytes > room:
             text += ": may not fit"
         yield (
-            f"{each.nodes:>5}  {each.layout!s:{width}}  {each.step_s:>8.4g}s  {each.tokens_per_s:>11,.0f}  "
-            f"{100 * each.mfu:>5.1f}%  {100 * efficiency(each, first):>9.0f}%  {text}"
+            f"{row.nodes:>5}  {row.layout!s:{width}}  {row.step_s:>8.4g}s  {row.tokens_per_s:>11,.0f}  "
+            f"{100 * row.mfu:>5.1f}%  {100 * efficiency(row, first):>9.0f}%  {text}"
         )
     yield f"efficiency: tokens/s per device, relative to {first.nodes} node{'s' * (first.nodes > 1)}."
     yield verdict(sizes)
 
 
-def efficiency(each: Size, first: Size) -> float:
+def efficiency(row: Size, first: Size) -> float:
     """The tokens/s of a device relative to those at the first size."""
-    return each.tokens_per_s / each.devices / (first.tokens_per_s / first.devices)
+    return row.tokens_per_s / row.devices / (first.tokens_per_s / first.devices)
 
 
 def verdict(sizes: Sequence[Size]) -> str:
@@ -140,11 +141,11 @@ def best_layouts(overrides: Sequence[str], *, user_folder: Path | None, rows: in
     line = command_line([*overrides, f"strategy={AUTO}"], user_folder=user_folder)
     with reporting_all_problems(line):
         cell = compose_run(line.overrides, **line.places)
-        asked = ask(cell.config, cell.overrides, user_folder=user_folder)
-        config, hardware = asked.config, asked.hardware
-        best = search(config, hardware, choices=asked.choices, most=rows)
+        question = ask(cell.config, cell.overrides, user_folder=user_folder)
+        config, hardware = question.config, question.hardware
+        best = search(config, hardware, choices=question.choices, most=rows)
         if not (candidates := best.best):
-            raise ConfigError(ranking.without_room(best, config, hardware, choices=asked.choices))
+            raise ConfigError(ranking.without_room(best, config, hardware, choices=question.choices))
     batch = config.training.global_batch_size
     yield (
         f"{config.nodes} nodes x {config.gpus_per_node} x {hardware.device.name}, "

@@ -73,7 +73,7 @@ FIGURES: tuple[Figure, ...] = (  # of summary.json, or of the newest line of met
     ("restarts", "restarts", _plain),
     ("lost steps", "lost_steps", _plain),
     ("useful time (ETTR)", "useful_share", _share),
-)  # fmt: skip
+)
 
 
 def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) -> int:

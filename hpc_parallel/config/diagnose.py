@@ -263,13 +263,13 @@ def _files_with(key: str, composer: Composer) -> list[str]:
     """The choices of the group that have the key: the default, then those that need the fewest others."""
     group, dot, _ = key.partition(".")
     default = composer.defaults().get(group)
-    found: list[tuple[bool, int, str]] = []
+    candidates: list[tuple[bool, int, str]] = []
     for choice in _choices(group) if dot and group != "jobs" else ():
         with suppress(*COMPOSE_ERRORS):
             config = composer.compose([f"{group}={choice}"])
             if key in flat(config):
-                found.append((choice != default, len(missing_keys(config)), f"{group}={choice}"))
-    return [override for *_, override in sorted(found)[:MOST_FILES]]
+                candidates.append((choice != default, len(missing_keys(config)), f"{group}={choice}"))
+    return [override for *_, override in sorted(candidates)[:MOST_FILES]]
 
 
 def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:

@@ -18,9 +18,7 @@ from hpc_parallel.problems import spell
 from hpc_parallel.record.safe_read import is_file, is_folder, is_real_folder, list_folder
 
 _REFUSED = re.compile(r"In '([^']+)': (\w+) raised while composing config:\n(.*)\n\s+full_key: ?(\S*)\n")
-_READERS = {
-    ".npy": "tokens", ".bin": "tokens", ".parquet": "parquet", ".arrow": "parquet", ".txt": "text",
-}  # fmt: skip
+_READERS = {".npy": "tokens", ".bin": "tokens", ".parquet": "parquet", ".arrow": "parquet", ".txt": "text"}
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,7 @@ KINDS = ("file", "module", "command")  # keys of `script.` of which exactly one 
 STARTS = RANKS, TORCHRUN, NODE = ("ranks", "torchrun", "node")
 STYLES = ("--key value", "--key=value", "-key value", "key=value")
 STOP_SIGNALS = ("none", "SIGTERM", "SIGUSR1", "SIGUSR2")
-PLACEHOLDERS = (
-    "{run}", "{rank}", "{seed}", "{nodes}", "{devices}", "{processes}", "{address}", "{port}",
-)  # fmt: skip
+PLACEHOLDERS = ("{run}", "{rank}", "{seed}", "{nodes}", "{devices}", "{processes}", "{address}", "{port}")
 # The figures of a program with one of these words can reach `metrics.jsonl` without `script.metrics`.
 LOGS = re.compile(rb"job_context|tensorboard|summarywriter|accelerate|lightning|transformers", re.IGNORECASE)
 _IMPORT = re.compile(rb"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)

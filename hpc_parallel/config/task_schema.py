@@ -10,9 +10,7 @@ from omegaconf import MISSING
 from hpc_parallel.config.script import STARTS, STOP_SIGNALS, STYLES
 from hpc_parallel.rules import above, at_least, key, one_of, some_of
 
-NAMES = (
-    "train", "infer", "generate", "proof", "collectives", "preflight", "calibrate", "script",
-)  # fmt: skip
+NAMES = ("train", "infer", "generate", "proof", "collectives", "preflight", "calibrate", "script")
 COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "send_recv", "barrier",
 )  # fmt: skip

@@ -101,8 +101,8 @@ def kind_of(required: str) -> str:
 def _mistyped(key: str, value: Any, *, schema: type) -> Problem:
     field = next(field for field in fields(schema) if field.name == key.rpartition(".")[2])
     default = default_of(field)
-    known = default is not NO_DEFAULT and default != MISSING
-    legal = (True, False) if field.type == "bool" else (default,) * known
+    has_default = default is not NO_DEFAULT and default != MISSING
+    legal = (True, False) if field.type == "bool" else (default,) * has_default
     return Problem(key, value, f"is not {kind_of(str(field.type))}", legal)
 
 

@@ -307,13 +307,9 @@ def _look_at(*parts: DatasetSamples | Packed) -> tuple[tuple[int, ...], str]:
             content = bytes_of(tensor)
             if content != bytes_of(other):
                 name = type(getattr(part, "dataset", part)).__name__
-                raise ConfigError(
-                    [
-                        f"{name} ({part.name}) returns other samples when it is read "
-                        "again, so no layout could repeat another. Draw random numbers from the global "
-                        "generators of torch, numpy or Python, which are seeded for each sample."
-                    ]
-                )
+                rule = "returns other samples when it is read again, so no layout could repeat another"
+                advice = "Draw random numbers from the global generators of torch, numpy or Python, which are"
+                raise ConfigError([f"{name} ({part.name}) {rule}. {advice} seeded for each sample."])
             digest.update(repr((tensor.shape, tensor.dtype)).encode() + content)
         shapes.append(tuple(batch[0].shape[1:]))
     if shapes[0] != shapes[1]:

@@ -46,7 +46,7 @@ from hpc_parallel.failure.summary import summarise
 from hpc_parallel.problems import quoted
 from hpc_parallel.record import attempts, host_memory
 from hpc_parallel.record.checkpoint_index import complete
-from hpc_parallel.record.endings import Failure, Stop, Summary
+from hpc_parallel.record.endings import STARTS_AGAIN, Failure, Stop, Summary
 from hpc_parallel.record.metrics_file import MetricsReader, figure
 from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.recorded_slow_ranks import accusations
@@ -94,7 +94,7 @@ def conclude(
     """
     failure.remove_partial_files(folder)
     summary = Summary.read(folder)
-    if summary is not None and (summary.ended_well or summary.outcome == "preempted"):
+    if summary is not None and (summary.ended_well or summary.outcome == STARTS_AGAIN):
         return None
     if (stopped := Stop.read(folder)) is not None:
         asked = replace(stopped, signal=asked_by or stopped.signal)
@@ -245,7 +245,7 @@ def _conclude_stop(
         without_rank(kind=_KINDS[how], message=line, line=line).write(folder)
     if stopped.step is not None and not restarts:
         line += _advice(folder)
-    outcome = "preempted" if restarts else "cancelled" if how == restart.CANCELLED else "failed"
+    outcome = STARTS_AGAIN if restarts else "cancelled" if how == restart.CANCELLED else "failed"
     write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     replace(stopped, how=how, line=line).write(folder)
     if restarts and packed:
@@ -303,7 +303,7 @@ def _follow_failure(
     if decision.action not in restart.IN_JOB and config["training"].get("memory_checkpoint_every"):
         host_memory.remove_from_hosts(host_memory.name_of(folder, environment), environment)
     if decision.action == restart.REQUEUE:  # before Slurm is asked, which may end this process at once
-        write_json(folder.summary, _summary(folder, outcome="preempted", environment=environment))
+        write_json(folder.summary, _summary(folder, outcome=STARTS_AGAIN, environment=environment))
         line = _NEXT_TURN
         if not is_packed(folder):
             line = _start_again(folder, launcher=config["launcher"], environment=environment)
@@ -320,7 +320,7 @@ def _follow_failure(
 def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:
     """Tell how a start ended and what follows, if the user wants to be told; line: what `conclude` found."""
     summary = Summary.read(folder) or Summary()
-    event = {"completed": "end", "pruned": "end", "cancelled": "end", "preempted": "restart"}.get(
+    event = {"completed": "end", "pruned": "end", "cancelled": "end", STARTS_AGAIN: "restart"}.get(
         str(summary.outcome), "failure"
     )
     if decision.starts_again:

@@ -89,12 +89,12 @@ def end_runs(targets: Sequence[Target], *, warn: Callable[[str], None]) -> dict[
     jobs = [target for target in targets if target.own_job and target.run.path not in refused]
     if jobs:
         refused |= _cancel_jobs({str(target.job): target.run.path for target in jobs})
-        asked = [target for target in jobs if target.run.path not in refused]
-        by_id = {job.id: state for job, state in _states_after_scancel(asked).items()}
-        for target in asked:
+        cancelled = [target for target in jobs if target.run.path not in refused]
+        by_id = {job.id: state for job, state in _states_after_scancel(cancelled).items()}
+        for target in cancelled:
             if _is_active(state := by_id[str(target.job)]):
                 refused[target.run.path] = f"scancel has no effect: Slurm still lists its job as {state}"
-        _conclude(asked, by_id, warn=warn)
+        _conclude(cancelled, by_id, warn=warn)
     # Waiting runs first: the end of another run would let them start.
     started = [target.run for target in targets if not _withdrawn(target, warn=warn)]
     _cancel_empty_jobs(targets)

@@ -93,10 +93,10 @@ def _nccl_behind(reports: Sequence[HangReport]) -> Verdict | None:
     Hosts only queue collectives, so where a host stands says less: it may need a result first, or the queue
     of its GPU may be full. Returns None if NCCL does not know.
     """
-    known = [(report, report.device) for report in reports if report.device is not None]
-    waiting = {report.rank: device.waits_in for report, device in known if device.waits_in}
+    with_device = [(report, report.device) for report in reports if report.device is not None]
+    waiting = {report.rank: device.waits_in for report, device in with_device if device.waits_in}
     behind = []
-    for report, device in known:
+    for report, device in with_device:
         missed = [
             collective
             for collective in waiting.values()

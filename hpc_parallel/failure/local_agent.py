@@ -36,7 +36,7 @@ from hpc_parallel.layout.layout import processes_per_node, recorded_strategy
 from hpc_parallel.machine.fabric import site_variables
 from hpc_parallel.machine.world import World
 from hpc_parallel.record import attempts, host_memory, owner
-from hpc_parallel.record.endings import Failure, Summary
+from hpc_parallel.record.endings import STARTS_AGAIN, Failure, Summary
 from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_tail
 
@@ -49,9 +49,8 @@ _PERIOD_S = 0.02
 _GRACE_S = 2.0  # after the first failure, so that other ranks can write their records
 _PATIENCE_S = 1.5  # from SIGTERM to SIGKILL
 _SAVE_S = 60.0  # the same, if the ranks were asked to save their state
-_SPINS = (
-    "1000"  # about as fast as endless spins on an idle host; OMP_WAIT_POLICY=PASSIVE took 1.5 times as long
-)
+# About as fast as endless spins on an idle host; OMP_WAIT_POLICY=PASSIVE took 1.5 times as long.
+_SPINS = "1000"
 _SPIN_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # how long OpenMP's threads spin
 _GIVE_UP_S = 10.0  # after SIGKILL: a process may hang in the kernel, on a GPU or a file server
 
@@ -84,10 +83,10 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
             signal.signal(number, leave)
         code, line = _attempt(folder, config=config, per_node=per_node, load_entry=load_entry)
         summary = Summary.read(folder)
-        asks_to_restart = summary is not None and summary.outcome == "preempted"  # by a script's exit code
+        asks_to_restart = summary is not None and summary.outcome == STARTS_AGAIN  # by a script's exit code
         decision = Decision(IN_PLACE) if asks_to_restart else after_failure(folder, start=0)
-        told = decision.why if decision.why not in (line or "") else ""
-        tell_end(folder, line="; ".join(filter(None, (line, told))), decision=decision)
+        why = decision.why if decision.why not in (line or "") else ""
+        tell_end(folder, line="; ".join(filter(None, (line, why))), decision=decision)
         if not decision.starts_again:
             host_memory.remove(host_memory.name_of(folder, os.environ))
             return code
@@ -331,10 +330,8 @@ def _prepare_parent(agent: int) -> None:
 def _be_rank(run_folder: str, world: World, agent: int, entry: Entry) -> None:
     """Run the entry in a forked process, then exit."""
     die_with_parent(agent)
-    for number in (
-        *STOP_SIGNALS,
-        signal.SIGQUIT,
-    ):  # torch's handlers raise an exception, which does not interrupt C code
+    # torch's handlers raise an exception, which does not interrupt C code.
+    for number in (*STOP_SIGNALS, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:

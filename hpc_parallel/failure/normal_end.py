@@ -43,8 +43,8 @@ def has_ended(folder: RunFolder, *, rank: int) -> bool:
 def ended_ranks(folder: RunFolder, *, attempt: str) -> list[NormalEnd]:
     """The ranks that have ended in this attempt. Reads every file, so only the end of a run calls it."""
     ends = [read_if_possible(NormalEnd, path) for path in folder.logs.glob("rank-*.ended.json")]
-    found = [end for end in ends if end is not None and end.attempt == attempt]
-    return sorted(found, key=lambda end: end.rank)
+    of_attempt = [end for end in ends if end is not None and end.attempt == attempt]
+    return sorted(of_attempt, key=lambda end: end.rank)
 
 
 def clause(ends: Sequence[NormalEnd]) -> str:

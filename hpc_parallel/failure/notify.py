@@ -27,10 +27,8 @@ from hpc_parallel.record.safe_read import DamagedError, read_lines
 from hpc_parallel.record.trust import UntrustedError, require_private
 
 ENDED, LOST, STORAGE = "the end of a start", "a lost job", "storage"  # each is told once
-_BEGINS = (
-    {"launched", "submitted", "resumed"},
-    {"resumed"},
-)  # after which it is told again; STORAGE: the second
+# After which it is told again; STORAGE: the second.
+_BEGINS = ({"launched", "submitted", "resumed"}, {"resumed"})
 WEBHOOK = "https://"
 LIMIT_S = 20.0  # Slurm kills a job 30 s after it asked it to end (KillWait)
 _SLACK_S = 5.0  # for the start of Python

@@ -22,7 +22,7 @@ from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.failure import restart
 from hpc_parallel.failure.restart import requeue_or_resubmit
 from hpc_parallel.record import owner
-from hpc_parallel.record.endings import Stop, Summary, has_final_summary
+from hpc_parallel.record.endings import STARTS_AGAIN, Stop, Summary, has_final_summary
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.safe_write import open_append
@@ -79,9 +79,8 @@ class _Turn:
 def run(path: str, environment: Mapping[str, str] = os.environ) -> int:
     """Run the queue in the folder `path` on the nodes of this job. Returns 0 if no run failed."""
     folder = Path(path)
-    require_private(
-        folder, parents=False
-    )  # the user may trust those who write above (launcher.shared_folder)
+    # The user may trust those who write above (launcher.shared_folder).
+    require_private(folder, parents=False)
     job = _PackedJob(folder, environment)
     signal.signal(signal.SIGTERM, job.close)  # Slurm sends it to the ranks too
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -131,9 +130,8 @@ class _PackedJob:
         except (UntrustedError, DamagedError, FileNotFoundError) as error:
             print(f"{folder.path} is left out: {error}", file=sys.stderr, flush=True)
             return False
-        if (
-            before is not None and before.process and before.process == self._submitter
-        ):  # it names the job next
+        submits = before is not None and before.process and before.process == self._submitter
+        if submits:  # it names the job next
             owner.queue_in_job(folder, Job(self._id, submitted_s=time.time()))
             return True
         if before is None or before.job_id != self._id or before.over:
@@ -194,7 +192,7 @@ class _PackedJob:
             self._give_back(turn)
             summary = read_if_possible(Summary, turn.folder.summary) or Summary()
             outcome = summary.outcome
-            if outcome == restart.PREEMPTED:
+            if outcome == STARTS_AGAIN:
                 owner.wait_again(turn.folder)
                 self._waiting.append(turn)
                 self._is_closed = self._is_closed or _ends_with_job(turn.folder)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from hpc_parallel.record.endings import STARTS_AGAIN
 from hpc_parallel.record.owner import elsewhere, process_lives
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.slurm.allocation import step_runs
@@ -16,7 +17,7 @@ T = TypeVar("T")
 RUNNING, WAITING, UNKNOWN, NOT_STARTED = "running", "pending", "unknown", "not started"
 BROKEN_OFF, DAMAGED = "broken off", "damaged"
 NO_ANSWER, ITS_TURN = "Slurm does not answer", "its turn in a sweep"  # reasons
-SUMMED_UP = ("completed", "failed", "preempted", "cancelled", "pruned")  # outcomes of `summary.json`
+SUMMED_UP = ("completed", "failed", STARTS_AGAIN, "cancelled", "pruned")  # outcomes of `summary.json`
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _of_job(run: RecordedRun, job: JobState) -> State:
     if packed is not None and packed.over:  # its job may go on, or have ended in another way
         return _ended(run, outcome or BROKEN_OFF)
     if not job.is_known:
-        if outcome not in (None, "preempted"):
+        if outcome not in (None, STARTS_AGAIN):
             return _ended(run, str(outcome))
         if job.state == FORGOTTEN:
             return State("gone", "Slurm knows its job no longer", ended=True)
@@ -103,7 +104,7 @@ def _of_job(run: RecordedRun, job: JobState) -> State:
         return State(word, "" if job.reason in ("", "None") else job.reason)
     if outcome is None and word == "completed":  # the batch script succeeded, but the run did not
         return State(BROKEN_OFF, "its job ended without a summary", ended=True)
-    if outcome in (None, "preempted"):  # Slurm may end a job before it restarts
+    if outcome in (None, STARTS_AGAIN):  # Slurm may end a job before it restarts
         return State(word if word != "completed" else str(outcome), ended=True)
     return _ended(run, str(outcome), by="" if word in SUMMED_UP else word)
 

@@ -81,9 +81,8 @@ def sbatch_flags(run: PreparedRun) -> Flags:
     if chooses_hosts(launcher):
         flags["no-kill"] = True
     if launcher.memory_gb is not None:
-        flags["mem"] = (
-            f"{math.ceil(launcher.memory_gb * 1024)}M"  # never 0M, which means all memory of the node
-        )
+        # Never 0M, which means all memory of the node.
+        flags["mem"] = f"{math.ceil(launcher.memory_gb * 1024)}M"
     for key in ("partition", "account", "qos", "constraint", "exclude", "wckey"):
         if (value := getattr(launcher, key)) is not None:
             flags[key] = value
@@ -92,8 +91,8 @@ def sbatch_flags(run: PreparedRun) -> Flags:
         del flags["requeue"]
     flags |= _set_flags(extra)
     if run.dependency:
-        asked = [str(flags["dependency"])] if "dependency" in flags else []
-        flags |= {"dependency": ",".join([*asked, run.dependency]), "kill-on-invalid-dep": "yes"}
+        before = [str(flags["dependency"])] if "dependency" in flags else []
+        flags |= {"dependency": ",".join([*before, run.dependency]), "kill-on-invalid-dep": "yes"}
     return flags
 
 

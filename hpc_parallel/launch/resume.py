@@ -119,11 +119,11 @@ def _recorded_choices(folder: RunFolder, words: Sequence[str], *, given: Set[str
         recorded = flatten(folder.read_config())
     except (OSError, DamagedError):  # `find_problems` reports it
         return []
-    asked = {key_of(word): value_of(word) for word in words if key_of(word) in (STEPS, SCHEDULE)}
+    new = {key_of(word): value_of(word) for word in words if key_of(word) in (STEPS, SCHEDULE)}
     size, steps = integer(recorded.get(BATCH)), integer(recorded.get(STEPS))
-    new_steps = integer(asked.get(STEPS))
+    new_steps = integer(new.get(STEPS))
     choices = [] if size is None or BATCH in given else [f"{BATCH}={size}"]
-    schedules = {str(recorded.get(SCHEDULE)), str(asked.get(SCHEDULE, recorded.get(SCHEDULE)))}
+    schedules = {str(recorded.get(SCHEDULE)), str(new.get(SCHEDULE, recorded.get(SCHEDULE)))}
     is_chosen = recorded.get(WARMUP) is None and WARMUP not in given and schedules <= SCHEDULES.keys()
     if is_chosen and steps is not None and new_steps is not None and new_steps != steps:
         choices.append(f"{WARMUP}={min(warmup_of(steps), new_steps)}")
@@ -242,8 +242,8 @@ def rate_jump(folder: RunFolder, config: RunConfig) -> str | None:
     before = flatten(folder.read_config())
     steps, schedule = integer(before.get(STEPS)), before.get(SCHEDULE)
     newest = next(iter(complete(folder.checkpoints)), None)
-    known = schedule in SCHEDULES and config.optimizer.schedule in SCHEDULES
-    if newest is None or steps is None or not known:
+    comparable = schedule in SCHEDULES and config.optimizer.schedule in SCHEDULES
+    if newest is None or steps is None or not comparable:
         return None
     keys = ("learning_rate", "final_share", "decay_share")
     recorded: dict[str, Any] = {"schedule": schedule, "warmup_steps": integer(before.get(WARMUP))}

@@ -111,11 +111,9 @@ class DegreesConfig:
             averaged=True,
             reads="images",
             apart={"shard": _NOT_PROVEN, "context": _IMAGES_ONLY, "tensor": _NOT_PROVEN},
-            conflicts=(
-                Conflict("training.compile", True, "a block receives halos while it runs", (False,)),
-            ),
+            conflicts=(Conflict("training.compile", True, "a block receives halos while it runs", (False,)),),
         )
-    )  # fmt: skip
+    )
 
 
 DECLARED = tuple(

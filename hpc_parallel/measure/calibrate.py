@@ -40,9 +40,8 @@ from hpc_parallel.worker.time_budget import TimeBudget, advice
 
 DEVICES_SHARE = 0.5  # the devices' share of the time; the links have the rest
 LINKS = CollectivesConfig(
-    operations=["all_reduce", "send_recv"], dtypes=["float32"],
-    min_bytes=1024, factor=16,
-)  # fmt: skip
+    operations=["all_reduce", "send_recv"], dtypes=["float32"], min_bytes=1024, factor=16
+)
 MOST_LINK_BYTES = {"cuda": 2**28, "cpu": 2**24}
 BASES = {"cpu": "cpu", "cuda": "h100_sxm_node8_3200gbit"}  # for the values that are not measured here
 LEAST_SPREAD = 1e-3

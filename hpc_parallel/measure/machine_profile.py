@@ -95,9 +95,8 @@ def _prediction(machine: MachineConfig, row: CollectiveRow) -> PredictedTime | N
     if row.dtype != FITTED_DTYPE:
         return None
     return predict(
-        machine, group=row.group, operation=row.operation, ranks=row.ranks,
-        size_bytes=row.size_bytes,
-    )  # fmt: skip
+        machine, group=row.group, operation=row.operation, ranks=row.ranks, size_bytes=row.size_bytes
+    )
 
 
 def _title(machine: MachineConfig) -> str:

@@ -247,10 +247,8 @@ def configuration(config: Mapping[str, Any]) -> PreTrainedConfig:
     if "num_key_value_heads" in source.keys:
         settings.setdefault("num_key_value_heads", settings["num_attention_heads"])
     settings |= {key: value for key, (value, _) in FIXED.items() if key in source.keys}
-    settings = {
-        "bos_token_id": None,
-        "eos_token_id": None,
-    } | settings  # a default may be beyond the vocabulary
+    # A default may be beyond the vocabulary.
+    settings = {"bos_token_id": None, "eos_token_id": None} | settings
     try:
         return AutoConfig.for_model(kind, **{source.aliases.get(key, key): v for key, v in settings.items()})
     except (ValueError, TypeError, StrictDataclassError) as error:

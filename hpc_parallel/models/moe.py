@@ -7,7 +7,6 @@ so that it does not depend on the layout; shared experts; sigmoid gates). No tok
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from hpc_parallel.models.auxiliary_loss import AuxiliaryLoss, SequenceSum
-from hpc_parallel.models.drawn_weights import by_rows
 from hpc_parallel.models.experts import Experts, LoadBalance, Reorder, SharedExperts
 from hpc_parallel.models.layered import Column, PartFlops
 from hpc_parallel.models.transformer import FeedForward, Transformer
@@ -37,6 +35,7 @@ class MoeTransformer(Transformer):
             "blocks.*.feed_forward": "experts",
         }
     )
+    into_stream = (*Transformer.into_stream, ".experts.down", ".shared.down")
 
     def __init__(
         self,
@@ -78,14 +77,6 @@ class MoeTransformer(Transformer):
                 load=LoadBalance(experts, step=balance_step) if balance_step else None,
             )
         self.tensor_roles = roles
-
-    @by_rows
-    def initialise(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
-        """As in Transformer; the experts' `down` is a projection into the residual stream."""
-        if name.endswith((".experts.down", ".shared.down")):
-            tensor.normal_(std=0.02 / math.sqrt(2 * self.layers), generator=generator)
-        else:
-            super().initialise(name, tensor, generator)
 
     def forward_flops(self, sample_shape: tuple[int, ...]) -> PartFlops:
         """As in Transformer, but only the experts that a token uses count."""

@@ -52,6 +52,7 @@ class Transformer(LanguageModel):
             "head.output": "logits",
         }
     )
+    into_stream: tuple[str, ...] = (".attention.output.weight", ".feed_forward.down.weight")
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class Transformer(LanguageModel):
 
         The stream sums 2 outputs of each layer, and the scale keeps the variance of the sum constant.
         """
-        if name.endswith((".attention.output.weight", ".feed_forward.down.weight")):
+        if name.endswith(self.into_stream):
             tensor.normal_(std=0.02 / math.sqrt(2 * self.layers), generator=generator)
         else:
             super().initialise(name, tensor, generator)

@@ -22,8 +22,8 @@ class Kept:
     """Bytes of one microbatch by part.
 
     recomputed: what each block keeps again after its recomputation. shared: what all blocks of a stage keep
-    once, together. states: the input of each block, which a pipeline sends. results: what is computed from a
-    weight, in each block and in the head.
+    once, together. states: the input of each block, which a pipeline sends. results and head_results: what
+    is computed from a weight, in each block and in the head.
     """
 
     stem: int
@@ -32,7 +32,8 @@ class Kept:
     recomputed: tuple[int, ...]
     shared: int = 0
     states: tuple[int, ...] = ()
-    results: tuple[tuple[int, ...], int] = ((), 0)
+    results: tuple[int, ...] = ()
+    head_results: int = 0
 
     def stage(self, blocks: range) -> int:
         """The bytes of a stage with these blocks."""
@@ -46,8 +47,8 @@ class Kept:
         """
         if blocks.start == 0:
             return 0
-        results, head = self.results
-        return sum(results[blocks.start : blocks.stop]) + head * (blocks.stop == len(self.blocks))
+        head = self.head_results * (blocks.stop == len(self.blocks))
+        return sum(self.results[blocks.start : blocks.stop]) + head
 
 
 def kept_of(config: RunConfig, layout: Layout, *, samples: int) -> Kept | None:
@@ -108,7 +109,7 @@ def _decoder(run: _Run) -> Kept:
     return Kept(
         stem=tokens * INDEX * (2 if sizes.masked else 1), blocks=kept, head=norm + _language_loss(run),
         recomputed=recomputed, shared=tables + _documents(run), states=(stream,) * sizes.layers,
-        results=(results, normed + logits),
+        results=results, head_results=normed + logits,
     )  # fmt: skip
 
 
@@ -147,10 +148,8 @@ def _casts(run: _Run, columns: int | None = None) -> int:
     """
     sizes, tensor = run.sizes, run.layout.tensor
     if columns is None:
-        weights, inputs = (
-            sizes.attention_weights + sizes.experts * sizes.dim * tensor,
-            4 if sizes.shared else 2,
-        )
+        inputs = 4 if sizes.shared else 2
+        weights = sizes.attention_weights + sizes.experts * sizes.dim * tensor
         weights += sizes.shared * sizes.expert_weights
     else:
         weights, inputs = sizes.attention_weights + sizes.ffn_matrices * sizes.dim * columns, 3
@@ -159,11 +158,11 @@ def _casts(run: _Run, columns: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class _Part:
-    """Bytes that autograd keeps, that selective checkpointing keeps instead, and of what weights compute."""
+    """Bytes of a part of a block."""
 
-    kept: int
-    expensive: int
-    results: int
+    kept: int  # by autograd
+    expensive: int  # kept instead by selective checkpointing
+    results: int  # computed from a weight
 
 
 def _attention(run: _Run) -> _Part:

@@ -63,10 +63,10 @@ def is_auto(composed: DictConfig) -> bool:
 
 def choose(composed: DictConfig, overrides: Sequence[str], *, user_folder: Path | None) -> Choice:
     """Put the fastest layout that fits in the place of `auto`. Raises ConfigError with all problems."""
-    asked = ask(composed, overrides, user_folder=user_folder)
-    result = search(asked.config, asked.hardware, choices=asked.choices, most=2)
+    question = ask(composed, overrides, user_folder=user_folder)
+    result = search(question.config, question.hardware, choices=question.choices, most=2)
     if not result.best:
-        raise ConfigError(without_room(result, asked.config, asked.hardware, choices=asked.choices))
+        raise ConfigError(without_room(result, question.config, question.hardware, choices=question.choices))
     first = result.best[0]
     chosen, name = first.overrides, _named(composed)
     reason = f" {advantage(result.best[:2])}" if len(result.best) > 1 else ""
@@ -90,10 +90,10 @@ def ask(composed: DictConfig, overrides: Sequence[str], *, user_folder: Path | N
     problems += unsearched(config)
     if problems:
         raise ConfigError(problems)
-    asked = Question(config, on_nodes_of(config, hardware), choices)
-    if problem := _without_layout(asked):
+    question = Question(config, on_nodes_of(config, hardware), choices)
+    if problem := _without_layout(question):
         raise ConfigError([problem])
-    return asked
+    return question
 
 
 def hardware_of_run(composed: DictConfig, *, user_folder: Path | None, needed_by: str) -> Hardware:

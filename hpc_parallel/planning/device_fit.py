@@ -18,10 +18,8 @@ from hpc_parallel.planning.work import Work
 
 PRODUCT, ELEMENTWISE, LAUNCH, UPDATE = "product", "elementwise", "launch", "update"
 BLOCK_FORWARD, BLOCK_BACKWARD, ENDS = "block forward", "block backward", "embedding and head"
-FITTED_PRECISION = {
-    "cpu": "float32",
-    "cuda": "bfloat16",
-}  # of the blocks, and of the products that are fitted
+# Of the blocks, and of the products that are fitted.
+FITTED_PRECISION = {"cpu": "float32", "cuda": "bfloat16"}
 VOCABULARY = 256  # of the measured blocks and ends
 HEADS, HEAD_DIM = 4, 128  # the fewest heads, and the widest: fused attention takes no wider heads
 ERROR = 0.1  # the relative error of the formulas

@@ -74,24 +74,21 @@ class ExchangeTimes:
 
         Assumes that the router uses all experts equally. The device does not compute meanwhile.
         """
-        group, share = (
-            self._group(self._work.expert, stride=self._work.tensor * self._work.context),
-            self._share,
-        )
-        size = share.activation_bytes * share.decoder.per_token
-        sent_s = self._exchange_s(GroupExchange("tokens to experts", "all_to_all", size, group))
+        size = self._share.activation_bytes * self._share.decoder.per_token
         return (
             self.counts_s
-            + sent_s
-            + self._exchange_s(GroupExchange("outputs of experts", "all_to_all", size, group))
+            + self._expert_s("tokens to experts", size)
+            + self._expert_s("outputs of experts", size)
         )
 
     @cached_property
     def counts_s(self) -> float:
         """The exchange of the numbers of tokens, before the tokens."""
+        return self._expert_s("numbers of tokens", COUNT_BYTES * self._work.decoder.experts)
+
+    def _expert_s(self, name: str, size: float) -> float:
         group = self._group(self._work.expert, stride=self._work.tensor * self._work.context)
-        size = COUNT_BYTES * self._work.decoder.experts
-        return self._exchange_s(GroupExchange("numbers of tokens", "all_to_all", size, group))
+        return self._exchange_s(GroupExchange(name, "all_to_all", size, group))
 
     @cached_property
     def scales_s(self) -> dict[ActionKind, float]:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from hpc_parallel.planning.storage_times import StorageTimes
 
 HOUR_S = 3600.0
-RESTART_S = (
-    120.0  # assumed: from a failure to the first step of the next start, beside the reading of the state
-)
+# Assumed: from a failure to the first step of the next start, beside the reading of the state.
+RESTART_S = 120.0
 
 
 @dataclass(frozen=True)

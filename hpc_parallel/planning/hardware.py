@@ -18,10 +18,8 @@ from hpc_parallel.problems import ConfigError, Problem, nearest
 EXTENDS = "extends"  # the key that names another file; a file takes missing values from it
 CALIBRATION = "calibration"  # a file does not take this key from another file
 RING_FACTORS = "ring_factors"
-TABLES = {
-    "peak_flops": "{bfloat16: 1.0e+14}",
-    RING_FACTORS: "{reduce_scatter: 2.0}",
-}  # a legal value of each
+# A legal value of each table.
+TABLES = {"peak_flops": "{bfloat16: 1.0e+14}", RING_FACTORS: "{reduce_scatter: 2.0}"}
 MEASURED_BY, FITTED_BY = "task=calibrate", "plan --calibrate"  # how our `calibration` values begin
 NOT_CALIBRATED = "not calibrated: shares of peaks and launch times are those of a similar device"
 CPU = "cpu"

@@ -9,12 +9,8 @@ from dataclasses import dataclass, replace
 from hpc_parallel.planning.hardware import Hardware
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))  # of cuBLAS and CUTLASS
-NUMBER_BYTES = {
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-}  # of inputs of products, by precision
+# Of inputs of products, by precision.
+NUMBER_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 FLOAT32_BYTES = 4
 FLOAT8 = "float8"  # the precision of products with `training.fp8`
 # Bytes that move for each number of a matrix in bfloat16, by whether compiled code fuses operations.

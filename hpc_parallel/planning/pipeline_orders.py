@@ -151,53 +151,54 @@ def _enabled_by(action: Action, *, last: int) -> Iterator[Action]:
             yield (BACKWARD, stage - 1, microbatch)
 
 
-def live_microbatches(
-    strategy: StrategyConfig, *, rank: int, ranks: int, microbatches: int
-) -> tuple[int, ...]:
-    """For each stage of `rank`, the number of microbatches between forward pass and last gradient.
-
-    Stages are in ascending order. The numbers are those of the moment when the rank has most microbatches.
-    torch's schedules decide the numbers, and a test counts them in the tables of these schedules.
-    """
-    per_rank, name, rules = stages_per_rank(strategy), strategy.schedule, schedule_of(strategy)
-    if ranks == 1 or rules.in_turn:
-        return (1,) * (1 if ranks == 1 else per_rank)
-    if rules.file is not None:
-        return max(
-            (live for live, _ in _moments(rules.file.ranks[rank], rules.file.stages_of[rank])), key=sum
-        )
-    if name == "1f1b":
-        return (min(microbatches, ranks - rank),)
-    if rules.v_shaped:
-        first = 2 * ranks - rank - (name == "zbv")  # zbv has one less than DualPipe
-        return min(microbatches, first), min(microbatches, rank + 1)
-    if rules.rounds:
-        last = ranks if rules.splits_backward else 2 * (ranks - 1 - rank) + 1
-        return _in_rounds(last, ranks=ranks, per_rank=per_rank, microbatches=microbatches)
-    return (microbatches,) * per_rank  # gpipe, looped_bfs
-
-
 def fullest_moments(
     strategy: StrategyConfig, *, rank: int, ranks: int, microbatches: int
-) -> list[tuple[Counts, Counts]]:
+) -> Sequence[tuple[Counts, Counts]]:
     """The moments at which `rank` may be fullest: the live microbatches of its stages, and those that wait.
 
-    A microbatch waits between the halves of a split backward pass. A test counts both in torch's tables.
+    A microbatch is live between its forward pass and its last gradient, and waits between the halves of a
+    split backward pass. Stages are in ascending order. A test counts both numbers in torch's tables.
     """
-    live = live_microbatches(strategy, rank=rank, ranks=ranks, microbatches=microbatches)
-    rules = schedule_of(strategy)
-    if ranks == 1 or not rules.splits_backward:
-        return [(live, ())]
+    per_rank, rules = stages_per_rank(strategy), schedule_of(strategy)
+    if ranks == 1:
+        return [((1,), ())]
     if rules.file is not None:
         return list(_moments(rules.file.ranks[rank], rules.file.stages_of[rank]))
-    if not rules.v_shaped:  # the first stage of rank 0 has nothing to send back, and waits for nothing
-        waiting = (rank + 1, *(0,) * (len(live) - 1)) if rank else (*(0,) * (len(live) - 1), 1)
-        return [(live, tuple(map(min, waiting, live)))]
-    zbv = strategy.schedule == "zbv"
-    late = min(rank, max(0, microbatches - ranks)) if zbv else (rank + 1) // 2  # of the second stage
-    early, first = (late + 1, ranks) if zbv else (rank + 1 - late, ranks - late)
-    first = min(first, max(0, microbatches - ranks) + 1)
-    return [(live, (0, int(zbv))), ((live[0] - 1, live[1]), (0, 1)), ((first, late), (early, late))]
+    if rules.v_shaped:
+        return _of_v(strategy.schedule, rank=rank, ranks=ranks, microbatches=microbatches)
+    live = (microbatches,) * per_rank  # gpipe, looped_bfs
+    if rules.in_turn:
+        live = (1,) * per_rank
+    elif strategy.schedule == "1f1b":
+        live = (min(microbatches, ranks - rank),)
+    elif rules.rounds:
+        last = ranks if rules.splits_backward else 2 * (ranks - 1 - rank) + 1
+        live = _in_rounds(last, ranks=ranks, per_rank=per_rank, microbatches=microbatches)
+    if not rules.splits_backward:
+        return [(live, ())]
+    # The first stage of rank 0 has nothing to send back, and waits for nothing.
+    waiting = (rank + 1, *(0,) * (len(live) - 1)) if rank else (*(0,) * (len(live) - 1), 1)
+    return [(live, tuple(map(min, waiting, live)))]
+
+
+def _of_v(schedule: str, *, rank: int, ranks: int, microbatches: int) -> Sequence[tuple[Counts, Counts]]:
+    """The moments of a rank with one stage from the start and one from the end.
+
+    In the last moment, all live microbatches of the second stage wait.
+    """
+    second, later = min(microbatches, rank + 1), max(0, microbatches - ranks)
+    if schedule == "zbv":
+        waiting = min(rank, later)
+        return [
+            ((min(microbatches, 2 * ranks - rank - 1), second), (0, 1)),
+            ((min(ranks, later + 1), waiting), (waiting + 1, waiting)),
+        ]
+    first, waiting = min(microbatches, 2 * ranks - rank), (rank + 1) // 2
+    return [
+        ((first, second), (0, 0)),
+        ((first - 1, second), (0, 1)),
+        ((min(ranks - waiting, later + 1), waiting), (rank + 1 - waiting, waiting)),
+    ]
 
 
 def _moments(actions: Sequence[action_file.Action], stages: Sequence[int]) -> Iterator[tuple[Counts, Counts]]:
@@ -288,26 +289,24 @@ def simulate(
     return PlannedTimeline(max(free_s), tuple(busy_s))
 
 
+@dataclass
 class _Sharing:
     """Ranks that share cores: actions that run at the same time slow each other down.
 
     Time advances to the next event: an action ends, or the input of a rank that waits arrives.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        inputs: _Inputs,
-        costs: Mapping[tuple[ActionKind, int], float],
-        at_once: float,
-        spans: list[Span],
-    ) -> None:
-        self._pipeline, self._inputs, self._costs, self._at_once = pipeline, inputs, costs, at_once
-        self._spans = spans
-        self._left = [deque(order) for order in orders(pipeline)]
+    pipeline: Pipeline
+    inputs: _Inputs
+    costs: Mapping[tuple[ActionKind, int], float]
+    at_once: float
+    spans: list[Span]
+
+    def __post_init__(self) -> None:
+        self._left = [deque(order) for order in orders(self.pipeline)]
         self._running: dict[int, float] = {}  # rank -> seconds that its action needs on a core of its own
         self._starts_s: dict[int, float] = {}  # rank -> when its running action started
-        self._busy_s = [0.0] * pipeline.ranks
+        self._busy_s = [0.0] * self.pipeline.ranks
         self._now_s = 0.0
 
     def run(self) -> PlannedTimeline:
@@ -315,7 +314,7 @@ class _Sharing:
             arrivals_s = self._start_ready()
             if not self._running:
                 if not arrivals_s:
-                    raise ValueError(f"the ranks of {self._pipeline} wait for each other")
+                    raise ValueError(f"the ranks of {self.pipeline} wait for each other")
                 self._now_s = min(arrivals_s)
                 continue
             self._advance(arrivals_s)
@@ -327,15 +326,15 @@ class _Sharing:
         for rank, order in enumerate(self._left):
             if rank in self._running or not order:
                 continue
-            ready_s = self._inputs.ready_s(order[0])
+            ready_s = self.inputs.ready_s(order[0])
             if ready_s is not None and ready_s <= self._now_s:
-                self._running[rank], self._starts_s[rank] = self._costs[order[0][:2]], self._now_s
+                self._running[rank], self._starts_s[rank] = self.costs[order[0][:2]], self._now_s
             elif ready_s is not None:
                 arrivals_s.append(ready_s)
         return arrivals_s
 
     def _advance(self, arrivals_s: Sequence[float]) -> None:
-        speed = min(1.0, self._at_once / len(self._running))
+        speed = min(1.0, self.at_once / len(self._running))
         first = min(self._running, key=lambda rank: self._running[rank])
         end_s = self._now_s + self._running[first] / speed
         next_s = min(end_s, *arrivals_s) if arrivals_s else end_s
@@ -346,8 +345,8 @@ class _Sharing:
             self._busy_s[rank] += elapsed_s
         if next_s == end_s:
             action = self._left[first].popleft()
-            self._inputs.ends[action] = end_s
-            self._spans.append(Span(first, action, self._starts_s[first], end_s))
+            self.inputs.ends[action] = end_s
+            self.spans.append(Span(first, action, self._starts_s[first], end_s))
             del self._running[first]
 
 

@@ -129,15 +129,15 @@ def without_room(
 
 def layouts_that_fit(config: RunConfig, hardware: Hardware) -> str:
     """Advice for a run without room: the fastest layouts that fit."""
-    asked = replace(
+    searched = replace(
         config,
         strategy=replace(config.strategy, execution=SPMD, microbatches=None, stages_per_rank=None, cuts=None),
         training=replace(config.training, microbatch_size=None, compile_whole=False),
     )
     choices = Choices()
-    result = search(asked, hardware, choices=choices, most=NEAR)
+    result = search(searched, hardware, choices=choices, most=NEAR)
     if not result.best:
-        line = without_room(result, asked, hardware, choices=choices)[0]
+        line = without_room(result, searched, hardware, choices=choices)[0]
         return f" {line[0].upper()}{line[1:]}"
     ways = [f"{' '.join(one.overrides)} ({seconds(one.step.total_s)} a step)" for one in result.best]
     without = " with training.compile_whole=false" if config.training.compile_whole else ""

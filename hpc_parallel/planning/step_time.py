@@ -247,11 +247,8 @@ class StepTerms:
             seconds += self.hardware.host.action_s
             if self.work.blocking:
                 target = stage + 1 if kind is FORWARD else stage - 1
-                seconds += (
-                    self.exchanges.stage_to_stage_s.get(min(stage, target), 0.0)
-                    if 0 <= target <= self._last
-                    else 0.0
-                )
+                if 0 <= target <= self._last:
+                    seconds += self.exchanges.stage_to_stage_s.get(min(stage, target), 0.0)
         return seconds * self._slowest
 
     @property

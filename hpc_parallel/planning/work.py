@@ -266,11 +266,8 @@ def assumptions(config: RunConfig, hardware: Hardware) -> Iterator[str]:
         yield "training.compile_whole is planned as compiled blocks: expect a shorter step of a small model."
     if packs(config):
         yield "data.packing: attention is planned to compute all pairs of a sample, as under its mask."
-        if (
-            config.strategy.context != 1
-            and config.strategy.context_attention == "ring"
-            and config.device != "cpu"
-        ):
+        is_ring = config.strategy.context != 1 and config.strategy.context_attention == "ring"
+        if is_ring and config.device != "cpu":
             yield "A ring of packed documents computes in float32 on a GPU: expect a longer step."
     if config.training.fp8 != OFF:
         yield "Two trainings in float8 were compared with plans (docs/plan.md). MFU: of the peak of bfloat16."

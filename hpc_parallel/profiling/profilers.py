@@ -40,7 +40,7 @@ class Profilers:
     @property
     def on(self) -> Sequence[Profiler]:
         """Those that look at any step on any rank, in the order in which they enter a step."""
-        return [each for each in (self.recording, self.measurement, self.rank_times) if each.on]
+        return [profiler for profiler in (self.recording, self.measurement, self.rank_times) if profiler.on]
 
     def figures(self, folder: RunFolder) -> dict[str, Any]:
         """The keys of `summary.json` that were measured; rank 0 writes the timeline. A collective call."""

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,35 +39,29 @@ KEPT = 100  # timed steps in the record
 MOST_RECORDS = 8_000  # entries (a rank in a step) in the file: `read_json` takes files up to 8 MiB
 
 
+@dataclass(kw_only=True)
 class RankTimes:
-    """The timed steps of a training. All ranks time the same steps."""
+    """The timed steps of a training. All ranks time the same steps.
 
-    def __init__(
-        self,
-        *,
-        on: bool,
-        host: str,
-        role: int,
-        device: torch.device,
-        profiled: Sequence[range],
-        expected_s: Callable[[], float],
-        leave_out: Callable[[float], None],
-        device_state: Callable[[], dict[str, Any]],
-        accusations: Accusations,
-        write: Callable[[dict[str, Any]], None],
-    ) -> None:
-        """on: whether any step is timed; role: ranks with the same role have the same work (a stage).
+    on: whether any step is timed. role: ranks with the same role have the same work (a stage). profiled: the
+    steps that another profiler watches. expected_s: returns the expected seconds of a timed step, before the
+    first one is timed. leave_out: called with the seconds of each timed step. write: called by rank 0 with
+    the record.
+    """
 
-        profiled: the steps that another profiler watches. expected_s: returns the expected seconds of a timed
-        step, before the first one is timed. `leave_out` is called with the seconds of each timed step.
-        Rank 0 calls `write` with the record.
-        """
-        self._host, self._role, self._device, self._profiled = host, role, device, profiled
-        self._leave_out, self._device_state, self._write = leave_out, device_state, write
-        self._accusations = accusations
-        self._expected_s = expected_s
-        self.on = on
-        self._first, self._next = FIRST_STEP if on else 0, 0
+    on: bool
+    host: str
+    role: int
+    device: torch.device
+    profiled: Sequence[range]
+    expected_s: Callable[[], float]
+    leave_out: Callable[[float], None]
+    device_state: Callable[[], dict[str, Any]]
+    accusations: Accusations
+    write: Callable[[dict[str, Any]], None]
+
+    def __post_init__(self) -> None:
+        self._first, self._next = FIRST_STEP if self.on else 0, 0
         self._before_s = self._data_s = self._began_s = 0.0
         self._usual_s = math.inf  # the shortest step since the last timed step
         self._samples: list[dict[str, Any]] = []
@@ -78,7 +73,7 @@ class RankTimes:
     def loading(self, step: int) -> AbstractContextManager[None]:
         """The context in which to fetch the batch of the 1-based `step` since the start."""
         if step == self._first:
-            self._next = self._paid(0, took_s=self._expected_s(), earliest=step)
+            self._next = self._paid(0, took_s=self.expected_s(), earliest=step)
         return self._load() if step == self._next else nullcontext()
 
     def watch(self, step: int) -> AbstractContextManager[None]:
@@ -96,7 +91,7 @@ class RankTimes:
         return self._slow
 
     def _link_rates(self, first_ranks: Sequence[int], rounds: Sequence[Sequence[Pair]]) -> dict[Pair, float]:
-        return link_rates(first_ranks, rounds=rounds, device=self._device, size_bytes=MESSAGE_BYTES)
+        return link_rates(first_ranks, rounds=rounds, device=self.device, size_bytes=MESSAGE_BYTES)
 
     @contextmanager
     def _load(self) -> Iterator[None]:
@@ -107,11 +102,11 @@ class RankTimes:
     @contextmanager
     def _time(self, step: int) -> Iterator[None]:
         timelines: list[Timeline | None] = []
-        with timed_step(self._device, into=timelines):
+        with timed_step(self.device, into=timelines):
             yield
         self._add(step, timelines[0])
         took_s = time.perf_counter() - self._began_s
-        self._leave_out(took_s)
+        self.leave_out(took_s)
         self._next = self._paid(step, took_s=took_s, earliest=step + LEAST_STEPS)
         self._before_s, self._usual_s = 0.0, math.inf
 
@@ -122,7 +117,7 @@ class RankTimes:
 
     def _free(self, step: int) -> int:
         """The step, or the first one after it that no other profiler watches."""
-        while profiled := next((steps for steps in self._profiled if step in steps), None):
+        while profiled := next((steps for steps in self.profiled if step in steps), None):
             step = profiled.stop
         return step
 
@@ -137,21 +132,19 @@ class RankTimes:
         self._samples = [*self._samples, record][-kept:]
         if dist.get_rank() == 0:
             self._warn(self._slow)
-            self._accusations.add(self._slow, step=step)
-            slow, accused = (
-                [slow_rank.as_record() for slow_rank in self._slow],
-                self._accusations.as_records(),
-            )
+            self.accusations.add(self._slow, step=step)
+            slow = [slow_rank.as_record() for slow_rank in self._slow]
+            accused = self.accusations.as_records()
             with left_out("the times of the ranks are"):
-                self._write({"samples": self._samples, "slow": slow, "accused": accused})
+                self.write({"samples": self._samples, "slow": slow, "accused": accused})
 
     def _record(self, timeline: Timeline) -> dict[str, Any]:
         wait_s = length(timeline.waiting) / 1e9
         busy_s = timeline.length / 1e9 - wait_s
-        times = RankTime(dist.get_rank(), self._host, self._role, busy_s, wait_s, self._data_s)
+        times = RankTime(dist.get_rank(), self.host, self.role, busy_s, wait_s, self._data_s)
         state: dict[str, Any] = {}
         with left_out("the state of this device is"):
-            state = self._device_state()
+            state = self.device_state()
         return {"times": times.as_record(), "device": state}
 
     def _warn(self, slow: Sequence[SlowRank]) -> None:

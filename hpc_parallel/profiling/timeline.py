@@ -26,10 +26,7 @@ from hpc_parallel.torch_internals import profiler_events
 STEP = "measured step"
 WAIT = "wait for others"
 BACKWARD = "backward pass"
-WAITS = (
-    WAIT,
-    "_c10d_functional::wait_tensor",
-)  # the second name: waits in functional collectives, such as DTensor's
+WAITS = (WAIT, "_c10d_functional::wait_tensor")  # the second: in functional collectives, as DTensor's
 ENGINE = "autograd::engine::evaluate_function"
 PEER_TO_PEER = ("gloo:send", "gloo:recv")
 COMMUNICATION = ("c10d::", "_c10d_functional::", "gloo:", "nccl:", "record_param_comms")

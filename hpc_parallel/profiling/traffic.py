@@ -137,9 +137,8 @@ def to_root(name: str) -> Rule:
     """Argument `name` is what each rank sends to the root."""
 
     def rule(arguments: Mapping[str, Any], place: GroupPosition) -> Moved:
-        amount = bytes_of(arguments[name])
-        is_root = place.rank == arguments["root_rank"]
-        return Moved(0, amount * (place.ranks - 1)) if is_root else Moved(amount, 0)
+        received, sent = from_root(name)(arguments, place)
+        return Moved(sent, received)
 
     return rule
 

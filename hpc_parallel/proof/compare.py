@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -133,20 +134,12 @@ def _tensors(tensors: Tensors, reference: Tensors, *, least_norm: float = 0.0) -
 
     If |b| is smaller than `least_norm`, the difference is divided by `least_norm`.
     """
-    return _largest(
-        (
-            name,
-            max(
-                (
-                    _norm_difference(a, b, least_norm=least_norm)
-                    for a in tensors.get(name, ())
-                    for b in reference.get(name, ())
-                ),
-                default=math.inf,
-            ),
-        )
-        for name in sorted({*tensors, *reference})
-    )
+
+    def of(name: str) -> float:
+        pairs = product(tensors.get(name, ()), reference.get(name, ()))
+        return max((_norm_difference(a, b, least_norm=least_norm) for a, b in pairs), default=math.inf)
+
+    return _largest((name, of(name)) for name in sorted({*tensors, *reference}))
 
 
 def _largest(differences: Iterable[tuple[str, float]]) -> Difference:

@@ -74,10 +74,7 @@ def _terms_problems(model: LayeredModel, targets: Tensor) -> Iterator[str]:
     once, twice = model.loss_terms(targets), model.loss_terms(_doubled(targets))
     if twice != 2 * once:
         yield f"loss_terms returns {twice} for samples that are there twice instead of twice {once}"
-    if (
-        model.loss_terms(torch.zeros_like(targets)) != once
-        or model.loss_terms(torch.full_like(targets, -1)) != once
-    ):
+    if any(model.loss_terms(torch.full_like(targets, value)) != once for value in (0, -1)):
         yield (
             "loss_terms depends on the values of the targets, which differ between devices: it may depend on "
             "their shape only. A target that does not count is named by ignore_index"

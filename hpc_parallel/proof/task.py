@@ -58,9 +58,8 @@ def full_arrays(tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
     """Returns each tensor unsplit. All ranks that share slices must call it together."""
     full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
     held = {name: tensor.detach().cpu() for name, tensor in full.items()}
-    exact = {
-        name: t.float() if t.dtype == torch.bfloat16 else t for name, t in held.items()
-    }  # numpy has none
+    # numpy has no bfloat16.
+    exact = {name: t.float() if t.dtype == torch.bfloat16 else t for name, t in held.items()}
     return {name: tensor.numpy().copy() for name, tensor in exact.items()}
 
 

@@ -14,7 +14,7 @@ from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.typed import read_if_possible, read_record, write_record
 
 COMPLETED = "completed"
-PREEMPTED = "preempted"  # the run starts again
+STARTS_AGAIN = "preempted"  # also after a failure or a time limit; the public word
 PRUNED = "pruned"  # it was behind the other runs of its sweep, and saved its state
 INITIAL = "initial"  # weights that were not read from a file
 
@@ -128,7 +128,7 @@ def _differences(runs: Iterable[tuple[Any, str]], *, unit: str = "") -> str:
 def has_final_summary(folder: RunFolder) -> bool:
     """Whether the newest start of the run has ended and no restart follows, as far as the file says."""
     summary = read_if_possible(Summary, folder.summary)
-    return summary is not None and summary.outcome not in (None, PREEMPTED)
+    return summary is not None and summary.outcome not in (None, STARTS_AGAIN)
 
 
 @dataclass(frozen=True)

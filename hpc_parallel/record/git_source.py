@@ -44,7 +44,7 @@ def git_source(root: Path, *, leave_out: Callable[[Path], bool]) -> FolderSource
     leave_out: whether a folder and everything below it is left out, such as the folder of a run: each run
     would otherwise hold all earlier ones. Documentation is left out because no process imports it.
     """
-    known, ignored = _listed(root)
+    listed, ignored = _listed(root)
 
     @cache
     def is_left_out(folder: str) -> bool:
@@ -53,9 +53,9 @@ def git_source(root: Path, *, leave_out: Callable[[Path], bool]) -> FolderSource
     def is_wanted(name: str) -> bool:
         return not is_left_out(dirname(name)) and not _is_documentation(name)
 
-    names = [name for name in known if is_source(join(root, name)) and is_wanted(name)]
+    names = [name for name in listed if is_source(join(root, name)) and is_wanted(name)]
     # A folder that git lists is another repository, and no submodule.
-    repositories = [name.rstrip("/") for name in known if name.endswith("/") and is_wanted(name)]
+    repositories = [name.rstrip("/") for name in listed if name.endswith("/") and is_wanted(name)]
     modules, links = _ignored(root, filter(is_wanted, ignored), leave_out)
     unkept = {root / name: f"(a git checkout of its own): {EDITS}" for name in repositories}
     if sum(isfile(root / name) for name in links) > MOST_FILES:
@@ -75,16 +75,16 @@ def _listed(root: Path) -> tuple[list[str], list[str]]:
 
     Folders end with a slash.
     """
-    known: list[str] = []
+    unignored: list[str] = []
     ignored = _names(root, "--others", "--ignored", "--exclude-standard", "--directory")
     for entry in _names(root, "--cached", "--stage"):
         attributes, _, name = entry.partition("\t")
         if not attributes.startswith(_SUBMODULE):
-            known.append(name)
+            unignored.append(name)
         elif (root / name / ".git").exists():  # checked out
-            for names, inner in zip((known, ignored), _listed(root / name), strict=True):
+            for names, inner in zip((unignored, ignored), _listed(root / name), strict=True):
                 names += [f"{name}/{path}" for path in inner]
-    return [*dict.fromkeys([*known, *_names(root, "--others", "--exclude-standard")])], ignored
+    return [*dict.fromkeys([*unignored, *_names(root, "--others", "--exclude-standard")])], ignored
 
 
 def _ignored(

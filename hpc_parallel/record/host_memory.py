@@ -63,8 +63,8 @@ def remove_leftovers(name: str) -> None:
     """Remove what this user's killed jobs and earlier starts of this run have left in this host's memory."""
     others = [(path, match) for path, match in _folders() if path.name != name]
     of_run = (_NAME.fullmatch(name) or [""] * 4)[3]
-    asked = {Job(match[2]) for _, match in others if match[2] != LOCAL and match[3] != of_run}
-    states = job_states(asked) if asked else {}
+    jobs = {Job(match[2]) for _, match in others if match[2] != LOCAL and match[3] != of_run}
+    states = job_states(jobs) if jobs else {}
     for path, match in others:
         state = None if match[2] == LOCAL or match[3] == of_run else states[Job(match[2])]
         # A requeued job would use another name, so a job that the queue does not list needs no copies.

@@ -106,9 +106,9 @@ def _process(pid: int) -> Owner:
     return Owner(host=platform.node(), pid=pid, began=_began(pid))
 
 
-def take(folder: RunFolder) -> None:
+def take(folder: RunFolder, *, waits: bool | None = None) -> None:
     """Make this process the owner in place of the one that started it."""
-    _write(folder)
+    replace(this_process(), folder=folder.path.stat().st_ino, waits=waits).write(folder)
 
 
 def hand_to_process(folder: RunFolder, pid: int) -> None:
@@ -118,7 +118,7 @@ def hand_to_process(folder: RunFolder, pid: int) -> None:
 
 def queue(folder: RunFolder) -> None:
     """Make the run wait until this process, which has claimed it, starts it (`take_turn`)."""
-    _write(folder, waits=True)
+    take(folder, waits=True)
 
 
 def waits(folder: RunFolder) -> bool:
@@ -134,7 +134,7 @@ def take_turn(folder: RunFolder) -> bool:
         if owner.is_packed:
             replace(owner, waits=False).write(folder)
         else:
-            _write(folder, waits=False)
+            take(folder, waits=False)
         return True
 
 
@@ -322,10 +322,6 @@ def _handle_of(process: int) -> Iterator[Callable[[int], None]]:
         yield lambda signal_number: signal.pidfd_send_signal(handle, signal_number)
     finally:
         os.close(handle)
-
-
-def _write(folder: RunFolder, *, waits: bool | None = None) -> None:
-    replace(this_process(), folder=folder.path.stat().st_ino, waits=waits).write(folder)
 
 
 def process_lives(owner: Owner) -> bool | None:

@@ -67,13 +67,13 @@ def last_output(folder: RunFolder) -> str | None:
 
 def warnings_of(folder: RunFolder) -> list[str]:
     """The first and the last warnings that rank 0 has printed, each once, escaped."""
-    found: dict[str, None] = {}
+    warnings: dict[str, None] = {}
     for stream in ("out", "err"):
         for read in (read_head, read_tail):
             with suppress(OSError, DamagedError):
                 lines = read(folder.log(0, stream), limit_bytes=_MOST_BYTES).decode(errors="replace")
-                found |= dict.fromkeys(line for line in lines.split("\n") if line.startswith(_WARNS))
-    texts = [printable(_shown(line.removeprefix(_WARNS))) for line in found]
+                warnings |= dict.fromkeys(line for line in lines.split("\n") if line.startswith(_WARNS))
+    texts = [printable(_shown(line.removeprefix(_WARNS))) for line in warnings]
     half = _MOST_WARNINGS // 2
     return [*texts[:half], *texts[half:][-half:]]
 

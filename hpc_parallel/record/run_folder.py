@@ -20,20 +20,64 @@ from hpc_parallel.record.safe_write import write_text
 _MOST_PHASE_BYTES = 100
 
 
+class FolderFile:
+    """The path of a file or folder in the run folder, by its name there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: RunFolder, kind: type[RunFolder]) -> Path:
+        return folder.path / self.name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The files of a run. Each is written under a temporary name and renamed, so readers see whole files."""
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def smaller(self) -> Path:
-        """The configuration for each number of nodes that `launcher.min_nodes` allows: `nodes/3.yaml`."""
-        return self.path / "nodes"
+    config = FolderFile("config.yaml")
+    # The configuration for each number of nodes that `launcher.min_nodes` allows: `nodes/3.yaml`.
+    smaller = FolderFile("nodes")
+    environment = FolderFile("environment.json")
+    batch_script = FolderFile("batch_script.sh")
+    code = FolderFile("code")  # the source that the run imports, one folder per checkout
+    logs = FolderFile("logs")
+    metrics = FolderFile("metrics.jsonl")
+    # Lines of validation that another run has added to those of `metrics` (`task.follow`).
+    evaluations = FolderFile("evaluations.jsonl")
+    checkpoints = FolderFile("checkpoints")
+    attempts = FolderFile("attempts.jsonl")  # each start and how it ended (`record/attempts.py`)
+    owner = FolderFile("owner.json")  # the process or job that runs here now (`record/owner.py`)
+    # The signal that stopped the newest start after its state was saved; absent otherwise.
+    stopped = FolderFile("stopped.json")
+    # What the run does at its start and end, outside its steps: one line, which each phase replaces. First
+    # the process that starts the ranks writes it, and then rank 0. Anyone may have written it.
+    phase = FolderFile("phase")
+    summary = FolderFile("summary.json")
+    timeline = FolderFile("timeline.json")  # the work of each stage of a pipeline in one profiled step
+    failure = FolderFile("failure.json")
+    # The output of torch.compile, for all ranks and later starts (`training.compile`).
+    compiled = FolderFile("compiled")
+    plots = FolderFile("plots")  # drawn at the end of the run
+    profile = FolderFile("profile")  # traces of the recorded ranks (`profile=torch|nsys|ncu`)
+    # The times of the parts of some steps on every rank, and the ranks that were slow.
+    rank_times = FolderFile("rank_times.json")
+    generated = FolderFile("generated.jsonl")  # the texts of `task=generate`, one object per prompt
+    # What `task=collectives` measured; `collectives.csv` has the same rows.
+    collectives = FolderFile("collectives.json")
+    collectives_table = FolderFile("collectives.txt")  # the same rows in the form of nccl-tests
+    machine = FolderFile("machine.yaml")  # the machine profile of `task=collectives`
+    hardware = FolderFile("hardware.yaml")  # for `hardware/`: the values that `task=calibrate` measured
+    calibration = FolderFile("calibration.json")  # the rows behind `hardware`, and the lines of `show`
+    preflight = FolderFile("preflight.json")  # what the hosts reported at the start, and those accused
+    # The spares of the job that failed their checks, one a line (`sbatch_templates/hosts.sh.j2`).
+    unfit_spares = FolderFile("unfit_spares")
+    machine_check = FolderFile("machine_check.json")  # what `task=preflight` measured
+    rendezvous = FolderFile("rendezvous")  # where rank 0 publishes its address, one file per attempt
+    proof = FolderFile("proof")  # what `task=proof` compares: gradients and weights by full name
+    slurm = FolderFile("slurm")  # files of Slurm and submitit: the job's output, the pickled payload
+    resubmission = FolderFile("slurm/resubmit.sh")  # the batch script of a job that replaces this one
 
     def on_nodes(self, nodes: int) -> Path:
         return self.smaller / f"{nodes}.yaml"
@@ -42,157 +86,6 @@ class RunFolder:
         """The numbers of nodes on which the run may go on, largest first; empty without `smaller`."""
         names = (path.stem for path in self.smaller.glob("*.yaml"))
         return tuple(sorted((int(name) for name in names if name.isdecimal()), reverse=True))
-
-    @property
-    def environment(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
-    def batch_script(self) -> Path:
-        return self.path / "batch_script.sh"
-
-    @property
-    def code(self) -> Path:
-        """The source that the run imports, one folder per checkout."""
-        return self.path / "code"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """Lines of validation that another run has added to those of `metrics` (`task.follow`)."""
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def attempts(self) -> Path:
-        """Each start of the run and how it ended (`record/attempts.py`)."""
-        return self.path / "attempts.jsonl"
-
-    @property
-    def owner(self) -> Path:
-        """The process or job that runs here now (`record/owner.py`)."""
-        return self.path / "owner.json"
-
-    @property
-    def stopped(self) -> Path:
-        """The signal that stopped the newest start after its state was saved; absent otherwise."""
-        return self.path / "stopped.json"
-
-    @property
-    def phase(self) -> Path:
-        """What the run does at its start and end, outside its steps: one line, which each phase replaces.
-
-        First the process that starts the ranks writes it, and then rank 0. Anyone may have written it.
-        """
-        return self.path / "phase"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def timeline(self) -> Path:
-        """The work of each stage of a pipeline over time, in one profiled step."""
-        return self.path / "timeline.json"
-
-    @property
-    def failure(self) -> Path:
-        return self.path / "failure.json"
-
-    @property
-    def compiled(self) -> Path:
-        """The output of torch.compile, for all ranks and later starts (`training.compile`)."""
-        return self.path / "compiled"
-
-    @property
-    def plots(self) -> Path:
-        """The plots of the run, drawn at its end."""
-        return self.path / "plots"
-
-    @property
-    def profile(self) -> Path:
-        """Traces of the recorded ranks (`profile=torch|nsys|ncu`)."""
-        return self.path / "profile"
-
-    @property
-    def rank_times(self) -> Path:
-        """The times of the parts of some steps on every rank, and the ranks that were slow."""
-        return self.path / "rank_times.json"
-
-    @property
-    def generated(self) -> Path:
-        """The texts of `task=generate`, one object per prompt."""
-        return self.path / "generated.jsonl"
-
-    @property
-    def collectives(self) -> Path:
-        """What `task=collectives` measured; `collectives.csv` has the same rows."""
-        return self.path / "collectives.json"
-
-    @property
-    def collectives_table(self) -> Path:
-        """The rows of `collectives` as a table in the form of nccl-tests."""
-        return self.path / "collectives.txt"
-
-    @property
-    def machine(self) -> Path:
-        """The machine profile of `task=collectives`."""
-        return self.path / "machine.yaml"
-
-    @property
-    def hardware(self) -> Path:
-        """A file for `hardware/` with the values that `task=calibrate` measured."""
-        return self.path / "hardware.yaml"
-
-    @property
-    def calibration(self) -> Path:
-        """The measured rows behind `hardware`, and the lines that `show` prints."""
-        return self.path / "calibration.json"
-
-    @property
-    def preflight(self) -> Path:
-        """What the hosts reported at the start, and the hosts that were accused."""
-        return self.path / "preflight.json"
-
-    @property
-    def unfit_spares(self) -> Path:
-        """The spares of the job that failed their checks, one a line (`sbatch_templates/hosts.sh.j2`)."""
-        return self.path / "unfit_spares"
-
-    @property
-    def machine_check(self) -> Path:
-        """What `task=preflight` measured."""
-        return self.path / "machine_check.json"
-
-    @property
-    def rendezvous(self) -> Path:
-        """Where rank 0 publishes its address, one file per attempt."""
-        return self.path / "rendezvous"
-
-    @property
-    def proof(self) -> Path:
-        """What `task=proof` compares: gradients and weights by full name."""
-        return self.path / "proof"
-
-    @property
-    def slurm(self) -> Path:
-        """Files of Slurm and submitit: the job's output, the pickled payload."""
-        return self.path / "slurm"
-
-    @property
-    def resubmission(self) -> Path:
-        """The batch script of a job that replaces this one."""
-        return self.slurm / "resubmit.sh"
 
     def read_config(self) -> dict[str, Any]:
         """The whole resolved configuration as plain values. Raises FileNotFoundError and DamagedError."""

@@ -50,13 +50,13 @@ def time_use(events: _Lines, *, last_line: Mapping[str, Any] | None, until: date
     events: the lines of attempts.jsonl; last_line: of the metrics. The newest start works until `until` if no
     event says that it ended.
     """
-    known = [*events, *_newest_work(events, last_line, until=until)]
-    found = _intervals(known, until=until)
-    if not found:
+    all_events = [*events, *_newest_work(events, last_line, until=until)]
+    parts = _intervals(all_events, until=until)
+    if not parts:
         return {}
-    use = {cause: sum(part.seconds for part in found if part.cause == cause) for cause in CAUSES}
+    use = {cause: sum(part.seconds for part in parts if part.cause == cause) for cause in CAUSES}
     for cause in _BETWEEN_STEPS:
-        spent = sum(_spent(event).get(cause, 0.0) for event in known)
+        spent = sum(_spent(event).get(cause, 0.0) for event in all_events)
         use[cause] = min(spent, use[USEFUL])
         use[USEFUL] -= use[cause]
     return use
@@ -78,16 +78,16 @@ def energy_use(events: _Lines, *, last_line: Mapping[str, Any] | None, until: da
 
     Empty if no GPU has a counter of its energy. Arguments: those of `time_use`.
     """
-    known = [*events, *_newest_work(events, last_line, until=until)]
-    found = [
+    all_events = [*events, *_newest_work(events, last_line, until=until)]
+    energies = [
         {key: number(value) or 0.0 for key, value in energy.items()}
-        for event in known if (energy := table(event.get("energy")))
+        for event in all_events if (energy := table(event.get("energy")))
     ]  # fmt: skip
-    if not any(energy.get("gpus") for energy in found):
+    if not any(energy.get("gpus") for energy in energies):
         return {}
-    fewest = min(found, key=lambda energy: energy.get("gpus", 0.0) - energy.get("of_gpus", 0.0))
+    fewest = min(energies, key=lambda energy: energy.get("gpus", 0.0) - energy.get("of_gpus", 0.0))
     counted = {key: int(fewest.get(key, 0.0)) for key in ("gpus", "of_gpus")}
-    return {"gpu_kwh": sum(energy.get("joules", 0.0) for energy in found) / 3.6e6, **counted}
+    return {"gpu_kwh": sum(energy.get("joules", 0.0) for energy in energies) / 3.6e6, **counted}
 
 
 def seconds_after(lines: _Lines, *, step: int) -> float:

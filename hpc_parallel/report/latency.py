@@ -51,9 +51,9 @@ def curves(rows: Sequence[Row]) -> list[LatencyCurve]:
 
 def _timing(line: MetricsLine) -> BatchTiming | None:
     """The timing in a line of metrics; None if a figure is missing or invalid."""
-    size, latency_s, p99_s, rate, tokens = map(number, (
-        line.batch_size, line.latency_s, line.latency_p99_s, line.samples_per_s, line.tokens_per_s
-    ))  # fmt: skip
+    size, latency_s, p99_s, rate, tokens = map(
+        number, (line.batch_size, line.latency_s, line.latency_p99_s, line.samples_per_s, line.tokens_per_s)
+    )
     if not isinstance(size, int) or size < 1 or not latency_s or latency_s < 0 or not rate or rate < 0:
         return None
     return BatchTiming(size, latency_s, p99_s if p99_s and p99_s >= latency_s else None, rate, tokens)

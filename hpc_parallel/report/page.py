@@ -83,7 +83,7 @@ SECTIONS = {  # section of the plots -> title, and why it may have none
     "loss": ("Loss", "no run has logged two losses."),
     "timeline": ("A pipeline's step", "no pipeline profiled a step (training.measure_steps)."),
     "predicted": ("Predicted and measured", "no run has a plan with a figure that it also measured."),
-}  # fmt: skip
+}
 COLLECTIVE_COLUMNS = (
     "ranks", "operation", "type", "least time, us", "largest bus bandwidth, GB/s", "at size"
 )  # fmt: skip

@@ -107,10 +107,10 @@ def _causes(row: Row) -> list[tuple[float, picture.Fill]]:
     if ended is None or not trained_s(row):
         return []
     try:
-        found = row.run.intervals(until=datetime.fromisoformat(ended))
+        intervals = row.run.intervals(until=datetime.fromisoformat(ended))
     except (TypeError, ValueError):  # anybody may have written it
         return []
-    return [(part.seconds, USES[part.cause]) for part in found[:MAX_INTERVALS]]
+    return [(part.seconds, USES[part.cause]) for part in intervals[:MAX_INTERVALS]]
 
 
 def _peaks(rows: Sequence[Row]) -> Iterator[picture.Picture]:

@@ -235,7 +235,9 @@ class OwnMetrics:
 def own_metrics(rows: Sequence[Row]) -> OwnMetrics | None:
     """The table of the first MOST_METRICS metrics; None if no run has one."""
     of_runs = (own_metrics_of(row.run.summary or {}) for row in rows)
-    values = [{name: value for name, value in each.items() if number(value) is not None} for each in of_runs]
+    values = [
+        {name: value for name, value in metrics.items() if number(value) is not None} for metrics in of_runs
+    ]
     names = list(dict.fromkeys(name for metrics in values for name in metrics))[:MOST_METRICS]
     lines = [(row, [metrics.get(name) for name in names]) for row, metrics in zip(rows, values, strict=True)]
     with_metrics = [(row, cells) for row, cells in lines if any(cell is not None for cell in cells)]

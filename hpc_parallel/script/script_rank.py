@@ -35,9 +35,8 @@ from hpc_parallel.slurm.short_forms import expand_hosts
 
 SHARED = 20_000  # if the site names no port, the job id selects a port from here on
 STRIDE = 4_999  # between the ports of two starts, because jobs that run beside each other have near ids
-STEP_STRIDE = (
-    713  # between those of two steps of a job, which may be two runs; none meets the ports of 8 starts
-)
+# Between those of two steps of a job, which may be two runs; none meets the ports of 8 starts.
+STEP_STRIDE = 713
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and AMD
 
 
@@ -283,5 +282,5 @@ class Relay:
         for number in (signal.SIGTERM, self._stop or signal.SIGTERM):
             ends |= {-int(number), 128 + int(number)}
         has_asked = self._stop is not None or job_context.has_agreed(self._stop_prefix)
-        asked = self.stopped_by is not None and has_asked and self._in_job and returncode in ends
-        return Stop(signal=self.stopped_by, code=returncode) if asked else None
+        on_request = self.stopped_by is not None and has_asked and self._in_job and returncode in ends
+        return Stop(signal=self.stopped_by, code=returncode) if on_request else None

@@ -130,10 +130,10 @@ def variables_of_steps(
     shell. SLURM_RESTART_COUNT counts the starts of the allocation, not of the run, so it is left out.
     """
     kept = {
-        name: value for name, value in environment.items()
-        if name in KEPT or name in _FACTS
-        or not (name.startswith("SLURM_") or _OF_THE_SHELL.match(name))
-    }  # fmt: skip
+        name: value
+        for name, value in environment.items()
+        if name in KEPT or name in _FACTS or not (name.startswith("SLURM_") or _OF_THE_SHELL.match(name))
+    }
     names = ",".join(hosts)
     return kept | {
         _JOB: job, "SLURM_JOBID": job, "SLURM_JOB_NODELIST": names, "SLURM_NODELIST": names,

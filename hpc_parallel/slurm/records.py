@@ -104,11 +104,11 @@ def associations_of(user: str) -> list[Association]:
     columns = "format=user,account,maxjobs,maxsubmitjobs"
     arguments = ("--noheader", "--parsable2", "show", "assoc", f"user={user}", columns)
     rows = [line.split("|") for line in (printed("sacctmgr", *arguments) or "").splitlines()]
-    found: dict[str, Association] = {}
+    by_account: dict[str, Association] = {}
     for row in rows:
         if len(row) == 4 and row[0] == user:
-            found.setdefault(row[1], Association(row[1], _number(row[2]), _number(row[3])))
-    return list(found.values())
+            by_account.setdefault(row[1], Association(row[1], _number(row[2]), _number(row[3])))
+    return list(by_account.values())
 
 
 def _number(text: str) -> int | None:

@@ -106,11 +106,11 @@ def job_in(output: str, *, scripts: Path, until: float | None = None) -> Job:
     ids, clusters = {job for job, _ in jobs}, {cluster for _, cluster in jobs if cluster}
     if len(ids) != 1 or len(clusters) > 1:
         excerpt = f"{_UNCLEAR}. It printed: {' '.join(output.split())[:200] or 'nothing'}"
-        found = _jobs_of(scripts, until=until)
-        clusters, ids = set(), set(found or ())
+        of_scripts = _jobs_of(scripts, until=until)
+        clusters, ids = set(), set(of_scripts or ())
         ids.discard(os.environ.get("SLURM_JOB_ID", ""))  # a job that ends, and submits its script again
         if len(ids) != 1:
-            raise UnclearError(excerpt, found)
+            raise UnclearError(excerpt, of_scripts)
         print(f"warning     {excerpt}. Slurm has one job of this script, {next(iter(ids))}", file=sys.stderr)
     return Job(ids.pop(), clusters.pop() if clusters else None)
 
@@ -142,8 +142,8 @@ def _jobs_of(scripts: Path, *, until: float | None = None) -> list[str] | None:
         if time.monotonic() + 1 > deadline:
             return None
         time.sleep(1)
-    found = (job.partition("_")[0] for script, job, _ in jobs if Path(script).parent == scripts)
-    return list(dict.fromkeys(found))
+    ids = (job.partition("_")[0] for script, job, _ in jobs if Path(script).parent == scripts)
+    return list(dict.fromkeys(ids))
 
 
 def refusal_message(text: str) -> str:

@@ -171,12 +171,12 @@ def _add_packages(hosts: Mapping[str, dict[str, Any]], *, world: World) -> Versi
     """Add to each host's facts which packages differ; returns the table of these. A collective call."""
     if len({facts["versions"]["packages"] for facts in hosts.values()}) == 1:
         return {}
-    ranks = exchange.all_gather({
-        "host": world.host, "packages": installed_packages() if world.local_rank == 0 else None,
-    })  # fmt: skip
-    table = different_packages({
-        rank["host"]: rank["packages"] for rank in ranks if rank["packages"] is not None
-    })  # fmt: skip
+    ranks = exchange.all_gather(
+        {"host": world.host, "packages": installed_packages() if world.local_rank == 0 else None}
+    )
+    table = different_packages(
+        {rank["host"]: rank["packages"] for rank in ranks if rank["packages"] is not None}
+    )
     for host, facts in hosts.items():
         differing = [f"{name} {versions[host] or 'missing'}" for name, versions in table.items()]
         facts["differing"] = differing[:MOST_PACKAGES] + [f"and {len(differing) - MOST_PACKAGES} more"] * (
@@ -192,9 +192,9 @@ def _add_xid_events(
 
     A collective call.
     """
-    ranks = exchange.all_gather({
-        "host": world.host, "uuid": gpu_uuid(device), "events": xids.new(), "state": xids.state,
-    })  # fmt: skip
+    ranks = exchange.all_gather(
+        {"host": world.host, "uuid": gpu_uuid(device), "events": xids.new(), "state": xids.state}
+    )
     for rank in ranks:
         facts = hosts[rank["host"]]
         facts["xids"].setdefault("events", []).append(rank["state"])

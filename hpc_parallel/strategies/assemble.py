@@ -35,7 +35,7 @@ from hpc_parallel.strategies import (
     shard,
     stages,
     working_weights,
-)  # fmt: skip
+)
 from hpc_parallel.strategies.context import split_sequence
 from hpc_parallel.strategies.device_traffic import DeviceTraffic
 from hpc_parallel.strategies.dropout import counted_dropout, dropout_shapes
@@ -127,8 +127,8 @@ def assemble(
     )
     loss_scale = scale_of(parts, config=config, device=device)
     of_floats = partial(precision.of_floats, precision=config.training.precision)
-    loss = of_floats(loss_of(model, mesh=mesh, options=config.strategy))
-    metrics = of_floats(metrics_of(model, mesh=mesh, options=config.strategy))
+    loss, metrics = loss_of(model, mesh=mesh, options=config.strategy)
+    loss, metrics = of_floats(loss), of_floats(metrics)
     if chunked:
         dtype = precision.HALF.get(config.training.precision)
         fuses = config.training.compile and device.type == "cuda"  # on a CPU, compiling does not pay off
@@ -195,7 +195,7 @@ def build_forward_backward(
         )  # fmt: skip
     axis = joint(mesh, *BATCH_AXES, *SAMPLE_AXES) if slicing_axis(mesh) is not None else None
     if finds_unused and axis is not None and not splits_backward(options, mesh=mesh):
-        schedule = shard.UnusedWeights(schedule, parts=parts, axis=axis, device=device)
+        schedule = shard.UnusedWeights(schedule, parts=parts, axis=axis)
     return surround(
         schedule, parts=parts, mesh=mesh, options=options, casts=casts, microbatches=microbatches,
         finds_unused=finds_unused,
@@ -250,26 +250,18 @@ def measure_maps(
     return measure(model, sample_shape=sample_shape, grid=tile_grid(axis.size(), options.tile_grid))
 
 
-def loss_of(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig) -> Loss:
-    """The model's loss as this rank computes it: of a tile, or of logits split by vocabulary."""
+def loss_of(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig) -> tuple[Loss, MetricsOf]:
+    """The model's loss and metrics as this rank computes them: of a tile, or of split logits."""
     loss: Loss = model.loss
-    if (axis := axis_of(mesh, "tile")) is not None:
-        grid = tile_grid(axis.size(), options.tile_grid)
-        loss = split_image.loss_of_tile(loss, axis=axis, grid=grid, pixelwise=model.pixelwise)
-    if (axis := axis_of(mesh, "tensor")) is not None and options.loss_parallel:
-        loss = split_layers.loss_of_slices(loss, axis=axis)
-    return loss
-
-
-def metrics_of(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig) -> MetricsOf:
-    """The model's metrics as this rank computes them, in the same way as `loss_of`."""
     metrics: MetricsOf = model.metrics
     if (axis := axis_of(mesh, "tile")) is not None:
         grid = tile_grid(axis.size(), options.tile_grid)
+        loss = split_image.loss_of_tile(loss, axis=axis, grid=grid, pixelwise=model.pixelwise)
         metrics = split_image.metrics_of_tile(metrics, axis=axis, grid=grid, pixelwise=model.pixelwise)
     if (axis := axis_of(mesh, "tensor")) is not None and options.loss_parallel:
+        loss = split_layers.loss_of_slices(loss, axis=axis)
         metrics = split_layers.metrics_of_slices(metrics, axis=axis)
-    return metrics
+    return loss, metrics
 
 
 def terms_of(model: LayeredModel, *, mesh: DeviceMesh) -> TermsOf:

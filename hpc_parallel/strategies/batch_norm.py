@@ -7,6 +7,7 @@ microbatch. Running statistics are then equal on all devices without communicati
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -58,11 +59,33 @@ def track(norm: BatchNorm, *, mean: Tensor, variance: Tensor, count: Tensor) -> 
         variances.lerp_((variance * (count / (count - 1))).to(variances.dtype), weight)  # unbiased
 
 
-class Normalise(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps) * weight + bias, with moments over all ranks of a group.
+def normalise(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, total: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(x - mean) / sqrt(variance + eps) * weight + bias of `x` [batch, channel, ...].
 
-    The variance sums squared deviations from the global mean, because E[x^2] - E[x]^2 would cancel. The
-    derivative is the paper's; its two means are also taken over the group.
+    total: sums a tensor over all parts of the microbatch. Returns the result, 1 / sqrt(variance + eps), and
+    each channel's mean, variance and number of values. The variance sums squared deviations from the mean of
+    all parts, because E[x^2] - E[x]^2 would cancel.
+    """
+    upcast = x.to(torch.promote_types(x.dtype, torch.float32))
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
+    local_count = upcast.new_full((1,), x.numel() // x.shape[1], dtype=torch.float64)
+    totals = total(torch.cat([upcast.sum(dims).double(), local_count]))  # a float32 can't count all pixels
+    mean, count = (totals[:-1] / totals[-1]).to(upcast.dtype), totals[-1]
+    centred = upcast - mean.view(shape)
+    variance = total(centred.square().sum(dims).double()) / count
+    scale = torch.rsqrt(variance + eps).to(upcast.dtype)
+    normed = centred * scale.view(shape)
+    out = normed if weight is None or bias is None else normed * weight.view(shape) + bias.view(shape)
+    return out.to(x.dtype), scale, mean, variance, count
+
+
+class Normalise(torch.autograd.Function):
+    """BatchNorm with moments over all ranks of a group.
+
+    The derivative is the paper's; its two means are also taken over the group.
     """
 
     @staticmethod
@@ -75,24 +98,12 @@ class Normalise(torch.autograd.Function):
         group: dist.ProcessGroup,
         axis: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        upcast = x.to(torch.promote_types(x.dtype, torch.float32))
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
-        local_count = upcast.new_full((1,), x.numel() // x.shape[1], dtype=torch.float64)
-        totals = torch.cat([upcast.sum(dims).double(), local_count])  # a float32 can't count all pixels
-        sum_over(totals, group=group, axis=axis)
-        mean, count = (totals[:-1] / totals[-1]).to(upcast.dtype), totals[-1]
-        centred = upcast - mean.view(shape)
-        squares = centred.square().sum(dims).double()
-        sum_over(squares, group=group, axis=axis)
-        variance = squares / count
-        scale = torch.rsqrt(variance + eps).to(upcast.dtype)
-        normed = centred * scale.view(shape)
-        out = normed if weight is None or bias is None else normed * weight.view(shape) + bias.view(shape)
+        total = partial(sum_over, group=group, axis=axis)
+        out, scale, mean, variance, count = normalise(x, weight, bias, eps, total)
         ctx.save_for_backward(x, weight, mean, scale, count)
         ctx.group, ctx.axis = group, axis
         ctx.mark_non_differentiable(mean, variance, count)
-        return out.to(x.dtype), mean, variance, count
+        return out, mean, variance, count
 
     @staticmethod
     @once_differentiable
@@ -103,8 +114,7 @@ class Normalise(torch.autograd.Function):
         upcast = gradient.to(mean.dtype)
         normed = (x.to(mean.dtype) - mean.view(shape)) * scale.view(shape)
         sums = torch.stack([upcast.sum(dims), (upcast * normed).sum(dims)])  # gradients of bias and weight
-        totals = sums.to(torch.float64, copy=True)
-        sum_over(totals, group=ctx.group, axis=ctx.axis)
+        totals = sum_over(sums.to(torch.float64, copy=True), group=ctx.group, axis=ctx.axis)
         offset, slope = (totals / count).to(mean.dtype).unbind()
         factor = scale if weight is None else scale * weight
         inner = upcast - offset.view(shape) - normed * slope.view(shape)
@@ -112,6 +122,7 @@ class Normalise(torch.autograd.Function):
         return (inner * factor.view(shape)).to(x.dtype), grad_weight, grad_bias, None, None, None
 
 
-def sum_over(values: Tensor, *, group: dist.ProcessGroup, axis: str) -> None:
+def sum_over(values: Tensor, *, group: dist.ProcessGroup, axis: str) -> Tensor:
     with marked(f"all_reduce {axis}"):
         dist.all_reduce(values, group=group)
+    return values

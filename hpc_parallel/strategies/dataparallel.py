@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.strategies.batch_norm import track
+from hpc_parallel.strategies import batch_norm
 from hpc_parallel.strategies.device_traffic import DeviceTraffic, move
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.torch_internals import BatchNorm, require_dims
@@ -106,20 +106,12 @@ def normalise(local: ReplicaLocal, original: Forward, norm: BatchNorm, x: Tensor
     require_dims(norm, x)
     if local.barrier is None or (not norm.training and norm.running_mean is not None):
         return original(norm, x)
-    dims = [dim for dim in range(x.dim()) if dim != 1]
-    shape = [-1 if dim == 1 else 1 for dim in range(x.dim())]
-    upcast = x.to(torch.promote_types(x.dtype, torch.float32))
-    count = upcast.new_full((1,), x.numel() // x.shape[1], dtype=torch.float64)
-    totals = local.barrier.total(torch.cat([upcast.sum(dims).double(), count]))
-    mean, total_count = (totals[:-1] / totals[-1]).to(upcast.dtype), totals[-1]
-    centred = upcast - mean.view(shape)
-    variance = local.barrier.total(centred.square().sum(dims).double()) / total_count
-    out = centred * torch.rsqrt(variance + norm.eps).to(upcast.dtype).view(shape)
-    if norm.weight is not None:
-        out = out * norm.weight.view(shape) + norm.bias.view(shape)
+    out, _, mean, variance, count = batch_norm.normalise(
+        x, norm.weight, norm.bias, norm.eps, local.barrier.total
+    )
     if local.index == 0:
-        track(norm, mean=mean, variance=variance, count=total_count)
-    return out.to(x.dtype)
+        batch_norm.track(norm, mean=mean, variance=variance, count=count)
+    return out
 
 
 class TransferCounter:

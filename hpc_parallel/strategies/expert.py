@@ -33,7 +33,7 @@ from hpc_parallel.models.experts import WIDTH_DIMS, Experts, Reorder
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.forward_backward import ForwardBackward
-from hpc_parallel.strategies.gradients import local_gradients
+from hpc_parallel.strategies.gradients import local_gradients, used_anywhere
 from hpc_parallel.strategies.mesh import name_of
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
@@ -245,7 +245,7 @@ class ExpertReplicas:
         weights = [weight for part in parts for weight in part.parameters()]
         experts = [weight for weight in weights if isinstance(weight, DTensor) and weight.requires_grad]
         self._order: Sequence[Parameter] = experts[::-1]
-        self._group, self._axis = replicas.get_group(), name_of(replicas)
+        self._replicas = replicas
         self._microbatches, self._finds_unused = microbatches, finds_unused
         self._passes: Counter[int] = Counter()  # backward passes in this step, by the place in the order
         self._used: list[bool] = []  # for each started weight, whether this rank has a gradient
@@ -264,7 +264,10 @@ class ExpertReplicas:
         self._start_up_to(len(self._order))
         self._finish()
         if self._finds_unused and self._order:
-            self._drop_unused()
+            used = used_anywhere(self._used, axis=self._replicas)
+            for weight, is_used in zip(self._order, used, strict=True):
+                if not is_used:
+                    weight.grad = None
         return loss
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -288,8 +291,10 @@ class ExpertReplicas:
                 weight.grad = torch.zeros_like(weight)
             (gradient,) = local_gradients([weight])
             message = gradient.contiguous()
-            with marked(f"all_reduce {self._axis}"):
-                work = dist.all_reduce(message, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+            with marked(f"all_reduce {name_of(self._replicas)}"):
+                work = dist.all_reduce(
+                    message, op=dist.ReduceOp.AVG, group=self._replicas.get_group(), async_op=True
+                )
             assert work is not None
             self._started.append((work, message, gradient))
 
@@ -300,16 +305,3 @@ class ExpertReplicas:
             if message is not gradient:
                 gradient.copy_(message)
         self._started.clear()
-
-    def _drop_unused(self) -> None:
-        """Remove the zero gradients of the weights that no replica has used."""
-        (device,) = {weight.device for weight in self._order}
-        used = torch.ones(len(self._used), dtype=torch.int32, device=device)
-        if not all(self._used):  # copied only if needed: the host waits for a copy to the device
-            used = torch.tensor(self._used, dtype=torch.int32, device=device)
-        with marked(f"all_reduce {self._axis}"):
-            dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
-        if not all(self._used):
-            for weight, is_used in zip(self._order, used.tolist(), strict=True):
-                if not is_used:
-                    weight.grad = None

@@ -164,12 +164,11 @@ class WeightScales:
         """The values of the layers' weights as the products have them, in bfloat16 or float64."""
         weights = [layer.weight for layer in self._layers]
         parts = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
-        largest = torch.stack(
-            [
-                largest_of(part, dim=None) if part.numel() else torch.zeros((), device=part.device)
-                for part in parts
-            ]
-        )
+        values = [
+            largest_of(part, dim=None) if part.numel() else torch.zeros((), device=part.device)
+            for part in parts
+        ]
+        largest = torch.stack(values)
         for axis in self._axes:
             with marked(f"all_reduce {axis.name}"):
                 largest = largest_of_group(largest, group=axis.group)

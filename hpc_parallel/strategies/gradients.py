@@ -60,6 +60,19 @@ def _sum_replicated(parameters: Iterable[Parameter]) -> None:
             owner.grad = DTensor.from_local(total.view_as(gradient), axis, [Replicate()], run_check=False)
 
 
+def used_anywhere(used: Sequence[bool], *, axis: DeviceMesh) -> list[bool]:
+    """For each weight, whether any rank of `axis` has `used` it.
+
+    The values are copied to and from the device only if needed: the host waits for such a copy.
+    """
+    message = torch.ones(len(used), dtype=torch.int32, device=axis.device_type)
+    if not all(used):
+        message = torch.tensor(used, dtype=torch.int32, device=axis.device_type)
+    with marked(f"all_reduce {name_of(axis)}"):
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=axis.get_group())
+    return [True] * len(used) if all(used) else message.bool().tolist()
+
+
 class GradientNorm:
     """Computes the 2-norm of the entire model's gradient, which is split over ranks."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,30 +38,30 @@ def count_terms(model: LayeredModel, targets: Tensor) -> int | Tensor:
     return model.loss_terms(targets) if ignored is None else (targets != ignored).sum()
 
 
+@dataclass(frozen=True)
 class LossTerms:
-    """Counts the terms of a batch, so that the mean of the ranks' mean losses equals one device's loss."""
+    """Counts the terms of a batch, so that the mean of the ranks' mean losses equals one device's loss.
 
-    def __init__(self, model: LayeredModel, *, weight: float = 1.0, axis: DeviceMesh | None = None) -> None:
-        """`weight`: the factor of this replica's mean loss (`BatchPlan.weight`).
+    weight: the factor of this replica's mean loss (`BatchPlan.weight`). axis: the ranks with the other
+    targets of the batch; needed if the model ignores some targets.
+    """
 
-        `axis`: the ranks with the other targets of the batch; needed if the model ignores some targets.
-        """
-        self._model = model
-        self._weight = weight
-        self._axis = axis
+    model: LayeredModel
+    weight: float = 1.0
+    axis: DeviceMesh | None = None
 
     def __call__(self, targets: Tensor) -> float | Tensor:
         """The number of terms in this rank's `targets` [batch, ...]; the mean over ranks if any are ignored.
 
         The count stays on the device, a scalar in float32. Without any term it is 1, and the loss is 0.
         """
-        if self._model.ignore_index is None:
-            return count_terms(self._model, targets) / self._weight
-        count = torch.as_tensor(count_terms(self._model, targets), dtype=torch.float32)
-        if self._axis is not None:
-            with marked(f"all_reduce {name_of(self._axis)}"):
-                dist.all_reduce(count, group=self._axis.get_group())
-            count /= self._axis.size()
+        if self.model.ignore_index is None:
+            return count_terms(self.model, targets) / self.weight
+        count = torch.as_tensor(count_terms(self.model, targets), dtype=torch.float32)
+        if self.axis is not None:
+            with marked(f"all_reduce {name_of(self.axis)}"):
+                dist.all_reduce(count, group=self.axis.get_group())
+            count /= self.axis.size()
         return torch.where(count > 0, count, 1.0)
 
 

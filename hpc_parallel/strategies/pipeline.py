@@ -163,11 +163,9 @@ def contiguous_ends(
 
 
 def sendable(output: Tensor) -> Tensor:
-    return (
-        output.clone(memory_format=torch.contiguous_format)
-        if torch_internals.is_view(output)
-        else output.contiguous()
-    )
+    if torch_internals.is_view(output):
+        return output.clone(memory_format=torch.contiguous_format)
+    return output.contiguous()
 
 
 class ContiguousGradient(torch.autograd.Function):

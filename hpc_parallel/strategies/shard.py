@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -18,9 +17,8 @@ from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies.expert import split_experts
 from hpc_parallel.strategies.forward_backward import ForwardBackward
-from hpc_parallel.strategies.mesh import name_of
+from hpc_parallel.strategies.gradients import used_anywhere
 from hpc_parallel.strategies.precision import HALF
-from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.torch_internals import slice_on
 
 
@@ -100,25 +98,16 @@ class UnusedWeights:
     of one number for each weight.
     """
 
-    def __init__(
-        self, inner: ForwardBackward, *, parts: Sequence[LayeredModel], axis: DeviceMesh, device: torch.device
-    ) -> None:
+    def __init__(self, inner: ForwardBackward, *, parts: Sequence[LayeredModel], axis: DeviceMesh) -> None:
         """`axis`: the ranks that hold the same weights or slices of them."""
-        self._inner, self._axis, self._device = inner, axis, device
+        self._inner, self._axis = inner, axis
         self._gradients = [torch_internals.SlicedGradients(part) for part in parts]
         self.copies = inner.copies
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss = self._inner.train(inputs, targets)
         for gradients in self._gradients:
-            here = gradients.used()
-            used = torch.ones(len(here), dtype=torch.int32, device=self._device)
-            if not all(here):  # copied only if needed: a copy makes the host wait for the device
-                used = torch.tensor(here, dtype=torch.int32, device=self._device)
-            with marked(f"all_reduce {name_of(self._axis)}"):
-                dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._axis.get_group())
-            if not all(here):
-                gradients.drop(used.bool().tolist())
+            gradients.drop(used_anywhere(gradients.used(), axis=self._axis))
         return loss
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:

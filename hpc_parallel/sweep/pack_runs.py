@@ -203,31 +203,25 @@ def find_problems(runs: Sequence[PreparedRun]) -> Problems:
 
 def _job_problems(runs: Sequence[PreparedRun]) -> Problems:
     """What the runs ask of their job that it can't give to all of them."""
-    settings = runs[0].config.sweep
+    config, settings = runs[0].config, runs[0].config.sweep
     for section, keys in _OF_THE_JOB.items():
         for key in keys:
-            found = (getattr(getattr(run.config, section), key) for run in runs)
-            values = list({repr(value): value for value in found}.values())
+            choices = (getattr(getattr(run.config, section), key) for run in runs)
+            values = list({repr(value): value for value in choices}.values())
             if len(values) > 1:
                 rule = "has several values, and a packed job has one"
                 yield Problem(f"{section}.{key}", values, rule, (values[0],))
-    for key, flags in {
-        "launcher": runs[0].config.launcher.extra,
-        "cluster": runs[0].config.cluster.extra,
-    }.items():
+    for key, flags in (("launcher", config.launcher.extra), ("cluster", config.cluster.extra)):
         for flag in sorted(_OF_ITS_SIZE & flags.keys()):
             rule = "contradicts a packed job, which takes whole nodes"
             yield Problem(f"{key}.extra.{flag}", flags[flag], rule, (None,))
     if settings.parallelism is not None:
         rule = "is for arrays: a packed job starts as many runs as its nodes have places for"
         yield Problem("sweep.parallelism", settings.parallelism, rule, (None,))
-    if (
-        settings.pack_nodes is not None
-        and (most := max(run.config.nodes for run in runs)) > settings.pack_nodes
-    ):
-        yield Problem(
-            "sweep.pack_nodes", settings.pack_nodes, f"is fewer than nodes={most} of a run", (most,)
-        )
+    most = max(run.config.nodes for run in runs)
+    if settings.pack_nodes is not None and most > settings.pack_nodes:
+        rule = f"is fewer than nodes={most} of a run"
+        yield Problem("sweep.pack_nodes", settings.pack_nodes, rule, (most,))
     longest = max(run.config.launcher.time_minutes for run in runs)
     if settings.pack_minutes is not None and longest > settings.pack_minutes:
         rule = f"is less than launcher.time_minutes={longest} of a run"

@@ -180,5 +180,5 @@ def _dependency(stage: StudyStage, jobs: Mapping[str, Any]) -> str:
 
 
 def _jobs(study: Study) -> dict[str, str]:
-    found = {planned.name: read_run(Path(planned.record.run_dir)).job for planned in study.stages}
-    return {name: job.id for name, job in found.items() if job is not None}
+    jobs = {planned.name: read_run(Path(planned.record.run_dir)).job for planned in study.stages}
+    return {name: job.id for name, job in jobs.items() if job is not None}

@@ -160,7 +160,7 @@ class _Planner:
         self._line, self._name, self._folders, self._check = line, name, folders, check
         self._records = {record.name: record for record in before}
         self.problems: list[Problem | str] = []
-        self._found: list[tuple[StudyStage, Problem | str]] = []
+        self._of_stages: list[tuple[StudyStage, Problem | str]] = []
         self._words: list[str] = []  # of all stages so far that start
 
     def add(self, stage: StudyStage) -> None:
@@ -173,10 +173,10 @@ class _Planner:
         try:
             line = line_of(stage, self._line, name=self._name, folders=self._folders)
             folders = dict(self._folders) if stage.is_run else {}
-            again = partial(_prepared, line, folders=folders, awaited=())
-            run = again(awaited=awaited)
+            prepare = partial(_prepared, line, folders=folders, awaited=())
+            run = prepare(awaited=awaited)
             if {*stage.after} <= {planned.name for planned in self.planned}:  # else one of them has problems
-                planned = self._compared(stage, run, again)
+                planned = self._compared(stage, run, prepare)
                 self.planned.append(planned)
         except ConfigError as error:
             problems += error.problems
@@ -184,10 +184,10 @@ class _Planner:
             if not (stage.is_run or words[0] == "--" or any(map(" ".join(words).count, PLACEHOLDERS))):
                 problems += self._check(words, awaited)
             self._words += words
-        self._found += [(stage, problem) for problem in problems if not is_awaited(problem, awaited)]
+        self._of_stages += [(stage, problem) for problem in problems if not is_awaited(problem, awaited)]
 
     def _compared(
-        self, stage: StudyStage, run: PreparedRun, again: Callable[[], PreparedRun]
+        self, stage: StudyStage, run: PreparedRun, prepare: Callable[[], PreparedRun]
     ) -> PlannedStage:
         earlier = {planned.name: planned for planned in self.planned}
         before = [earlier[name] for name in stage.after]
@@ -196,8 +196,8 @@ class _Planner:
         digest = fingerprint(
             run, stage.words, folders=self._folders, before=[one.record.fingerprint for one in before]
         )
-        known = self._records.get(stage.name)
-        folders = self._folders | ({} if known is None else {stage.name: Path(known.run_dir)})
+        last = self._records.get(stage.name)
+        folders = self._folders | ({} if last is None else {stage.name: Path(last.run_dir)})
         words = [filled(word, folders) for word in stage.words]
         files = files_of(run, words, folders=[*self._folders.values(), *folders.values()])
         record = StageRecord(stage.name, str(self._folders[stage.name]), stage.after, digest, files)
@@ -205,14 +205,14 @@ class _Planner:
         if not because:
             record = replace(record, run_dir=self._records[stage.name].run_dir)
             self._folders[stage.name] = Path(record.run_dir)
-        return PlannedStage(stage, run, record, because, again)
+        return PlannedStage(stage, run, record, because, prepare)
 
     def _reason(self, record: StageRecord, *, before: Sequence[PlannedStage], words: Sequence[str]) -> str:
         """Why the stage must run; empty if it is done and nothing has changed."""
-        known = self._records.get(record.name)
-        if known is None:
+        last = self._records.get(record.name)
+        if last is None:
             return "it is new"
-        run = read_run(Path(known.run_dir))
+        run = read_run(Path(last.run_dir))
         (state,) = states([run])
         if not state.ended:
             rule = f"is going on in {label(run.path)}: {state}. Try {command_on(run.path, 'status')}"
@@ -222,11 +222,11 @@ class _Planner:
             return f"it was {state}" if state.name != "not started" else "it was not started"
         if again := next((one.name for one in before if one.because), None):
             return f"{again} runs again"
-        if known.fingerprint != record.fingerprint:
+        if last.fingerprint != record.fingerprint:
             return "its configuration has changed"
         runs = [run, *(read_run(Path(one.record.run_dir)) for one in self.planned)]
         windows = [window for one in runs if (window := window_of(one)) is not None]
-        if changed := changed_file(known.files, record.files, words=words, windows=windows):
+        if changed := changed_file(last.files, record.files, words=words, windows=windows):
             return f"{from_here(absolute(changed))} has changed"
         return ""
 
@@ -246,8 +246,8 @@ class _Planner:
 
     def _stage_problems(self) -> Iterator[Problem | str]:
         """Yields what is wrong with each stage, but not again what it has from the words of the run."""
-        of_the_run = [problem for stage, problem in self._found if stage.name == MAIN]
-        for stage, problem in self._found:
+        of_the_run = [problem for stage, problem in self._of_stages if stage.name == MAIN]
+        for stage, problem in self._of_stages:
             own = map(key_of, (*stage.words, *stage.settings))
             if stage.name == MAIN:
                 yield problem
@@ -337,8 +337,8 @@ def _state(path: Path) -> list[float] | None:
     files = [path] if not path.is_dir() else [
         Path(folder, name) for folder, _, names in os.walk(path) for name in names
     ]  # fmt: skip
-    found = [file.stat() for file in files if file.exists()]
-    return [len(found), sum(one.st_size for one in found), max([one.st_mtime for one in found], default=0.0)]
+    stats = [file.stat() for file in files if file.exists()]
+    return [len(stats), sum(one.st_size for one in stats), max([one.st_mtime for one in stats], default=0.0)]
 
 
 def changed_file(

@@ -218,13 +218,13 @@ def filled(word: str, folders: Mapping[str, Path]) -> str:
 def unknown_folders(stages: Sequence[StudyStage]) -> Iterator[str]:
     """Problems of `{NAME}` in what a stage runs, if the stage does not come after NAME."""
     names = {stage.name for stage in stages}
-    known: dict[str, set[str]] = {}
+    reachable: dict[str, set[str]] = {}
     for stage in stages:
-        known[stage.name] = {stage.name, *stage.after}.union(*(known[name] for name in stage.after))
-        known[stage.name] |= {MAIN} if stage.when == BESIDE else set()
+        reachable[stage.name] = {stage.name, *stage.after}.union(*(reachable[name] for name in stage.after))
+        reachable[stage.name] |= {MAIN} if stage.when == BESIDE else set()
         text = " ".join(stage.words)
         for name in re.findall(r"\{([a-zA-Z][\w-]*)\}", text):
-            if name in names - known[stage.name]:
+            if name in names - reachable[stage.name]:
                 rule = f"is the folder of a stage that does not come before {stage.name}"
-                legal = alternatives([f"{{{near}}}" for near in sorted(known[stage.name])])
+                legal = alternatives([f"{{{near}}}" for near in sorted(reachable[stage.name])])
                 yield f"then.{stage.name}.run: {{{name}}} {rule}. Try {legal}."

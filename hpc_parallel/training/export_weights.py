@@ -57,12 +57,11 @@ def write(checkpoint: Checkpoint, output: Path, *, library_names: bool = False) 
         os.posix_fallocate(file.fileno(), 0, size)  # raises OSError now if the disk is full
         path = f"/proc/self/fd/{file.fileno()}"  # valid even if another process renames the file
         mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)[start:]
-        weights.fill(
-            {
-                name: mapped[byte_range].view(weights.dtypes[name]).view(weights.shapes[name])
-                for name, byte_range in ranges.items()
-            }
-        )
+        tensors = {
+            name: mapped[byte_range].view(weights.dtypes[name]).view(weights.shapes[name])
+            for name, byte_range in ranges.items()
+        }
+        weights.fill(tensors)
     sync_folder(output.parent)
     return size
 

@@ -143,19 +143,14 @@ def require_fit(state: StateDict, shapes: Shapes, *, aliases: Iterable[str], pat
         for name, shape in model_shapes.items()
         if name in shapes and shapes[name] != shape
     ]
-    problems = {
+    rules = {
         "does not have what the model has": missing,
         "has what the model does not have": unknown,
         "has another shape": reshaped,
     }
-    if any(problems.values()):
-        raise ConfigError(
-            [
-                f"weights = {path} {problem}: {shortened(names)}."
-                for problem, names in problems.items()
-                if names
-            ]
-        )
+    problems = [f"weights = {path} {rule}: {shortened(names)}." for rule, names in rules.items() if names]
+    if problems:
+        raise ConfigError(problems)
 
 
 def shortened(names: list[str]) -> str:

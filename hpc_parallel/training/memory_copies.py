@@ -186,11 +186,11 @@ class MemoryCopies:
         held = self._held()
         while True:
             table = [[CopyKey(*key) for key in keys] for keys in exchange.all_gather([*held])]
-            if (found := choose(table)) is None:
+            if (choice := choose(table)) is None:
                 if self._rank == 0 and any(table):
                     print("copies in memory: no step has the parts of all ranks", flush=True)
                 return None
-            part = self._bring(*found, held=held)
+            part = self._bring(*choice, held=held)
             if all(exchange.all_gather(part is not None)):
                 return part
 

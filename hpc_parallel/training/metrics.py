@@ -136,7 +136,7 @@ class Metrics:
             device=self._device,
         )
         if self._energy is not None:
-            counted = [each for each in energies if math.isfinite(each)]
+            counted = [joules for joules in energies if math.isfinite(joules)]
             self.energy = {
                 "energy": {"joules": sum(counted), "gpus": len(counted), "of_gpus": self._energy.gpus}
             }

@@ -85,7 +85,7 @@ class Guard(Withholding):
             "loss": str(self.loss.item()),  # JSON has no NaN
             "gradient": min(bad, key=order, default=None),
             "weight": min(broken, key=order, default=None),
-        }  # fmt: skip
+        }
         by_rank = _all_gather(local)
         rank, message, parameter = blame(by_rank, step=step)
         layer = None

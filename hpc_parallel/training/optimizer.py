@@ -359,9 +359,5 @@ def require_matches(names: list[str], rules: Mapping[str, Mapping[str, Any]]) ->
     by_rank = exchange.all_gather(matched) if rules and dist.is_initialized() else [matched]
     if unmatched := rules.keys() - {key for matched_keys in by_rank for key in matched_keys}:
         rule = f"matches no weight of the model, whose first is {names[0]}"
-        raise ConfigError(
-            [
-                Problem(f"optimizer.groups.{key}.match", rules[key]["match"], rule, (["*.weight"],))
-                for key in sorted(unmatched)
-            ]
-        )
+        keys = {f"optimizer.groups.{key}.match": rules[key]["match"] for key in sorted(unmatched)}
+        raise ConfigError([Problem(key, match, rule, (["*.weight"],)) for key, match in keys.items()])

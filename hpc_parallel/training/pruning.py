@@ -73,8 +73,8 @@ class Pruning:
         for run in () if sweep is None else sweep.runs:
             if os.path.realpath(run.run_dir) == self._run or owner_name(run.run_dir) is not None:
                 continue
-            known: tuple[MetricsReader, _Values] = MetricsReader(RunFolder(run.run_dir).metrics), {}
-            reader, values = self._others.setdefault(run.run_dir, known)
+            unread: tuple[MetricsReader, _Values] = MetricsReader(RunFolder(run.run_dir).metrics), {}
+            reader, values = self._others.setdefault(run.run_dir, unread)
             if place in values:
                 continue
             try:
@@ -97,8 +97,8 @@ def behind(best: float, others: Sequence[float]) -> float | None:
 
 def _values(lines: Sequence[Mapping[str, Any]], *, key: str) -> _Values:
     """The losses of these lines; infinite if they are not finite."""
-    found = {(line["step"], line.get("samples")): number(line[key]) for line in lines if key in line}
-    return {place: math.inf if value is None else value for place, value in found.items()}
+    losses = {(line["step"], line.get("samples")): number(line[key]) for line in lines if key in line}
+    return {place: math.inf if value is None else value for place, value in losses.items()}
 
 
 def _trusts(sweep: Path, *, shared: bool) -> bool:

@@ -68,13 +68,9 @@ def restore(
     checkpoint was trained on other data.
     """
     if checkpoint.manifest["data"] != digest:
-        raise ConfigError(
-            [
-                f"data: the checkpoint of step {checkpoint.step} was trained on other data than the "
-                "configuration names now, so the order of samples can't continue. Try the data that the run "
-                "began with."
-            ]
-        )
+        rule = "was trained on other data than the configuration names now, so the order of samples can't"
+        advice = "Try the data that the run began with."
+        raise ConfigError([f"data: the checkpoint of step {checkpoint.step} {rule} continue. {advice}"])
     has_state = set(random_names(reader)) >= set(random_state(device))
     all_have_state = torch.tensor(int(has_state))
     dist.all_reduce(all_have_state, op=dist.ReduceOp.MIN)

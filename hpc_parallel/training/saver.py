@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -60,6 +60,7 @@ class SavingGroup:
     timeout_s: float
 
 
+@dataclass
 class Saver:
     """Copies the state to the host's memory, and writes that copy while the next steps run.
 
@@ -67,64 +68,49 @@ class Saver:
     A slow save delays the next one. If a save fails, a warning is printed and the next save tries again,
     because a full or a slow disk should not end the training. Only a blocking save, the last one, raises
     SaveError. Without `training.checkpoint_async`, no copy is made, and the training waits for each save.
+
+    about: further entries of the manifest. saved_step: the step of the newest checkpoint. save_s: how long it
+    took to write that checkpoint; later saves replace the value.
+
+    check: called with the step before the state is copied. It raises if the state must not be saved, nor
+    copied to the memory of hosts.
+
+    on_wait: called every few seconds while training waits for a save, so that the watchdog does not report a
+    hang. If the ranks have not written within the time-out of `saving`, the save has failed. A rank that
+    still writes after twice the time-out ends the run.
+
+    on_saved: called with the step of a checkpoint that is found to be complete. warn: receives a line, on
+    rank 0, if a save has failed or the next two will not fit on the disk.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        state: Callable[[], StateDict],
-        about: Mapping[str, Any],
-        training: TrainingConfig,
-        device: torch.device,
-        saving: SavingGroup,
-        saved_step: int = 0,
-        save_s: float | None = None,
-        check: Callable[[int], None] = lambda step: None,
-        on_wait: Callable[[], None] = lambda: None,
-        on_saved: Callable[[int], None] = lambda step: None,
-        warn: Callable[[str], None] = print_warning,
-    ) -> None:
-        """`about`: further entries of the manifest; `saved_step`: the step of the newest checkpoint.
+    folder: Path
+    _: KW_ONLY
+    state: Callable[[], StateDict]
+    about: Mapping[str, Any]
+    training: TrainingConfig
+    device: torch.device
+    saving: SavingGroup
+    saved_step: int = 0
+    save_s: float | None = None
+    check: Callable[[int], None] = lambda step: None
+    on_wait: Callable[[], None] = lambda: None
+    on_saved: Callable[[int], None] = lambda step: None
+    warn: Callable[[str], None] = print_warning
 
-        `save_s`: how long it took to write that checkpoint; later saves replace the value.
-
-        `check` is called with the step before the state is copied. It raises if the state must not be saved,
-        nor copied to the memory of hosts.
-
-        `on_wait` is called every few seconds while training waits for a save, so that the watchdog does not
-        report a hang. If the ranks have not written within the time-out of `saving`, the save has failed. A
-        rank that still writes after twice the time-out ends the run.
-
-        `on_saved` is called with the step of a checkpoint that is found to be complete.
-
-        `warn` receives a line, on rank 0, if a save has failed or the next two will not fit on the disk.
-        """
-        self._folder = folder
-        self._state = state
-        self._about = about
-        self._training = training
-        self._device = device
-        self._group, self._saving = saving.group, saving
-        self._parts = WrittenParts()
+    def __post_init__(self) -> None:
+        self._group, self._parts = self.saving.group, WrittenParts()
         self._thread: ThreadPoolExecutor | None = None  # writes the saves without a copy
-        self._began_s = 0.0
-        self._saved_step = saved_step
-        self.save_s = save_s
         self._plans = f"saver {next(_SAVERS)}"
-        self.check = check
-        self._on_wait = on_wait
-        self._on_saved = on_saved
-        self._warn, self._is_short = warn, False
         self._pending: Future[Any] | None = None
-        self._pending_step = 0
+        self._pending_step, self._began_s = 0, 0.0
         self._stager: Stager | None = None
+        self._is_short = False  # the next two saves will not fit on the disk
         self._stuck = False  # a rank does not end its part, so nothing may wait for the writing thread
 
     def due(self, step: int) -> bool:
         """Whether to save after `step`: every `checkpoint_every` steps, and after the last step."""
-        every = self._training.checkpoint_every
-        return every is not None and (step % every == 0 or step == self._training.steps)
+        every = self.training.checkpoint_every
+        return every is not None and (step % every == 0 or step == self.training.steps)
 
     def save(self, step: int, *, blocking: bool = False) -> None:
         """Begin to write the state after `step`. All ranks must call it at the same step.
@@ -134,10 +120,10 @@ class Saver:
         others.
         """
         self._finish()
-        if step > self._saved_step:
+        if step > self.saved_step:
             self.check(step)
             self._begin(step)
-        if not blocking and self._training.checkpoint_async:
+        if not blocking and self.training.checkpoint_async:
             return
         if (error := self._finish()) and blocking:
             raise SaveError(f"the checkpoint of step {step} could not be written: {error}")
@@ -152,24 +138,24 @@ class Saver:
             self._thread.shutdown(wait=not self._stuck)
 
     def _begin(self, step: int) -> None:
-        unfinished = checkpoint_index.unfinished_folder(self._folder, step)
+        unfinished = checkpoint_index.unfinished_folder(self.folder, step)
         if dist.get_rank() == 0:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
             shutil.rmtree(unfinished, ignore_errors=True)  # left by a save that failed
-        state: dict[str, Any] = self._parts.of({**self._state(), **random_state(self._device)})
-        training = self._training
+        state: dict[str, Any] = self._parts.of({**self.state(), **random_state(self.device)})
+        training = self.training
         writer = CheckpointWriter(
             unfinished,
-            folder=self._folder,
+            folder=self.folder,
             step=step,
-            about={**self._about, "samples": step * training.global_batch_size},
+            about={**self.about, "samples": step * training.global_batch_size},
             prune=self._prune,
         )
         self._pending_step = step
         planner = planner_with_memory(self._plans)
         save: dict[str, Any] = {"storage_writer": writer, "planner": planner, "process_group": self._group}
         self._began_s = time.perf_counter()
-        if self._training.checkpoint_async:
+        if self.training.checkpoint_async:
             stager = self._open_stager()
             self._pending = cast("Future[Any]", dcp.async_save(state, async_stager=stager, **save))
         else:
@@ -178,18 +164,18 @@ class Saver:
 
     def _prune(self) -> None:
         """Make room, and warn once if that is not enough. Rank 0 calls it in the thread that writes."""
-        kept: dict[str, Any] = {key: getattr(self._training, key) for key in ("keep_last", "keep_every")}
-        checkpoint_index.prune(self._folder, **kept)
+        kept: dict[str, Any] = {key: getattr(self.training, key) for key in ("keep_last", "keep_every")}
+        checkpoint_index.prune(self.folder, **kept)
         with suppress(DamagedError):
-            shortage = checkpoint_index.shortage(self._folder, **kept)
+            shortage = checkpoint_index.shortage(self.folder, **kept)
             if shortage and not self._is_short:
-                self._warn(f"{self._folder} {shortage}. Make room")
+                self.warn(f"{self.folder} {shortage}. Make room")
             self._is_short = shortage is not None
 
     def _write(self, state: dict[str, Any], save: dict[str, Any]) -> None:
         """Write without a copy, in a thread, so that this rank's main thread can report that it waits."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a thread begins with device 0
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread begins with device 0
         dcp.save(state, **save)
 
     def _open_thread(self) -> ThreadPoolExecutor:
@@ -204,7 +190,7 @@ class Saver:
     def _open_stager(self) -> Stager:
         """One stager for all checkpoints, since it keeps the memory of the copy."""
         if self._stager is None:
-            self._stager = stager_for(self._device)
+            self._stager = stager_for(self.device)
         return self._stager
 
     def _finish(self) -> str | None:
@@ -223,8 +209,8 @@ class Saver:
         if max(exchange.all_gather_numbers([float(is_broken(error))], device=exchange.CPU)[0]):
             self._renew_group()
         if reason is None:
-            self._saved_step = self._pending_step
-            self._on_saved(self._saved_step)
+            self.saved_step = self._pending_step
+            self.on_saved(self.saved_step)
         else:
             self._give_up(reason)
         return reason
@@ -235,9 +221,9 @@ class Saver:
         if dist.get_rank() != 0:
             return
         step = self._pending_step
-        shutil.rmtree(checkpoint_index.unfinished_folder(self._folder, step), ignore_errors=True)
-        newest = f"the newest is that of step {self._saved_step}"
-        self._warn(f"the checkpoint of step {step} could not be written ({reason}); {newest}")
+        shutil.rmtree(checkpoint_index.unfinished_folder(self.folder, step), ignore_errors=True)
+        newest = f"the newest is that of step {self.saved_step}"
+        self.warn(f"the checkpoint of step {step} could not be written ({reason}); {newest}")
 
     def _wait_for_all(self, pending: Future[Any]) -> Future[Any]:
         """Returns `pending` when no rank writes any more. All ranks call it together."""
@@ -247,8 +233,8 @@ class Saver:
             is_done, waits_s = exchange.all_gather_numbers([float(done), waited_s], device=exchange.CPU)
             if all(is_done):
                 return pending
-            self._on_wait()
-            if max(waits_s) > _PATIENCE * self._saving.timeout_s:
+            self.on_wait()
+            if max(waits_s) > _PATIENCE * self.saving.timeout_s:
                 self._raise_stuck([not done for done in is_done], waited_s=max(waits_s))
 
     def _raise_stuck(self, is_stuck: Sequence[bool], *, waited_s: float) -> NoReturn:
@@ -270,12 +256,12 @@ class Saver:
             failures = error.failures.values()
             return "; ".join(sorted({f"{type(failure).__name__}: {failure}" for failure, _ in failures}))
         if failure.kind_and_source(error)[0] == failure.COLLECTIVE_TIMEOUT:
-            limit_s = self._saving.timeout_s
+            limit_s = self.saving.timeout_s
             return f"not all ranks had written after cluster.checkpoint_timeout_s = {limit_s:g} seconds"
         return f"{type(error).__name__}: {error}"
 
     def _renew_group(self) -> None:
-        broken, self._group = self._group, self._saving.make()
+        broken, self._group = self._group, self.saving.make()
         if broken is not None:
             dist.destroy_process_group(broken)
 

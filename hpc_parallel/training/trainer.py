@@ -37,44 +37,29 @@ class RankBatches:
     evaluation: WithMetrics  # the loss function
 
 
+@dataclass(kw_only=True)
 class Trainer:
-    """Trains for `training.steps` optimizer steps, or until a signal stops it."""
+    """Trains for `training.steps` optimizer steps, or until a signal stops it.
 
-    def __init__(
-        self,
-        step: Step,
-        *,
-        optimizer: ModelOptimizer,
-        samples: RankBatches,
-        observers: Observers,
-        config: RunConfig,
-        saver: Saver,
-        stop: Callable[[int], signal.Signals | None],
-        steps_done: int,
-        memory: MemoryCopies | None = None,
-    ) -> None:
-        """`stop`: returns the signal if all ranks stop after this step, else None.
+    stop: returns the signal if all ranks stop after this step, else None. steps_done: the number of steps in
+    the checkpoint that the run was restored from, else 0. memory: copies the state to the memory of hosts
+    between two checkpoints.
+    """
 
-        `steps_done`: the number of steps in the checkpoint that the run was restored from, else 0.
+    step: Step
+    optimizer: ModelOptimizer
+    samples: RankBatches
+    observers: Observers
+    config: RunConfig
+    saver: Saver
+    stop: Callable[[int], signal.Signals | None]
+    steps_done: int
+    memory: MemoryCopies | None = None
+    ended_early: str | None = None  # why a callback ended the training
+    pruned: str | None = None  # why the training ended before other runs of its sweep
 
-        `memory`: copies the state to the memory of hosts between two checkpoints.
-        """
-        self._step = step
-        self._optimizer = optimizer
-        self._samples = samples
-        self._observers = observers
-        self._metrics = observers.metrics
-        self._progress = observers.progress
-        self._callbacks = observers.callbacks
-        self.ended_early: str | None = None  # why a callback ended the training
-        self.pruned: str | None = None  # why the training ended before other runs of its sweep
-        self._training = config.training
-        self._schedule = config.optimizer
-        self._saver = saver
-        self._stop = stop
-        self._memory = memory
-        self.steps_done = steps_done
-        self._progress.first_step = steps_done + 1
+    def __post_init__(self) -> None:
+        self.observers.progress.first_step = self.steps_done + 1
 
     def fit(self) -> signal.Signals | None:
         """Train to the last step.
@@ -84,29 +69,30 @@ class Trainer:
         (`pruned`).
         """
         if self.steps_done:  # the last start may have died between its early end and its summary
-            self.ended_early = self._callbacks.reason()
+            self.ended_early = self.observers.callbacks.reason()
         if self.ended_early is not None:
             self._save_last(self.steps_done)  # which may come from a copy in memory
             return None
-        with collecting(self._training.collect_every) as collect:
+        with collecting(self.config.training.collect_every) as collect:
             return self._fit(collect)
 
     def _fit(self, collect: Callable[[int], object]) -> signal.Signals | None:
-        steps = self._training.steps
+        steps = self.config.training.steps
         for step in range(self.steps_done + 1, steps + 1):
             collect(step)
-            rate = learning_rate(step, steps=steps, config=self._schedule)
-            self._optimizer.begin_step(step, rate=rate)
-            self._metrics.note(self._step.train(step, batches=self._samples.train, observers=self._observers))
+            rate = learning_rate(step, steps=steps, config=self.config.optimizer)
+            self.optimizer.begin_step(step, rate=rate)
+            result = self.step.train(step, batches=self.samples.train, observers=self.observers)
+            self.observers.metrics.note(result)
             self.steps_done = step
-            self._callbacks.step(step)
-            validate = self._due(step, self._training.validate_every)
-            line_due = validate or self._due(step, self._training.log_every)
+            self.observers.callbacks.step(step)
+            validate = self._due(step, self.config.training.validate_every)
+            line_due = validate or self._due(step, self.config.training.log_every)
             if line_due or step % CHECK_EVERY == 0:
-                self._step.raise_if_nonfinite(step, batches=self._samples.train)
+                self.step.raise_if_nonfinite(step, batches=self.samples.train)
             if line_due:
                 self._log(step, rate=rate, validate=validate)
-            if self._saver.due(step):
+            if self.saver.due(step):
                 self._save(step, blocking=step == steps)
             if self.ended_early is not None:
                 self._save_last(step)
@@ -114,68 +100,68 @@ class Trainer:
             if self.pruned is not None:
                 self._save(step, blocking=True)
                 break
-            if step < steps and (signalled := self._stop(step)) is not None:
+            if step < steps and (signalled := self.stop(step)) is not None:
                 self._save(step, blocking=True)
                 return signalled
-            if self._memory is not None and step < steps and self._memory.due(step):
-                self._copy(step, memory=self._memory)
-        self._progress.mark("done", self.steps_done)
+            if self.memory is not None and step < steps and self.memory.due(step):
+                self._copy(step, memory=self.memory)
+        self.observers.progress.mark("done", self.steps_done)
         return None
 
     def _log(self, step: int, *, rate: float, validate: bool) -> None:
-        self._progress.mark("log", step)
-        line = self._metrics.line(step=step, learning_rate=rate)
+        self.observers.progress.mark("log", step)
+        line = self.observers.metrics.line(step=step, learning_rate=rate)
         if validate:
             line |= self.validate(after=step)
-        for writer in self._observers.writers:
+        for writer in self.observers.writers:
             writer.write(line)
-        reason = self._callbacks.line(line)
-        if step < self._training.steps:
+        reason = self.observers.callbacks.line(line)
+        if step < self.config.training.steps:
             self.ended_early = reason
-            if reason is None and self._observers.pruning is not None:
-                self.pruned = self._observers.pruning.why(line)
+            if reason is None and self.observers.pruning is not None:
+                self.pruned = self.observers.pruning.why(line)
 
     def _save_last(self, step: int) -> None:
         """Save the last step of a training that ends early, in the same way as the planned last step."""
-        if self._training.checkpoint_every is not None:
+        if self.config.training.checkpoint_every is not None:
             self._save(step, blocking=True)
 
     def _save(self, step: int, *, blocking: bool) -> None:
-        self._progress.mark("save", step)
+        self.observers.progress.mark("save", step)
         # A checkpoint must hold finite weights only.
-        self._step.raise_if_nonfinite(step, batches=self._samples.train)
+        self.step.raise_if_nonfinite(step, batches=self.samples.train)
         started = time.perf_counter()
-        self._saver.save(step, blocking=blocking)
-        self._metrics.leave_out(time.perf_counter() - started, cause="saving")
+        self.saver.save(step, blocking=blocking)
+        self.observers.metrics.leave_out(time.perf_counter() - started, cause="saving")
 
     def _copy(self, step: int, *, memory: MemoryCopies) -> None:
-        self._progress.mark("save", step)
-        self._step.raise_if_nonfinite(step, batches=self._samples.train)
+        self.observers.progress.mark("save", step)
+        self.step.raise_if_nonfinite(step, batches=self.samples.train)
         started = time.perf_counter()
-        self._saver.check(step)
-        memory.keep(step, on_wait=lambda: self._progress.mark("save", step))
-        self._metrics.leave_out(time.perf_counter() - started, cause="saving")
+        self.saver.check(step)
+        memory.keep(step, on_wait=lambda: self.observers.progress.mark("save", step))
+        self.observers.metrics.leave_out(time.perf_counter() - started, cause="saving")
 
     def validate(self, *, after: int) -> dict[str, float | None]:
         """Returns the mean loss and metrics over the held-out samples after step `after`, by their keys."""
 
         def evaluate(inputs: Tensor, targets: Tensor) -> Tensor:
-            self._progress.mark("validate", after)  # a long validation is not a hang
-            return self._step.evaluate(inputs, targets)
+            self.observers.progress.mark("validate", after)  # a long validation is not a hang
+            return self.step.evaluate(inputs, targets)
 
         started = time.perf_counter()
-        samples = self._samples
+        samples = self.samples
         samples.train.settle()
         means = validate(
             evaluate, samples.validation, count=samples.validation_samples, device=samples.device,
             evaluation=samples.evaluation,
         )  # fmt: skip
-        self._metrics.leave_out(time.perf_counter() - started, cause="validation")
+        self.observers.metrics.leave_out(time.perf_counter() - started, cause="validation")
         return means
 
     def _due(self, step: int, every: int | None) -> bool:
         """The first and the last step are always due, so the metrics show where a run starts and ends."""
-        return every is not None and (step % every == 0 or step in (1, self._training.steps))
+        return every is not None and (step % every == 0 or step in (1, self.config.training.steps))
 
 
 @contextmanager

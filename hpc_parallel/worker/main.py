@@ -158,8 +158,8 @@ def prepare_device(config: RunConfig, world: World, *, bound: bool = False) -> t
 
 def unused_gpus(config: RunConfig, device: torch.device, *, host: str) -> str | None:
     """A warning if the job asked for GPUs and torch finds none, so that it trains without them; else None."""
-    asked = config.launcher.kind in ("slurm", ALLOCATION) and config.cluster.gpus
-    if not asked or config.device != "auto" or device.type != "cpu":
+    wants_gpus = config.launcher.kind in ("slurm", ALLOCATION) and config.cluster.gpus
+    if not wants_gpus or config.device != "auto" or device.type != "cpu":
         return None
     return (
         f"the job asked for GPUs, but torch {torch.__version__} finds none on {host}: this run uses the CPU, "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from hpc_parallel.slurm.jobs import job_fields, job_of, seconds_since_1970
 
@@ -16,40 +17,33 @@ SAVES = 2  # one may be in progress, and the next one waits for it
 _END = "SLURM_JOB_END_TIME"  # seconds since 1970; Slurm 23.02 and newer set it
 
 
+@dataclass
 class TimeLimit:
-    """The end of this job by Slurm's clock, and the time that the run needs before it."""
+    """The end of this job by Slurm's clock, and the time that the run needs before it.
 
-    def __init__(
-        self,
-        *,
-        end_s: float,
-        current_end_s: Callable[[], float | None],
-        save_s: Callable[[], float | None],
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """`end_s`: the end of the job, as known when it began.
+    end_s: the end of the job, as known when it began. current_end_s: asks Slurm, because an administrator may
+    have moved the limit; None if Slurm does not answer. save_s: how long the newest save took; None before
+    the first.
+    """
 
-        `save_s`: how long the newest save took; None before the first.
+    end_s: float
+    current_end_s: Callable[[], float | None]
+    save_s: Callable[[], float | None]
+    clock: Callable[[], float] = time.time
 
-        `current_end_s`: asks Slurm, because an administrator may have moved the limit. It returns None if
-        Slurm does not answer.
-        """
-        self._end_s = end_s
-        self._current_end_s = current_end_s
-        self._save_s = save_s
-        self._clock = clock
-        self._most_s = (end_s - clock()) / 2  # a short job keeps half of its time
+    def __post_init__(self) -> None:
+        self._most_s = (self.end_s - self.clock()) / 2  # a short job keeps half of its time
 
     def is_near(self, *, step_s: float) -> bool:
         """Whether the run must save now; `step_s`: the time of a step, which delays the next check."""
-        save_s = self._save_s()
+        save_s = self.save_s()
         if save_s is None:
             return False
         needed_s = min(SAVES * (save_s + step_s) + MARGIN_S, self._most_s)
-        if self._end_s - self._clock() > needed_s:
+        if self.end_s - self.clock() > needed_s:
             return False
-        self._end_s = self._current_end_s() or self._end_s
-        left_s = self._end_s - self._clock()
+        self.end_s = self.current_end_s() or self.end_s
+        left_s = self.end_s - self.clock()
         if left_s > needed_s:
             return False
         print(f"saving {left_s:.0f} s before the time limit, because a save takes {save_s:.0f} s", flush=True)

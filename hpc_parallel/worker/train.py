@@ -103,7 +103,7 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     stop = StopFlag(step=steps_done, time_limit=limit)
     step = step_of(session, optimizer=optimizer, on_gradients=on_gradients)
     trainer = Trainer(
-        step, optimizer=optimizer, samples=samples, observers=observers, config=config, saver=saver,
+        step=step, optimizer=optimizer, samples=samples, observers=observers, config=config, saver=saver,
         stop=stop.after, steps_done=steps_done, memory=memory,
     )  # fmt: skip
     # `stop` stays open until all files are written: a signal must not end a run that is almost done.
@@ -172,11 +172,8 @@ def fit(trainer: Trainer, *, saver: Saver, metrics: Metrics) -> signal.Signals |
     """Train and wait for the last save; returns the signal that stopped the training early, else None."""
     try:
         signalled = trainer.fit()
-    except (
-        NonFiniteError,
-        ReplicaError,
-        FollowerError,
-    ):  # raised on all ranks together, so a pending save can finish
+    except (NonFiniteError, ReplicaError, FollowerError):
+        # Raised on all ranks together, so a pending save can finish.
         saver.close()
         raise
     started = time.perf_counter()

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,9 +67,10 @@ def watch(
         return
     hang_report.forget(folder, world=world)
     closed = threading.Event()
-    watchdog = _Watchdog(folder, world=world, timeout_s=timeout_s, progress=progress, closed=closed)
-    watchdog.store = store
-    watchdog.first_timeout_s = max(FIRST_S, timeout_s * COMPILES if compiles else timeout_s)
+    watchdog = _Watchdog(
+        folder=folder, world=world, progress=progress, closed=closed, store=store, timeout_s=timeout_s,
+        first_timeout_s=max(FIRST_S, timeout_s * COMPILES if compiles else timeout_s),
+    )  # fmt: skip
     threading.Thread(target=watchdog.run, name="watchdog", daemon=True).start()
     try:
         yield progress
@@ -77,22 +78,19 @@ def watch(
         closed.set()
 
 
+@dataclass(kw_only=True)
 class _Watchdog:
-    def __init__(
-        self,
-        folder: RunFolder,
-        *,
-        world: World,
-        timeout_s: float,
-        progress: Progress,
-        closed: threading.Event,
-    ) -> None:
-        self.folder, self.world, self.timeout_s = folder, world, timeout_s
-        self.first_timeout_s = timeout_s
-        self.progress, self.closed = progress, closed
-        self.store: HangStore | None = None
-        self.address = _address_of_store(folder, world=world)
-        self.grace_s = hang_report.grace_s(timeout_s)
+    folder: RunFolder
+    world: World
+    timeout_s: float
+    first_timeout_s: float
+    progress: Progress
+    closed: threading.Event
+    store: HangStore | None = None
+
+    def __post_init__(self) -> None:
+        self.address = _address_of_store(self.folder, world=self.world)
+        self.grace_s = hang_report.grace_s(self.timeout_s)
 
     def run(self) -> None:
         try:

@@ -359,10 +359,9 @@ def looked(folder: RunFolder, monkeypatch: pytest.MonkeyPatch, **events: object)
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     progress.mark(events.get("phase", "step"), events.get("step", 2))  # type: ignore[arg-type]
     watchdog = _Watchdog(
-        folder, world=World.discover({}), timeout_s=100.0, progress=progress, closed=threading.Event()
-    )
-    watchdog.closed = clock  # type: ignore[assignment]
-    watchdog.first_timeout_s = events.get("first_timeout_s", 100.0)  # type: ignore[assignment]
+        folder=folder, world=World.discover({}), timeout_s=100.0, progress=progress,
+        first_timeout_s=events.get("first_timeout_s", 100.0), closed=clock,  # type: ignore[arg-type]
+    )  # fmt: skip
     return watchdog._until_hang()
 
 

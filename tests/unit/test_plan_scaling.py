@@ -30,9 +30,8 @@ def test_each_row_is_the_plan_of_its_size(capsys: pytest.CaptureFixture[str]) ->
     rates = {}
     for nodes, line in zip((1, 4), rows, strict=True):
         words = [*RUN, f"nodes={nodes}"]
-        _, work, step = planned_run(
-            words, hardware=named_hardware(HARDWARE, user_folder=None), user_folder=None
-        )
+        plan = planned_run(words, hardware=named_hardware(HARDWARE, user_folder=None), user_folder=None)
+        work, step = plan.work, plan.step
         rates[nodes] = work.samples * work.decoder.sequence / step.total_s
         cells = re.split(r" {2,}", line.strip())
         assert cells[:2] == [str(nodes), f"shard {8 * nodes}"]

@@ -286,47 +286,42 @@ def test_a_job_that_can_go_on_restarts_by_default(words: tuple[str, ...], most: 
     assert resolve(composed(*words)).config.launcher.max_restarts == most
 
 
-@pytest.mark.parametrize(
-    ("words", "refusal"),
-    [
-        (("launcher=local",), "= 1 needs a job of the run's own, and launcher.kind=local submits none"),
-        (("launcher=script", "launcher.max_restarts=0"),
-         "= 1 has no use: launcher.max_restarts=0 lets no start follow a failure"),
-        (("launcher=script", "launcher.spares=-1"), "= -1 must be at least 0"),
-        (("launcher=script", "task=infer"),  # which starts anew
-         "= 1 has no use: launcher.max_restarts=0 lets no start follow a failure"),
-    ],
-)  # fmt: skip
-def test_spares_that_could_not_be_used_are_refused(words: tuple[str, ...], refusal: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        prepared("launcher.spares=1", *words)
-    assert [str(problem) for problem in refused.value.problems] == [
-        f"launcher.spares {refusal}. Try launcher.spares=0."
-    ]
-    prepared(*words, "launcher.spares=0")
+NO_JOB = "needs a job of the run's own, and launcher.kind=local submits none"
+NO_RESTART = "has no use: launcher.max_restarts=0 lets no start follow a failure"
+INFER = ("launcher=script", "task=infer")  # which starts anew
 
 
 @pytest.mark.parametrize(
-    ("words", "refusal"),
+    ("key", "words", "refusal"),
     [
-        (("launcher=local",), "needs a job of the run's own, and launcher.kind=local submits none"),
-        (("launcher=script", "training.checkpoint_every=null"),
-         "has no use: launcher.max_restarts=0 lets no start follow a failure"),
-        (("launcher=script", "task=script", "script.command=bash", RESUMES),
+        ("spares=1", ("launcher=local",), NO_JOB),
+        ("spares=1", ("launcher=script", "launcher.max_restarts=0"), NO_RESTART),
+        ("spares=1", INFER, NO_RESTART),
+        ("spares=-1", ("launcher=script",), "must be at least 0"),
+        ("standby=true", ("launcher=local",), NO_JOB),
+        ("standby=true", ("launcher=script", "training.checkpoint_every=null"), NO_RESTART),
+        ("standby=true", ("launcher=script", "task=script", "script.command=bash", RESUMES),
          "is for our own training: your script imports torch itself"),
-        (("launcher=script", "+cluster.srun.input=none"),
+        ("standby=true", ("launcher=script", "+cluster.srun.input=none"),
          "needs the standard input of srun, which cluster.srun gives to something else"),
-        (("launcher=script", "cluster.start=torchrun"), "needs cluster.start=srun, and it is torchrun"),
-        (("launcher=script", "profile=nsys", "launcher.modules=[nsight]"),
+        ("standby=true", ("launcher=script", "cluster.start=torchrun"),
+         "needs cluster.start=srun, and it is torchrun"),
+        ("standby=true", ("launcher=script", "profile=nsys", "launcher.modules=[nsight]"),
          "starts ranks without a profiler, and profile=nsys is one"),
     ],
 )  # fmt: skip
-def test_ranks_that_could_not_stand_by_are_refused(words: tuple[str, ...], refusal: str) -> None:
+def test_hosts_and_ranks_that_could_not_take_over_are_refused(
+    key: str, words: tuple[str, ...], refusal: str
+) -> None:
+    name, value = key.split("=")
+    legal = f"launcher.{name}={'0' if name == 'spares' else 'false'}"
     with pytest.raises(ConfigError) as refused:
-        prepared("launcher.standby=true", *words)
+        prepared(f"launcher.{key}", *words)
     assert [str(problem) for problem in refused.value.problems] == [
-        f"launcher.standby = true {refusal}. Try launcher.standby=false."
+        f"launcher.{name} = {value} {refusal}. Try {legal}."
     ]
+    if name == "spares":
+        prepared(*words, legal)
 
 
 def test_a_file_of_hosts_to_exclude_becomes_a_list(here: Path) -> None:

@@ -153,9 +153,7 @@ def tensor_problems(config: RunConfig, layout: Layout) -> Problems:
         rule = f"does not divide {counts}: each device needs whole heads"
         yield with_degree_near("tensor", rule, heads, kv_heads, config=config, layout=layout)
         return
-    for split, what in (
-        ("columns", "columns"), (DENSE, "columns"), ("vocabulary", "rows of the embedding"),
-    ):  # fmt: skip
+    for split, what in (("columns", "columns"), (DENSE, "columns"), ("vocabulary", "rows of the embedding")):
         key, size = count(config, split)
         if size and size % degree:
             rule = f"does not divide by strategy.tensor = {degree}: devices have equal numbers of {what}"

@@ -215,7 +215,7 @@ def rounding_problems(config: RunConfig) -> Problems:
         "gradient: larger microbatches are fewer": added > MOST_ADDED,
         f"can't be combined with strategy.execution = {config.strategy.execution}, which adds the gradients "
         "of all devices in the type of the weights": config.strategy.execution != SPMD,
-    }  # fmt: skip
+    }
     yield from (
         Problem("training.weights", BFLOAT16, rule, ("float32",)) for rule, holds in reasons.items() if holds
     )

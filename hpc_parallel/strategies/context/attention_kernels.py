@@ -11,6 +11,7 @@ A query is [batch, head, seq, head_dim]; keys and values are [batch, kv_head, se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -60,6 +61,7 @@ class Kernel(Protocol):
         """Returns what `kv` adds to the gradients of the queries and of `kv`."""
 
 
+@dataclass(frozen=True)
 class Fused:
     """A kernel of torch, through its operators for both passes (`torch_internals`).
 
@@ -67,22 +69,16 @@ class Fused:
     head. lse_unit: the rows of the kernel's `lse` are padded to a multiple of this.
     """
 
-    def __init__(
-        self,
-        forward: Callable[..., tuple[Tensor, Tensor]],
-        backward: Callable[..., tuple[Tensor, ...]],
-        *,
-        grouped: bool,
-        lse_unit: int = 1,
-    ) -> None:
-        self._forward, self._backward = forward, backward
-        self._grouped, self._lse_unit = grouped, lse_unit
+    forward_kernel: Callable[..., tuple[Tensor, Tensor]]
+    backward_kernel: Callable[..., tuple[Tensor, ...]]
+    grouped: bool
+    lse_unit: int = 1
 
     def forward(
         self, query: Tensor, kv: Tensor, *, causal: bool, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         key, value = self._for_heads_of(query, kv)
-        output, lse = self._forward(query, key, value, causal=causal, **added(bias, query))
+        output, lse = self.forward_kernel(query, key, value, causal=causal, **added(bias, query))
         return output, lse[..., : query.shape[-2]]
 
     def backward(
@@ -90,19 +86,19 @@ class Fused:
     ) -> tuple[Tensor, Tensor]:
         grad_output, query, output, lse = attended
         key, value = self._for_heads_of(query, kv)
-        missing = -lse.shape[-1] % self._lse_unit
+        missing = -lse.shape[-1] % self.lse_unit
         padded = torch.nn.functional.pad(lse, (0, missing), value=torch.inf).contiguous()
-        grad_query, *grad_kv = self._backward(
+        grad_query, *grad_kv = self.backward_kernel(
             grad_output, query, key, value, output, padded, causal=causal, **added(bias, query)
         )
         grads = torch.stack(grad_kv)
-        if not self._grouped:
+        if not self.grouped:
             grads = grads.unflatten(2, (kv.shape[2], -1)).sum(3)
         return grad_query, grads
 
     def _for_heads_of(self, query: Tensor, kv: Tensor) -> Tensor:
         group = query.shape[1] // kv.shape[2]
-        return kv if self._grouped or group == 1 else kv.repeat_interleave(group, dim=2)
+        return kv if self.grouped or group == 1 else kv.repeat_interleave(group, dim=2)
 
 
 class Strips:

@@ -307,12 +307,9 @@ class Passing:
         self._outgoing = tensor  # kept until it is sent
         self._incoming = torch.empty_like(tensor)
         with marked("send_recv context"):
-            self._works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % degree),
-                    dist.P2POp(dist.irecv, self._incoming, group=group, group_peer=(rank - 1) % degree),
-                ]
-            )
+            send = dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % degree)
+            receive = dist.P2POp(dist.irecv, self._incoming, group=group, group_peer=(rank - 1) % degree)
+            self._works = dist.batch_isend_irecv([send, receive])
 
     def arrived(self) -> Tensor:
         for work in self._works:
