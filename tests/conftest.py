@@ -18,7 +18,7 @@ from hydra._internal.config_repository import ConfigRepository, IConfigRepositor
 from hydra._internal.defaults_list import DefaultsList, Overrides, create_defaults_list
 from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigSource
-from omegaconf import DictConfig
+from omegaconf import DictConfig, base
 from omegaconf.base import Metadata
 
 from hpc_parallel.config.places import find_folder
@@ -122,6 +122,7 @@ def _compositions() -> Iterator[None]:
         return chosen
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "parse", functools.cache(base.parse))  # trees of `${...}`, which are only read
         patch.setattr(config_loader_impl, "create_defaults_list", choose_once)
         patch.setattr(ConfigRepository, "load_config", read_once)
         patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)

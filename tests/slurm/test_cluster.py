@@ -62,6 +62,7 @@ def test_tasks_run_on_hosts_with_their_own_name_and_address(cluster: Cluster) ->
     assert sorted(lines) == [f"{host} {address} {address}" for host, address in cluster.hosts.items()]
 
 
+@pytest.mark.full
 @pytest.mark.timing
 def test_links_can_be_slowed_down(cluster: Cluster) -> None:
     free = bits_per_s(cluster, size=8 << 20)
