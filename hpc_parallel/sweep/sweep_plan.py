@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
+from hpc_parallel.config.checks.site_checks import PATH_RULE, is_path
 from hpc_parallel.config.compose import Cell, SweepCells
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.resolve import UnresolvedError
@@ -280,9 +281,8 @@ def different_losses(key: str) -> Problem:
 
 def folder_problems(folder: Path) -> list[Problem | str]:
     """Why `hydra.sweep.dir` can't be the sweep folder."""
-    if not str(folder).isprintable() or set(str(folder)) & set("%\\:"):
-        rule = "must be a printable path without % or backslash (Slurm's patterns) or colon (ends a path)"
-        return [Problem("hydra.sweep.dir", str(folder), rule, ("runs/sweeps/mine",))]
+    if not is_path(str(folder)):
+        return [Problem("hydra.sweep.dir", str(folder), PATH_RULE, ("runs/sweeps/mine",))]
     if is_sweep_folder(folder):
         return [f"hydra.sweep.dir = {folder} already holds a sweep. Try sweep.resume={folder}."]
     return []

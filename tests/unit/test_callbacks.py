@@ -42,9 +42,8 @@ def test_early_stopping_waits_for_two_lines(losses: list[float | None], stops_at
 def test_an_early_end_is_saved_after_a_restart_from_memory() -> None:
     """The step may be on no disk: the start before died after the callback's line, before the save."""
     saved: list[int] = []
-    trainer = SimpleNamespace(
-        steps_done=6, _callbacks=SimpleNamespace(reason=lambda: "as before"), _save_last=saved.append
-    )
+    observers = SimpleNamespace(callbacks=SimpleNamespace(reason=lambda: "as before"))
+    trainer = SimpleNamespace(steps_done=6, observers=observers, _save_last=saved.append)
     assert Trainer.fit(trainer) is None  # type: ignore[arg-type]
     assert saved == [6]
 

@@ -75,7 +75,7 @@ def test_the_end_is_that_of_the_job(
     limit = time_limit_of(variables, save_s=lambda: 1.0)
     if end_s is None:
         end_s = datetime(2030, 3, 17, 17, 46, 40).timestamp()
-    assert (0.0 if limit is None else limit._end_s) == end_s
+    assert (0.0 if limit is None else limit.end_s) == end_s
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from hpc_parallel.record.run_folder import is_run_folder, unreadable
 from hpc_parallel.record.safe_read import DamagedError, list_folder, read_text
 from hpc_parallel.slurm.short_forms import minutes_of
 
+PATH_RULE = "must be a printable path without % or backslash (Slurm's patterns) or colon (ends a path)"
 MOST_FEWER = 64  # than `nodes`: each number of nodes is checked as a run of its own
 # Flags of sbatch that the launchers set, with their configuration key (None: there is no key).
 LAUNCHER_FLAGS = {
@@ -44,7 +45,7 @@ def find_problems(config: RunConfig) -> Problems:
 def _names(config: RunConfig) -> Problems:
     """Names that become part of a path or of a line of shell code."""
     name, current = config.name, Path.cwd()
-    if name[:1] in ("", ".") or not _is_path(name) or "/" in name or len(name) > 100:
+    if name[:1] in ("", ".") or not is_path(name) or "/" in name or len(name) > 100:
         suggestion = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100] or "run"
         rule = (
             "can't name a folder: use up to 100 printable characters without / \\ : and % (Slurm's patterns)"
@@ -53,10 +54,11 @@ def _names(config: RunConfig) -> Problems:
             rule = "would name a hidden folder, which status does not list"
         yield Problem("name", name, rule, (suggestion,))
     folder = Path(os.path.expanduser(config.run_dir or "runs")).absolute()
-    rule = "must be a printable path without % or backslash (Slurm's patterns) or colon (ends a path)"
-    if config.run_dir == "" or not _is_path(str(folder)):
-        legal = "runs/mine" if _is_path(str(current)) else os.path.expanduser("~/runs/mine")
-        yield Problem("run_dir", str(folder) if config.run_dir is None else config.run_dir, rule, (legal,))
+    if config.run_dir == "" or not is_path(str(folder)):
+        legal = "runs/mine" if is_path(str(current)) else os.path.expanduser("~/runs/mine")
+        yield Problem(
+            "run_dir", str(folder) if config.run_dir is None else config.run_dir, PATH_RULE, (legal,)
+        )
     elif config.run_dir is not None and (refusal := unreadable(folder)):
         yield f"run_dir = {config.run_dir} can't be used: {refusal}"
     elif (run := next((place for place in folder.parents if is_run_folder(place)), None)) is not None:
@@ -72,7 +74,7 @@ def _names(config: RunConfig) -> Problems:
         yield Problem("run_dir", config.run_dir, rule, (_free(config.run_dir),))
 
 
-def _is_path(text: str) -> bool:
+def is_path(text: str) -> bool:
     """Whether Slurm and PYTHONPATH take the text literally, and it fits in one line of a script."""
     return text.isprintable() and not set(text) & set("%\\:")
 
