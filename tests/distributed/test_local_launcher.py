@@ -25,7 +25,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
 from tests.composed import prepared
 
-pytestmark = pytest.mark.timing
+pytestmark = pytest.mark.processes
 STAND_IN = str(Path(__file__).with_name("stand_in_agent.py"))
 VICTIM = 2
 RANKS = 4
@@ -161,6 +161,7 @@ def test_complete_run(agents: AgentServer, tmp_path: Path) -> None:
     assert read_json(folder.summary) == {"outcome": "completed"}
 
 
+@pytest.mark.timing
 @pytest.mark.full
 def test_fifty_starts_beside_others(agents: AgentServer, tmp_path: Path) -> None:
     """No port is taken twice, no process is left: each start meets the start of another run."""
@@ -193,6 +194,7 @@ def test_a_rank_that_raises_is_named_and_its_peers_follow(agents: AgentServer, t
     assert session(agent) == set()
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("scenario", ["exit", "deaf"])
 def test_a_rank_without_a_record_is_named(agents: AgentServer, tmp_path: Path, scenario: str) -> None:
     folder = make_folder(tmp_path, scenario)
@@ -223,6 +225,7 @@ def test_an_agent_asked_to_stop_cancels(agents: AgentServer, tmp_path: Path, num
     assert summary["layout"]["replicate"] == 4
 
 
+@pytest.mark.timing
 def test_a_killed_agent_takes_its_ranks_along(agents: AgentServer, tmp_path: Path) -> None:
     folder = make_folder(tmp_path, "block")
     agent = agents.start(folder)
@@ -232,6 +235,7 @@ def test_a_killed_agent_takes_its_ranks_along(agents: AgentServer, tmp_path: Pat
     until(lambda: not session(agent), within_s=2)
 
 
+@pytest.mark.timing
 def test_a_killed_rank_ends_the_run_and_is_the_last_line(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, "block")
     login = start_login(folder, stdout=subprocess.PIPE)
@@ -296,6 +300,7 @@ def test_ctrl_c_in_a_terminal_leaves_no_process(tmp_path: Path) -> None:
     assert "cancelled by Ctrl-C: step 0 of 5" in text
 
 
+@pytest.mark.timing
 def test_a_killed_login_process_leaves_no_process(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, "block")
     login = start_login(folder, stdout=subprocess.DEVNULL)
