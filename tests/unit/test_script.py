@@ -191,6 +191,21 @@ def test_a_script_that_is_no_part_of_a_group_is_warned_of(here: Path) -> None:
         assert len(list(script_warnings(composed(LOCAL, f"nodes={nodes}", "--", f"{name}.py")))) == expected
 
 
+@pytest.mark.parametrize(
+    ("line", "suggestion"),
+    [
+        ("python train.py --lr 1", "-- train.py."),
+        ("/usr/bin/python3.12 -u -m train", "-- -m MODULE."),
+        ("python3 -c 1", None),
+        ("pythons train.py", None),
+        ("train.py tool.py", None),
+    ],
+)
+def test_a_python_that_is_typed_before_the_script_is_warned_of(line: str, suggestion: str | None) -> None:
+    found = [text.rpartition("Try ")[2] for text in script_warnings(composed(LOCAL, "--", *line.split()))]
+    assert found == ([] if suggestion is None else [suggestion])
+
+
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_any_number_of_devices_is_legal_whatever_a_training_would_need(nodes: int) -> None:
     config = composed(LOCAL, f"nodes={nodes}", "gpus_per_node=5", "--", "train.py")

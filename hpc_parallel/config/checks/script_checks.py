@@ -22,6 +22,7 @@ from hpc_parallel.problems import Problem, Problems
 UNREAD = ("strategy", "model", "data", "optimizer", "training", "weights")
 NOT_YET = ("profile", "preflight", "fabric")
 LAUNCHERS = ("torchrun", "srun", "mpirun", "mpiexec", "accelerate", "deepspeed")
+_PYTHON = re.compile(r"python[\d.]*")
 # Words in a program that knows that it is one of several processes.
 _DISTRIBUTED = re.compile(
     rb"RANK|WORLD_SIZE|SLURM_|init_process_group|torch\.distributed|torchrun|accelerate|lightning|deepspeed"
@@ -61,7 +62,14 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
 
 def script_warnings(config: RunConfig) -> Iterator[str]:
     """Warn about a script that may be intended, but is more often a mistake."""
-    file = config.script.file
+    script, file = config.script, config.script.file
+    program = next((word for word in script.words if word == "-m" or word.endswith(".py")), None)
+    if program is not None and _PYTHON.fullmatch(Path(script.command or "").name):
+        yield (
+            f"{script.command} is a program here: what it runs is not checked, is not kept (later edits "
+            "change the run), and launcher.python does not choose it. "
+            f"Try -- {program}{' MODULE' * (program == '-m')}."
+        )
     if config.task.name != TASK or file is None:
         return
     processes = config.nodes * processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
