@@ -281,6 +281,7 @@ def summary_keys() -> set[str]:
     history = {
         "restarts": 0,
         "lost_steps": 0,
+        "layout_after_step": 0,
         "started": None,
         "job_ids": [],
         "time_use_s": {},

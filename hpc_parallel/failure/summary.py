@@ -80,9 +80,10 @@ def summarise(
       with whole texts.
     - `ring_all_reduce`: both figures if one ring all-reduce averaged the same gradients.
     """
+    newest = of_newest_layout(lines, history)
     return {
         "outcome": outcome,
-        **_layout_figures(config),
+        **layout_figures(config),
         "steps": 0,
         "samples": 0,
         "skipped_steps": 0,
@@ -92,12 +93,12 @@ def summarise(
         "step_time_s": None,
         "latency_s": None,
         "peak_memory_bytes": max(
-            (line["peak_memory_bytes"] for line in lines if "peak_memory_bytes" in line), default=None
+            (line["peak_memory_bytes"] for line in newest if "peak_memory_bytes" in line), default=None
         ),
         **{key: measured.get(key) for key in MEASURED},
         PREDICTED: table((environment or {}).get(PREDICTED)) or None,
         "weights": measured.get("weights", config.get("weights") or INITIAL),
-        **FIGURES.get(config["task"]["name"], _trained)(lines),
+        **FIGURES.get(config["task"]["name"], _trained)(lines, newest),
         "time_use_s": None,
         "energy": None,
         **history,
@@ -106,7 +107,7 @@ def summarise(
     }
 
 
-def _layout_figures(config: Mapping[str, Any]) -> dict[str, Any]:
+def layout_figures(config: Mapping[str, Any]) -> dict[str, Any]:
     nodes, gpus_per_node = config["nodes"], config["gpus_per_node"]
     strategy = recorded_strategy(config)
     layout = layout_of(strategy, devices=nodes * gpus_per_node)
@@ -120,7 +121,13 @@ def _layout_figures(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _trained(lines: Lines) -> dict[str, Any]:
+def of_newest_layout(lines: Lines, history: Mapping[str, Any]) -> Lines:
+    """The lines that tell of the layout in the summary: a resumed run may have had another one before."""
+    after = history.get("layout_after_step") or 0
+    return [line for line in lines if line["step"] > after] if after else lines
+
+
+def _trained(lines: Lines, newest: Lines) -> dict[str, Any]:
     last = lines[-1] if lines else {}
     return {
         "steps": last.get("step", 0),
@@ -128,13 +135,13 @@ def _trained(lines: Lines) -> dict[str, Any]:
         "final_loss": last.get("loss"),
         "skipped_steps": last.get("skipped_steps", 0),
         **_validated(lines),
-        "samples_per_s": _typical(lines, "samples_per_s"),
-        "step_time_s": _typical(lines, "step_time_s"),
-        **({"tokens_per_s": _typical(lines, "tokens_per_s")} if "tokens_per_s" in last else {}),
+        "samples_per_s": _typical(newest, "samples_per_s"),
+        "step_time_s": _typical(newest, "step_time_s"),
+        **({"tokens_per_s": _typical(newest, "tokens_per_s")} if "tokens_per_s" in last else {}),
     }
 
 
-def _inferred(lines: Lines) -> dict[str, Any]:
+def _inferred(lines: Lines, newest: Lines) -> dict[str, Any]:
     """The latency of one sample per replica, and the throughput of the best batch size."""
     columns = ("batch_size", "latency_s", "latency_p99_s", "samples_per_s", "tokens_per_s", "passes")
     rows = [{key: line[key] for key in columns if key in line} for line in lines if "batch_size" in line]
@@ -148,7 +155,7 @@ def _inferred(lines: Lines) -> dict[str, Any]:
     }
 
 
-def _generated(lines: Lines) -> dict[str, Any]:
+def _generated(lines: Lines, newest: Lines) -> dict[str, Any]:
     """A step generates one token for every prompt; the first step also reads the prompts."""
     return {
         "samples": _last(lines, "samples") or 0,
@@ -158,18 +165,18 @@ def _generated(lines: Lines) -> dict[str, Any]:
     }
 
 
-def _measured(lines: Lines) -> dict[str, Any]:
+def _measured(lines: Lines, newest: Lines) -> dict[str, Any]:
     """The figures of the machine are in files of their own."""
     return {}
 
 
-def _of_script(lines: Lines) -> dict[str, Any]:
+def _of_script(lines: Lines, newest: Lines) -> dict[str, Any]:
     """What `script.metrics` has read. hpc_parallel does not know the layout of a script."""
     return {"layout": {}, "steps": _last(lines, "step") or 0, "final_loss": _last(lines, "loss")}
 
 
 # Figures of the tasks that do not train.
-FIGURES: dict[str, Callable[[Lines], dict[str, Any]]] = {
+FIGURES: dict[str, Callable[[Lines, Lines], dict[str, Any]]] = {
     "infer": _inferred, "generate": _generated, "collectives": _measured, "preflight": _measured,
     "calibrate": _measured, "script": _of_script,
 }  # fmt: skip

@@ -35,6 +35,7 @@ class Start:
     after_step: int | None
     lost_steps: int  # steps that this start trains again
     warnings: tuple[str, ...] = ()  # about damaged checkpoints
+    layout: Mapping[str, Any] = field(default_factory=dict)  # `summary.layout_figures`
     spent_s: Mapping[str, float] = field(default_factory=dict)  # `repeated`: what the lost steps took
 
 
@@ -63,6 +64,7 @@ class History:
 
     restarts: int = 0
     lost_steps: int = 0
+    layout_after_step: int = 0  # the newest layout trains after this step
     started: str | None = None  # ISO 8601, UTC; None before the first start
     job_ids: tuple[str, ...] = ()  # Slurm's job ids, in order
     time_use_s: Mapping[str, float] = field(default_factory=dict)  # seconds by cause (`time_use.CAUSES`)
@@ -70,18 +72,24 @@ class History:
 
 
 def begin(
-    folder: RunFolder, *, step: int, environment: Mapping[str, str], warnings: Sequence[str] = ()
+    folder: RunFolder,
+    *,
+    step: int,
+    environment: Mapping[str, str],
+    warnings: Sequence[str] = (),
+    layout: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Record a start that continues after `step`, and remove the metrics of later steps.
 
     The run will train the later steps again.
 
-    environment: Slurm's variables; warnings: about damaged checkpoints.
+    environment: Slurm's variables; warnings: about damaged checkpoints; layout: `summary.layout_figures`.
     """
     _note_work_of_killed(folder, kept_step=step)
     lost, spent_s = keep_metrics(folder, until=step)
-    start = Start(_now(), job_of(environment), step, max(0, lost), tuple(warnings), spent_s)
-    append_line(folder.attempts, _without_empty(start, "spent_s"))
+    job = job_of(environment)
+    start = Start(_now(), job, step, max(0, lost), tuple(warnings), dict(layout), spent_s)
+    append_line(folder.attempts, _without_empty(start, "layout", "spent_s"))
 
 
 def note(folder: RunFolder, event: str, **values: Any) -> None:
@@ -184,11 +192,17 @@ def history(
     return History(
         restarts=max(0, len(records) - 1, launches - 1),
         lost_steps=sum(record.lost_steps for record in records),
+        layout_after_step=_layout_after_step(records),
         started=records[0].began if records else None,
         job_ids=tuple(dict.fromkeys(job for job in jobs if job)),
         time_use_s={} if until is None else _use(folder, time_use, until=until),
         energy={} if until is None else _use(folder, energy_use, until=until),
     )
+
+
+def _layout_after_step(records: Sequence[Start]) -> int:
+    changes = [after.after_step for before, after in pairwise(records) if before.layout != after.layout]
+    return (changes[-1] if changes else None) or 0
 
 
 def _use(folder: RunFolder, use: Callable[..., dict[str, float]], *, until: datetime) -> dict[str, float]:

@@ -17,7 +17,7 @@ from typing import Any
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.failure.run_state import states
-from hpc_parallel.failure.summary import summarise
+from hpc_parallel.failure.summary import of_newest_layout, summarise
 from hpc_parallel.layout.axes import AXES, with_all_axes
 from hpc_parallel.layout.layout import Layout, layout_of, recorded_strategy
 from hpc_parallel.layout.schedules import SUFFIX
@@ -279,7 +279,7 @@ def _row(run: RecordedRun, *, state: str, ended: bool, names: Label) -> Row:
     if not _is_layout(layout):
         layout = _layout(run)
     layout = layout and with_all_axes(layout)
-    devices = _devices(run)
+    devices = _devices(run.nodes, run.gpus_per_node)
     figures["device_hours"] = device_hours(run, devices=devices)
     share, step_s = figures["exposed_communication_share"], figures["step_time_s"]
     figures["state_bytes"] = fullest(run.totals)
@@ -287,7 +287,7 @@ def _row(run: RecordedRun, *, state: str, ended: bool, names: Label) -> Row:
     return Row(
         run, state=state, ended=ended, names=names, layout=layout, devices=devices, figures=figures,
         parts=parts if len(parts) == len(PARTS) else None,
-        spread=throughput_spread(run.metrics),
+        spread=throughput_spread(of_newest_layout(run.metrics, asdict(run.attempts))),
     )  # fmt: skip
 
 
@@ -303,10 +303,12 @@ def _is_layout(layout: Any) -> bool:
     return has_axes and all(map(is_count, layout.values()))
 
 
-def _devices(run: RecordedRun) -> int | None:
-    counts = run.nodes, run.gpus_per_node
-    devices = math.prod(count for count in counts if count is not None)
-    return devices if all(map(is_count, counts)) and is_count(devices) else None
+def _devices(nodes: Any, gpus_per_node: Any) -> int | None:
+    """Their product; None if it is no number of devices."""
+    if not is_count(nodes) or not is_count(gpus_per_node):
+        return None
+    devices = int(nodes * gpus_per_node)
+    return devices if is_count(devices) else None
 
 
 def _summary_so_far(run: RecordedRun) -> dict[str, Any]:
@@ -325,33 +327,35 @@ def _layout(run: RecordedRun) -> dict[str, int]:
         return {}
     try:
         strategy = recorded_strategy(run.config or {})
-        layout = layout_of(strategy, devices=_devices(run) or 0).degrees
+        layout = layout_of(strategy, devices=_devices(run.nodes, run.gpus_per_node) or 0).degrees
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
         return {}
     return layout if _is_layout(layout) else {}
 
 
 def device_hours(run: RecordedRun, *, devices: int | None) -> float | None:
-    """The hours from each start to its end, times the devices; None if an end is unknown.
+    """The hours from each start to its end, times its devices; None if an end is unknown.
 
     The hours of a run that still runs or was interrupted end at its last line of metrics.
     """
     try:
-        starts = [_time(start.began) for start in attempts.starts(run.folder)]
+        records = attempts.starts(run.folder)
+        starts = [_time(start.began) for start in records]
         ends = [_time(end.ended) for end in attempts.ends(run.folder)]
         if len(starts) + len(ends) > MAX_STARTS:
             return None
         last = run.totals.ended or (run.newest_line and run.newest_line.time)
         ends += [_time(last)] if last else []
-        spans = []
-        for start, following in zip(starts, [*starts[1:], None], strict=True):
+        hours = 0.0
+        for record, start, following in zip(records, starts, [*starts[1:], None], strict=True):
             ends_between = [end for end in ends if end >= start and (following is None or end <= following)]
             if not ends_between:
                 return None
-            spans.append((min(ends_between) - start).total_seconds())
+            held = _devices(record.layout.get("nodes"), record.layout.get("gpus_per_node")) or devices or 0
+            hours += (min(ends_between) - start).total_seconds() / 3600 * held
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError):
         return None
-    return number(sum(spans) / 3600 * devices) if spans and devices else None
+    return number(hours) if starts and devices else None
 
 
 def _time(text: str) -> datetime:

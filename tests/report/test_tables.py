@@ -281,10 +281,18 @@ def test_device_hours_are_those_of_every_start(tmp_path: Path, new: Callable[[],
     note(
         lost.attempts, began=(BEGAN + timedelta(hours=4)).isoformat(), job_id=None, after_step=3, lost_steps=1
     )
+    other = ended(new(), "strategy=data", "nodes=2", "gpus_per_node=2", hours=5)  # then on another layout
+    note(other.attempts, ended=(BEGAN + timedelta(hours=2)).isoformat(), how="preempted", host=None)
+    note(
+        other.attempts, began=(BEGAN + timedelta(hours=4)).isoformat(), job_id=None, after_step=3,
+        lost_steps=1, layout={"nodes": 1, "gpus_per_node": 1},
+    )  # fmt: skip
     started(new(), "strategy=data", "nodes=3", "training.global_batch_size=12")  # to its last line
     written(new())
     hours = [row.figures["device_hours"] for row in rows(tmp_path)]
-    assert hours == [pytest.approx((2 + 1) * 4), None, pytest.approx(3 * 4 / 60), None]
+    assert hours == [
+        pytest.approx((2 + 1) * 4), None, pytest.approx(2 * 4 + 1 * 1), pytest.approx(3 * 4 / 60), None,
+    ]  # fmt: skip
 
 
 def test_every_state_is_a_row(tmp_path: Path, new: Callable[[], Path]) -> None:

@@ -45,7 +45,7 @@ SUMMARY_KEYS = {
     "final_loss", "validation_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
     "exposed_communication_share", "bubble_share", "step_parts_s", "traffic_bytes",
     "busiest_rank_traffic_bytes", "traffic", "unknown_collectives", "ring_all_reduce", "predicted",
-    "restarts", "lost_steps", "skipped_steps", "started", "ended", "job_ids",
+    "restarts", "lost_steps", "layout_after_step", "skipped_steps", "started", "ended", "job_ids",
     "time_use_s", "useful_share", "energy",
 }  # fmt: skip
 MS = 1_000_000
@@ -415,6 +415,25 @@ def test_summary_of_a_failed_run(folder: RunFolder, monkeypatch: pytest.MonkeyPa
     assert summary["layout"] == {
         "pipeline": 2, "replicate": 2, "shard": 1, "expert": 1, "context": 1, "tensor": 2, "tile": 1,
     }  # fmt: skip
+
+
+def test_the_speed_in_a_summary_is_that_of_its_layout(folder: RunFolder) -> None:
+    """A run went on with four times as many nodes, and once more after a failure."""
+    attempts.begin(folder, step=0, environment={}, layout={"nodes": 1})
+    lines = [{"step": step, "samples_per_s": 100.0, "step_time_s": 4.0, "peak_memory_bytes": 9}
+             for step in range(10, 70, 10)]  # fmt: skip
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step in (60, 80):
+        attempts.begin(folder, step=step, environment={}, layout={"nodes": 4})
+        with folder.metrics.open("a") as file:
+            for logged in (step + 10, step + 20):
+                line = {"samples_per_s": 400.0, "step_time_s": 1.0, "peak_memory_bytes": 3}
+                file.write(json.dumps({"step": logged, **line}) + "\n")
+    failure.record_death(folder, world=world(0), returncode=-9)
+    conclude(folder, returncode=137)
+    summary = read_json(folder.summary)
+    assert (summary["samples_per_s"], summary["step_time_s"], summary["peak_memory_bytes"]) == (400, 1, 3)
+    assert (summary["steps"], summary["layout_after_step"]) == (100, 60)
 
 
 @pytest.mark.parametrize(("signal_name", "outcome"), [(None, "failed"), ("SIGINT", "cancelled")])
