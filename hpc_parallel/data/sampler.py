@@ -213,8 +213,8 @@ def _require_no_negative(targets: Tensor) -> None:
     if least < 0:
         raise ConfigError([
             f"the data has the target {least}, which counts as a term of the loss. If the loss leaves it "
-            "out, as torch's cross-entropy leaves out -100, give the model's class `ignore_index = -100` "
-            "(docs/own-model.md). If it is a number to predict, return floats."
+            "out, as torch's cross-entropy leaves out -100, give the model's class `ignore_index = -100`, a "
+            "model of ours by a subclass (docs/own-model.md). If it is a number to predict, return floats."
         ])  # fmt: skip
 
 

@@ -132,12 +132,12 @@ class RunFolder:
         Configuration and environment are copied, not moved: until new ones replace them, other commands
         read them to check whether the run can be resumed.
         """
-        number = self._count_set_aside() + 1
+        number = self._newest_set_aside() + 1
         try:
             for path in (self.code, *self.outcome):
                 if path.exists():
                     path.rename(_numbered(path, number))
-            for path in (self.environment, self.config):  # config last: `_count_set_aside` counts its copies
+            for path in (self.environment, self.config):  # config last: `_newest_set_aside` reads its copies
                 if path.exists():
                     write_text(_numbered(path, number), read_text(path))
         except BaseException:  # a full disk, Ctrl-C
@@ -149,7 +149,7 @@ class RunFolder:
     def put_back(self) -> None:
         """Undo the newest `set_aside`, because no start followed it."""
         shutil.rmtree(self.code, ignore_errors=True)
-        self._restore(self._count_set_aside())
+        self._restore(self._newest_set_aside())
 
     def _restore(self, number: int) -> None:
         for path in (self.code, *self.outcome, self.environment, self.config):
@@ -161,8 +161,10 @@ class RunFolder:
         for file in self.outcome:
             file.unlink(missing_ok=True)
 
-    def _count_set_aside(self) -> int:
-        return sum(1 for _ in self.path.glob("config-*.yaml"))
+    def _newest_set_aside(self) -> int:
+        """The highest number: an older copy may have been deleted."""
+        numbers = [path.stem.removeprefix("config-") for path in self.path.glob("config-*.yaml")]
+        return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
 def _numbered(path: Path, number: int) -> Path:

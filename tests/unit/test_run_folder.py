@@ -110,6 +110,12 @@ def test_files_set_aside_can_still_be_read(tmp_path: Path) -> None:
         assert read_json(folder.path / f"environment-{number}.json") == {"start": number}
         assert read_json(folder.environment) == {"start": number}
     assert [path.name for path in folder.path.glob("code*")] == ["code-1"]
+    (folder.path / "config-1.yaml").unlink()  # somebody tidied up
+    write_text(folder.config, "start: 3\n")
+    folder.set_aside()
+    assert {path.name: path.read_text() for path in folder.path.glob("config-*")} == {
+        "config-2.yaml": "start: 2\n", "config-3.yaml": "start: 3\n",
+    }  # fmt: skip
 
 
 def test_a_folder_named_phase_stops_no_new_start(tmp_path: Path) -> None:
