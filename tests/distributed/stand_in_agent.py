@@ -80,10 +80,12 @@ def serve() -> None:
     import hpc_parallel.start.rendezvous  # noqa: F401
 
     for line in sys.stdin:
+        plays = (Path(line.strip()) / "scenario").exists()
+        if not plays:
+            worker_main()  # here, because each agent would import it again
         child = os.fork()
         if child == 0:
             os.setsid()
-            plays = (Path(line.strip()) / "scenario").exists()
             os._exit(local_agent.run(line.strip(), load_entry=(lambda: play) if plays else worker_main))
         print(child, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
