@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -185,7 +186,7 @@ def compose_run(
         HydraConfig.instance().set_config(whole)
         overrides = _task_overrides(whole)
         problems = [*_only_of_sweeps(whole, overrides), *_without_effect(whole)]
-        problems += [problem for _, problem in only_names(whole, overrides)]
+        problems += only_names(whole, overrides).values()
         if extra_dir:
             problems += problems_of_files(whole.hydra.runtime.choices, folder=extra_dir)
         if problems:
@@ -229,21 +230,22 @@ def _without_effect(whole: DictConfig) -> Iterator[str]:
         yield "hydra.job.chdir has no effect here: a run stays in the folder where it was started."
 
 
-def only_names(whole: DictConfig, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Overrides such as `strategy.name=tensor`, which choose nothing, with what is wrong with each.
+def only_names(whole: DictConfig, overrides: Sequence[str]) -> dict[str, str]:
+    """Overrides such as `strategy.name=tensor`, which choose nothing, with what is wrong with each."""
+    named = filter(re.compile(r"(strategy|optimizer)\.name=").match, overrides)
+    return {override: text for override in named if (text := _only_a_name(override, whole, overrides))}
 
-    Beside other keys of its group a name may say what these make of it.
-    """
-    for group in ("strategy", "optimizer"):
-        chosen, choices = whole.hydra.runtime.choices[group], current_loader().get_group_options(group)
-        ours = [override for override in overrides if override.startswith(f"{group}.")]
-        for override in ours:
-            name = override.partition(f"{group}.name=")[2]
-            free = group == "strategy" or chosen == "custom"  # to have a name that is no choice
-            if name not in ("", chosen) and (not free or (name in choices and len(ours) == 1)):
-                rule = f"this is only a name, and {group} = {chosen}"
-                near = (nearest(name, choices) or [chosen])[0]
-                yield override, f"{override}: {rule}. Try {group}={near}."
+
+def _only_a_name(override: str, whole: DictConfig, overrides: Sequence[str]) -> str:
+    """What is wrong, or nothing: beside other keys of its group a name may say what these make of it."""
+    group, _, name = override.partition(".name=")
+    chosen, choices = whole.hydra.runtime.choices[group], current_loader().get_group_options(group)
+    beside = sum(other.startswith(f"{group}.") for other in overrides) > 1
+    free = group == "strategy" or chosen == "custom"  # to have a name that is no choice
+    if name == chosen or (free and (beside or name not in choices)):
+        return ""
+    near = (nearest(name, choices) or [chosen])[0]
+    return f"{override}: this is only a name, and {group} = {chosen}. Try {group}={near}."
 
 
 def compose_cells(
@@ -261,7 +263,7 @@ def compose_cells(
         sweep = load(current_loader(), config_name, words, RunMode.MULTIRUN)
         settings = OmegaConf.to_container(sweep.sweep, resolve=True)
         assert isinstance(settings, dict)
-        if problems := [problem for _, problem in only_names(sweep, _task_overrides(sweep))]:
+        if problems := [*only_names(sweep, _task_overrides(sweep)).values()]:
             raise ConfigError(problems)
         batch = _combinations(sweep, also=settings["also"])
         if batch is None:

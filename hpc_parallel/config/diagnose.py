@@ -67,7 +67,7 @@ def diagnose(
     with composing(config_dir, extra_dir=extra_dir):
         composer = Composer(config_name)
         problems, accepted = try_each(overrides, composer=composer, sweep=sweep)
-        names = dict(only_names(composer.base(accepted).whole, accepted))
+        names = only_names(composer.base(accepted).whole, accepted)
         problems += names.values()
         accepted = [override for override in accepted if override not in names]
         return in_order(problems + _remaining_problems(composer, accepted), overrides)
