@@ -30,6 +30,7 @@ def example(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full  # the command with a folder and a model: test_rerun.py; the pipeline: below
 def test_a_model_of_the_users_own_trains_as_a_pipeline(example: Path) -> None:
     words = ("--config-dir", "site", "model=mine", "strategy=pipeline", "nodes=2", "launcher=local")
     small = (*SHORT, "data.max_bytes=200000", "run_dir=run")
