@@ -122,7 +122,10 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
             finish(
                 session, context, observers=observers, profilers=profilers,
                 ended_early=trainer.ended_early, pruned=trainer.pruned,
-                state_bytes=state_by_rank(step.held_bytes, optimizer),
+                counted={
+                    "rank_state_bytes": state_by_rank(step.held_bytes, optimizer),
+                    **traffic_of(session, steps=trainer.steps_done - steps_done),
+                },
             )  # fmt: skip
         else:
             note_stop(folder, observers.writers, signalled=signalled, about={"step": trainer.steps_done})
@@ -302,18 +305,18 @@ def finish(
     profilers: Profilers,
     ended_early: str | None,
     pruned: str | None,
-    state_bytes: Sequence[Mapping[str, int]] | None,
+    counted: Mapping[str, Any],
 ) -> None:
     """Write the summary after the last step, and draw the losses.
 
-    `state_bytes`: what `state_by_rank` returned.
+    `counted`: further figures of this start.
     """
     folder = context.folder
-    measured = profilers.figures(folder) | traffic_of(session)
+    measured = profilers.figures(folder) | counted
     measured |= {"comparison": session.comparison, "ended_early": ended_early or pruned}
     measured |= {"shares": session.config.strategy.shares, "statistics_samples": session.statistics_samples}
     measured |= {"in_bfloat16": rounded_parts(session.config)}
-    measured |= {"rank_memory_bytes": observers.metrics.rank_memory_bytes, "rank_state_bytes": state_bytes}
+    measured |= {"rank_memory_bytes": observers.metrics.rank_memory_bytes}
     rank = dist.get_rank()
     lines = MetricsReader(folder.metrics).read() if rank == 0 else []
     outcome = COMPLETED if pruned is None else PRUNED
@@ -322,15 +325,15 @@ def finish(
         draw_plots(folder, lasted_s=span_s(lines))
 
 
-def traffic_of(session: Session) -> dict[str, Any]:
-    """Returns the bytes that one process moves between its devices.
+def traffic_of(session: Session, *, steps: int) -> dict[str, Any]:
+    """Returns the bytes that one process has moved between its devices in each of the `steps` of this start.
 
     For techniques that average gradients without collectives, adds the bytes of a ring all-reduce.
     """
     assembled = session.assembled
     traffic: dict[str, Any] = {}
-    if assembled.traffic is not None:
-        traffic |= figures(assembled.traffic, steps=session.config.training.steps)
+    if assembled.traffic is not None and steps:
+        traffic |= figures(assembled.traffic, steps=steps)
     if assembled.traffic is not None or assembled.server is not None:
         weights_bytes = sum(weight.nbytes for weight in assembled.named_parameters().values())
         traffic["ring_all_reduce"] = ring_all_reduce(

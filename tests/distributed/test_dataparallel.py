@@ -22,12 +22,15 @@ SMALL = (*COMMON, "model.layers=2")
 def test_transfers_are_counted(workers: Workers) -> None:
     """On CPUs no weight is copied: tokens go out, logits come in, their gradients go out again."""
     words = ("strategy=dataparallel", "gpus_per_node=4", "training.microbatch_size=2", *SMALL)
-    summary = workers.train(*words).summary
+    trained = workers.train(*words, "training.checkpoint_every=2", "training.keep_last=9")
+    summary = trained.summary
     others = 16 * 3 / 4  # samples that are not the first device's
     tokens, logits = 32 * 8, 32 * 256 * 4  # bytes a sample
     assert summary["traffic_bytes"] == others * (tokens + 2 * logits)
     assert summary["busiest_rank_traffic_bytes"] == summary["traffic_bytes"]
     assert summary["layout"]["replicate"] == 4
+    resumed = workers.train(*words, resume_from=trained.folder / "checkpoints/step-2").summary
+    assert resumed["traffic_bytes"] == summary["traffic_bytes"]  # of a step, whatever an earlier start did
 
 
 def test_one_process_drives_all_devices(tmp_path: Path) -> None:
