@@ -312,7 +312,7 @@ def finish(
     `counted`: further figures of this start.
     """
     folder = context.folder
-    measured = profilers.figures(folder) | counted
+    measured = {**profilers.figures(folder), **counted}
     measured |= {"comparison": session.comparison, "ended_early": ended_early or pruned}
     measured |= {"shares": session.config.strategy.shares, "statistics_samples": session.statistics_samples}
     measured |= {"in_bfloat16": rounded_parts(session.config)}
