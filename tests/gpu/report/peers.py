@@ -22,18 +22,18 @@ from tests.gpu.report import setting
 
 STEPS = 4  # between two waits of the host, as in trainings of ours
 MAX_NORM = 1.0
-Step = Callable[[Tensor], None]
+Step = Callable[[], None]
 
 
 def step_s(peer: str, shape: Mapping[str, Any], *, samples: int, seq: int, fp8: str | None = None) -> float:
     """The median step of `peer`; `fp8` names a recipe of torchao. ImportError: a package is missing."""
     tokens = torch.randint(min(256, shape["vocab_size"]), (samples, seq), device=setting.device())
     full = {"norm_eps": 1e-5, "rope_theta": 10000.0, "tied_head": True, **shape}
-    step = PEERS[peer](full, samples, seq, fp8)
+    step = PEERS[peer](full, tokens, fp8)
 
     def steps() -> None:
         for _ in range(STEPS):
-            step(tokens)
+            step()
 
     return setting.seconds(steps, repeats=setting.sized(5, 1), warm_up=1) / STEPS
 
@@ -47,35 +47,34 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def plain(shape: dict[str, Any], samples: int, seq: int, fp8: str | None) -> Step:
+def plain(shape: dict[str, Any], tokens: Tensor, fp8: str | None) -> Step:
     """In the manner of nanoGPT: one model in one graph, autocast, nothing else."""
-    model = model_of(shape, seq=seq, fp8=fp8)
-    run = partial(autocast, torch.compile(model))
-    return by_hand(model, run)
+    model = model_of(shape, seq=tokens.shape[1], fp8=fp8)
+    return by_hand(model, partial(autocast, torch.compile(model)), tokens)
 
 
-def fsdp2(shape: dict[str, Any], samples: int, seq: int, fp8: str | None) -> Step:
+def fsdp2(shape: dict[str, Any], tokens: Tensor, fp8: str | None) -> Step:
     """fully_shard around each compiled block, on a mesh of this rank."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model = model_of(shape, seq=seq, fp8=fp8)
+    model = model_of(shape, seq=tokens.shape[1], fp8=fp8)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks.values():
         block.compile()
         fully_shard(block, mesh=setting.mesh_of("shard"), mp_policy=policy)
     fully_shard(model, mesh=setting.mesh_of("shard"), mp_policy=policy)
-    return by_hand(model, model, loss_of=torch.compile(cross_entropy))
+    return by_hand(model, model, tokens, loss_of=torch.compile(cross_entropy))
 
 
-def fabric(shape: dict[str, Any], samples: int, seq: int, fp8: str | None) -> Step:
+def fabric(shape: dict[str, Any], tokens: Tensor, fp8: str | None) -> Step:
     from lightning_fabric import Fabric
 
     gpu = setting.on_gpu()
     runs = Fabric(accelerator="cuda" if gpu else "cpu", devices=1, precision="bf16-mixed")
-    plain = model_of(shape, seq=seq, fp8=fp8)
+    plain = model_of(shape, seq=tokens.shape[1], fp8=fp8)
     model, optimizer = runs.setup(torch.compile(plain), adamw(plain))
 
-    def step(tokens: Tensor) -> None:
+    def step() -> None:
         runs.backward(cross_entropy(model(tokens), tokens))
         runs.clip_gradients(model, optimizer, max_norm=MAX_NORM, error_if_nonfinite=False)
         optimizer.step()
@@ -84,7 +83,7 @@ def fabric(shape: dict[str, Any], samples: int, seq: int, fp8: str | None) -> St
     return step
 
 
-def torchtitan(shape: dict[str, Any], samples: int, seq: int, fp8: str | None) -> Step:
+def torchtitan(shape: dict[str, Any], tokens: Tensor, fp8: str | None) -> Step:
     """Its trainer with its model of this shape, whose head is tied as ours is."""
     for name in ("datasets", "datasets.distributed", "torch.utils.tensorboard"):
         sys.modules.setdefault(name, MagicMock())  # imported at once, used by no step
@@ -116,7 +115,7 @@ def torchtitan(shape: dict[str, Any], samples: int, seq: int, fp8: str | None) -
     _extra_train_specs["same"] = spec
     job = JobConfig()
     job.model.name = job.model.flavor = "same"
-    job.training.local_batch_size, job.training.seq_len = samples, seq
+    job.training.local_batch_size, job.training.seq_len = tokens.shape
     job.training.max_norm, job.optimizer.lr = MAX_NORM, 1e-4
     job.activation_checkpoint.mode, job.compile.enable = "none", True
     if fp8:
@@ -125,8 +124,9 @@ def torchtitan(shape: dict[str, Any], samples: int, seq: int, fp8: str | None) -
         job.quantize.linear.float8.filter_fqns = ["output"]
     trainer = Trainer(job)
     with torch.device("meta"):
-        assert weights_of(trainer.model_parts[0]) == weights_of(PlainTransformer(shape, seq=seq))
-    return lambda tokens: trainer.train_step(iter([({"input": tokens}, tokens)]))
+        assert weights_of(trainer.model_parts[0]) == weights_of(PlainTransformer(shape, seq=tokens.shape[1]))
+    on_host = tokens.cpu()  # from where its loader brings each batch
+    return lambda: trainer.train_step(iter([({"input": on_host}, on_host)]))
 
 
 def model_of(shape: dict[str, Any], *, seq: int, fp8: str | None) -> PlainTransformer:
@@ -161,12 +161,13 @@ def autocast(run: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
 def by_hand(
     model: nn.Module,
     run: Callable[[Tensor], Tensor],
+    tokens: Tensor,
     *,
     loss_of: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
 ) -> Step:
     optimizer = adamw(model)
 
-    def step(tokens: Tensor) -> None:
+    def step() -> None:
         loss_of(run(tokens), tokens).backward()
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
@@ -175,7 +176,7 @@ def by_hand(
     return step
 
 
-PEERS: Mapping[str, Callable[[dict[str, Any], int, int, str | None], Step]] = {
+PEERS: Mapping[str, Callable[[dict[str, Any], Tensor, str | None], Step]] = {
     "plain compiled loop": plain,
     "FSDP2 loop": fsdp2,
     "torchtitan": torchtitan,
