@@ -42,7 +42,7 @@ from hpc_parallel.failure.root_cause import (
     lost_host,
     this_attempt,
 )
-from hpc_parallel.failure.summary import summarise
+from hpc_parallel.failure.summary import layout_figures, summarise
 from hpc_parallel.problems import quoted
 from hpc_parallel.record import attempts, host_memory
 from hpc_parallel.record.checkpoint_index import complete
@@ -284,11 +284,15 @@ def _add_to_line(folder: RunFolder, text: str) -> None:
 
 
 def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    config = folder.read_config()
+    history = attempts.history(
+        folder, environment=environment, until=datetime.now(UTC), layout=layout_figures(config)
+    )
     return summarise(
-        folder.read_config(),
+        config,
         outcome=outcome,
         lines=MetricsReader(folder.metrics).read(),
-        history=vars(attempts.history(folder, environment=environment, until=datetime.now(UTC))),
+        history=vars(history),
         measured={"slow_ranks": accusations(folder)},
         environment=read_environment(folder),
     )

@@ -16,7 +16,7 @@ from hpc_parallel.record.endings import INITIAL
 from hpc_parallel.record.metrics_file import VALIDATION
 from hpc_parallel.record.provenance import PREDICTED
 from hpc_parallel.record.time_use import useful_share
-from hpc_parallel.record.values import table
+from hpc_parallel.record.values import integer, table
 
 MEASURED = (
     "exposed_communication_share",
@@ -122,8 +122,11 @@ def layout_figures(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_newest_layout(lines: Lines, history: Mapping[str, Any]) -> Lines:
-    """The lines that tell of the layout in the summary: a resumed run may have had another one before."""
-    after = history.get("layout_after_step") or 0
+    """The lines that tell of the layout in the summary: a resumed run may have had another one before.
+
+    history: `attempts.history`, or a summary, which anybody may have written.
+    """
+    after = integer(history.get("layout_after_step")) or 0
     return [line for line in lines if line["step"] > after] if after else lines
 
 
