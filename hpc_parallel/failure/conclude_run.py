@@ -48,7 +48,7 @@ from hpc_parallel.record import attempts, host_memory
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import STARTS_AGAIN, Failure, Stop, Summary
 from hpc_parallel.record.metrics_file import MetricsReader, figure
-from hpc_parallel.record.provenance import read_environment
+from hpc_parallel.record.provenance import PREDICTED, read_environment
 from hpc_parallel.record.recorded_slow_ranks import accusations
 from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_tail
@@ -317,8 +317,16 @@ def _follow_failure(
     elif line and decision.action == restart.END:
         _add_to_line(folder, line)
     elif decision.action == restart.FEWER:
-        write_text(folder.config, folder.on_nodes(len(decision.hosts)).read_text(encoding="utf-8"))
+        go_on_with(folder, nodes=len(decision.hosts))
     return decision, line
+
+
+def go_on_with(folder: RunFolder, *, nodes: int) -> None:
+    """Take the configuration on fewer nodes, for which nothing was predicted."""
+    write_text(folder.config, folder.on_nodes(nodes).read_text(encoding="utf-8"))
+    environment = read_environment(folder)
+    if environment.pop(PREDICTED, None) is not None:
+        write_json(folder.environment, environment)
 
 
 def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:
