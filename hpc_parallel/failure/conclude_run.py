@@ -42,7 +42,7 @@ from hpc_parallel.failure.root_cause import (
     lost_host,
     this_attempt,
 )
-from hpc_parallel.failure.summary import layout_figures, summarise
+from hpc_parallel.failure.summary import computed_as, summarise
 from hpc_parallel.problems import quoted
 from hpc_parallel.record import attempts, host_memory
 from hpc_parallel.record.checkpoint_index import complete
@@ -286,7 +286,7 @@ def _add_to_line(folder: RunFolder, text: str) -> None:
 def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str]) -> dict[str, Any]:
     config = folder.read_config()
     history = attempts.history(
-        folder, environment=environment, until=datetime.now(UTC), layout=layout_figures(config)
+        folder, environment=environment, until=datetime.now(UTC), layout=computed_as(config)
     )
     return summarise(
         config,

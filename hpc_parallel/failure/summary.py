@@ -37,6 +37,10 @@ MEASURED = (
     "rank_memory_bytes",
     "rank_state_bytes",
 )
+COMPUTATION = (  # keys of `training` that a resumed run may change, and that change the time of a step
+    "microbatch_size", "precision", "weights", "fp8", "deterministic", "activation_checkpointing", "compile",
+    "compile_whole", "memory_budget", "chunked_loss",
+)  # fmt: skip
 Lines = Sequence[Mapping[str, Any]]
 
 
@@ -105,6 +109,13 @@ def summarise(
         "useful_share": useful_share(table(history.get("time_use_s"))),
         "ended": datetime.now(UTC).isoformat(),
     }
+
+
+def computed_as(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The layout and all that decides how it computes a step: only equal starts have the same speed."""
+    training = table(config.get("training"))
+    options = {"options": config["strategy"], "training": {key: training.get(key) for key in COMPUTATION}}
+    return {**layout_figures(config), **options}
 
 
 def layout_figures(config: Mapping[str, Any]) -> dict[str, Any]:

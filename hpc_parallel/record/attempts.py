@@ -35,7 +35,7 @@ class Start:
     after_step: int | None
     lost_steps: int  # steps that this start trains again
     warnings: tuple[str, ...] = ()  # about damaged checkpoints
-    layout: Mapping[str, Any] = field(default_factory=dict)  # `summary.layout_figures`
+    layout: Mapping[str, Any] = field(default_factory=dict)  # `summary.computed_as`
     spent_s: Mapping[str, float] = field(default_factory=dict)  # `repeated`: what the lost steps took
 
 
@@ -83,7 +83,7 @@ def begin(
 
     The run will train the later steps again.
 
-    environment: Slurm's variables; warnings: about damaged checkpoints; layout: `summary.layout_figures`.
+    environment: Slurm's variables; warnings: about damaged checkpoints; layout: `summary.computed_as`.
     """
     _note_work_of_killed(folder, kept_step=step)
     lost, spent_s = keep_metrics(folder, until=step)

@@ -17,7 +17,7 @@ from typing import Any
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.failure.run_state import states
-from hpc_parallel.failure.summary import layout_figures, of_newest_layout, summarise
+from hpc_parallel.failure.summary import computed_as, of_newest_layout, summarise
 from hpc_parallel.layout.axes import AXES, with_all_axes
 from hpc_parallel.layout.layout import Layout, layout_of, recorded_strategy
 from hpc_parallel.layout.schedules import SUFFIX
@@ -315,7 +315,7 @@ def _summary_so_far(run: RecordedRun) -> dict[str, Any]:
     """The summary that a run without a summary would have now."""
     history, config = asdict(run.attempts), run.config or {}
     try:
-        history = asdict(attempts.history(run.folder, layout=layout_figures(config)))
+        history = asdict(attempts.history(run.folder, layout=computed_as(config)))
         return summarise(config, outcome="", lines=run.logged, history=history, environment=run.environment)
     except (OSError, KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError):
         return history

@@ -24,7 +24,7 @@ from hpc_parallel.failure.conclude_run import conclude, find_root_cause
 from hpc_parallel.failure.desync import compare
 from hpc_parallel.failure.error_place import located, mark_step
 from hpc_parallel.failure.failure import Record
-from hpc_parallel.failure.summary import layout_figures
+from hpc_parallel.failure.summary import computed_as
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
@@ -419,9 +419,10 @@ def test_summary_of_a_failed_run(folder: RunFolder, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_speed_in_a_summary_is_that_of_its_layout(folder: RunFolder) -> None:
-    """Two more starts with other nodes followed, and then one that was lost before it trained."""
-    layout = layout_figures(config := folder.read_config())
-    attempts.begin(folder, step=0, environment={}, layout={**layout, "nodes": 9})
+    """Starts without torch.compile followed, and then one on other nodes that was lost before it trained."""
+    layout = computed_as(config := folder.read_config())
+    before = computed_as({**config, "training": {"compile": True}})
+    attempts.begin(folder, step=0, environment={}, layout=before)
     lines = [{"step": step, "samples_per_s": 100.0, "step_time_s": 4.0, "peak_memory_bytes": 9}
              for step in range(10, 70, 10)]  # fmt: skip
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
