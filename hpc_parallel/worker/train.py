@@ -7,7 +7,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -305,7 +305,7 @@ def finish(
     profilers: Profilers,
     ended_early: str | None,
     pruned: str | None,
-    counted: Mapping[str, Any],
+    counted: dict[str, Any],
 ) -> None:
     """Write the summary after the last step, and draw the losses.
 
