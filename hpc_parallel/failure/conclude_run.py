@@ -42,13 +42,13 @@ from hpc_parallel.failure.root_cause import (
     lost_host,
     this_attempt,
 )
-from hpc_parallel.failure.summary import summarise
+from hpc_parallel.failure.summary import computed_as, summarise
 from hpc_parallel.problems import quoted
 from hpc_parallel.record import attempts, host_memory
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import STARTS_AGAIN, Failure, Stop, Summary
 from hpc_parallel.record.metrics_file import MetricsReader, figure
-from hpc_parallel.record.provenance import read_environment
+from hpc_parallel.record.provenance import PREDICTED, read_environment
 from hpc_parallel.record.recorded_slow_ranks import accusations
 from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_tail
@@ -284,11 +284,15 @@ def _add_to_line(folder: RunFolder, text: str) -> None:
 
 
 def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    config = folder.read_config()
+    history = attempts.history(
+        folder, environment=environment, until=datetime.now(UTC), layout=computed_as(config)
+    )
     return summarise(
-        folder.read_config(),
+        config,
         outcome=outcome,
         lines=MetricsReader(folder.metrics).read(),
-        history=vars(attempts.history(folder, environment=environment, until=datetime.now(UTC))),
+        history=vars(history),
         measured={"slow_ranks": accusations(folder)},
         environment=read_environment(folder),
     )
@@ -313,8 +317,16 @@ def _follow_failure(
     elif line and decision.action == restart.END:
         _add_to_line(folder, line)
     elif decision.action == restart.FEWER:
-        write_text(folder.config, folder.on_nodes(len(decision.hosts)).read_text(encoding="utf-8"))
+        go_on_with(folder, nodes=len(decision.hosts))
     return decision, line
+
+
+def go_on_with(folder: RunFolder, *, nodes: int) -> None:
+    """Take the configuration on fewer nodes, for which nothing was predicted."""
+    write_text(folder.config, folder.on_nodes(nodes).read_text(encoding="utf-8"))
+    environment = read_environment(folder)
+    if environment.pop(PREDICTED, None) is not None:
+        write_json(folder.environment, environment)
 
 
 def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:

@@ -16,7 +16,7 @@ from hpc_parallel.record.endings import INITIAL
 from hpc_parallel.record.metrics_file import VALIDATION
 from hpc_parallel.record.provenance import PREDICTED
 from hpc_parallel.record.time_use import useful_share
-from hpc_parallel.record.values import table
+from hpc_parallel.record.values import integer, table
 
 MEASURED = (
     "exposed_communication_share",
@@ -37,6 +37,10 @@ MEASURED = (
     "rank_memory_bytes",
     "rank_state_bytes",
 )
+COMPUTATION = (  # keys of `training` that a resumed run may change, and that change the time of a step
+    "microbatch_size", "precision", "weights", "fp8", "deterministic", "activation_checkpointing", "compile",
+    "compile_whole", "memory_budget", "chunked_loss",
+)  # fmt: skip
 Lines = Sequence[Mapping[str, Any]]
 
 
@@ -107,6 +111,13 @@ def summarise(
     }
 
 
+def computed_as(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The layout and all that decides how it computes a step: only equal starts have the same speed."""
+    training = table(config.get("training"))
+    options = {"options": config["strategy"], "training": {key: training.get(key) for key in COMPUTATION}}
+    return {**layout_figures(config), **options}
+
+
 def layout_figures(config: Mapping[str, Any]) -> dict[str, Any]:
     nodes, gpus_per_node = config["nodes"], config["gpus_per_node"]
     strategy = recorded_strategy(config)
@@ -122,8 +133,11 @@ def layout_figures(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_newest_layout(lines: Lines, history: Mapping[str, Any]) -> Lines:
-    """The lines that tell of the layout in the summary: a resumed run may have had another one before."""
-    after = history.get("layout_after_step") or 0
+    """The lines that tell of the layout in the summary: a resumed run may have had another one before.
+
+    history: `attempts.history`, or a summary, which anybody may have written.
+    """
+    after = integer(history.get("layout_after_step")) or 0
     return [line for line in lines if line["step"] > after] if after else lines
 
 

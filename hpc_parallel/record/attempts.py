@@ -35,7 +35,7 @@ class Start:
     after_step: int | None
     lost_steps: int  # steps that this start trains again
     warnings: tuple[str, ...] = ()  # about damaged checkpoints
-    layout: Mapping[str, Any] = field(default_factory=dict)  # `summary.layout_figures`
+    layout: Mapping[str, Any] = field(default_factory=dict)  # `summary.computed_as`
     spent_s: Mapping[str, float] = field(default_factory=dict)  # `repeated`: what the lost steps took
 
 
@@ -83,7 +83,7 @@ def begin(
 
     The run will train the later steps again.
 
-    environment: Slurm's variables; warnings: about damaged checkpoints; layout: `summary.layout_figures`.
+    environment: Slurm's variables; warnings: about damaged checkpoints; layout: `summary.computed_as`.
     """
     _note_work_of_killed(folder, kept_step=step)
     lost, spent_s = keep_metrics(folder, until=step)
@@ -177,11 +177,12 @@ def history(
     *,
     environment: Mapping[str, str] = MappingProxyType({}),
     until: datetime | None = None,
+    layout: Mapping[str, Any] | None = None,
 ) -> History:
     """A summary of all starts.
 
-    environment: Slurm's variables of a job that may have ended before it could record its start; until: up to
-    when the use of time is of interest.
+    environment, layout: Slurm's variables and the layout of a start that may have ended, or may wait, before
+    it could record itself; until: up to when the use of time is of interest.
 
     Raises DamagedError.
     """
@@ -192,7 +193,7 @@ def history(
     return History(
         restarts=max(0, len(records) - 1, launches - 1),
         lost_steps=sum(record.lost_steps for record in records),
-        layout_after_step=_layout_after_step(records),
+        layout_after_step=_layout_after_step(folder, records, layout),
         started=records[0].began if records else None,
         job_ids=tuple(dict.fromkeys(job for job in jobs if job)),
         time_use_s={} if until is None else _use(folder, time_use, until=until),
@@ -200,16 +201,22 @@ def history(
     )
 
 
-def _layout_after_step(records: Sequence[Start]) -> int:
-    changes = [after.after_step for before, after in pairwise(records) if before.layout != after.layout]
-    return (changes[-1] if changes else None) or 0
+def _layout_after_step(folder: RunFolder, records: Sequence[Start], layout: Mapping[str, Any] | None) -> int:
+    """The first step from which a start with the newest layout continued."""
+    if records and layout is not None and layout != records[-1].layout != {}:  # it has trained no step yet
+        return int((_last_line(folder) or {}).get("step", 0))
+    changes = [at for at, (before, after) in enumerate(pairwise(records), 1) if before.layout != after.layout]
+    return min((record.after_step or 0 for record in records[changes[-1] :]), default=0) if changes else 0
 
 
 def _use(folder: RunFolder, use: Callable[..., dict[str, float]], *, until: datetime) -> dict[str, float]:
-    line = None
+    return use(read_lines(folder.attempts), last_line=_last_line(folder), until=until)
+
+
+def _last_line(folder: RunFolder) -> dict[str, Any] | None:
     with suppress(FileNotFoundError):
-        line = last_line(folder.metrics)
-    return use(read_lines(folder.attempts), last_line=line, until=until)
+        return last_line(folder.metrics)
+    return None
 
 
 def _end(line: Mapping[str, Any]) -> End | None:

@@ -165,9 +165,13 @@ class RecordedRun:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """Every whole line of `metrics.jsonl`, and of the evaluations beside the run, by step."""
-        lines = self._read(self.folder.metrics, read_metrics) or []
-        evaluations = self._read(self.folder.evaluations, read_metrics) or []
+        lines, evaluations = self.logged, self._read(self.folder.evaluations, read_metrics) or []
         return sorted([*lines, *evaluations], key=lambda line: line["step"]) if evaluations else lines
+
+    @cached_property
+    def logged(self) -> list[dict[str, Any]]:
+        """Every whole line of `metrics.jsonl`."""
+        return self._read(self.folder.metrics, read_metrics) or []
 
     @cached_property
     def last_metrics(self) -> dict[str, Any] | None:

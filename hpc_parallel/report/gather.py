@@ -17,7 +17,7 @@ from typing import Any
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.failure.run_state import states
-from hpc_parallel.failure.summary import of_newest_layout, summarise
+from hpc_parallel.failure.summary import computed_as, of_newest_layout, summarise
 from hpc_parallel.layout.axes import AXES, with_all_axes
 from hpc_parallel.layout.layout import Layout, layout_of, recorded_strategy
 from hpc_parallel.layout.schedules import SUFFIX
@@ -287,7 +287,7 @@ def _row(run: RecordedRun, *, state: str, ended: bool, names: Label) -> Row:
     return Row(
         run, state=state, ended=ended, names=names, layout=layout, devices=devices, figures=figures,
         parts=parts if len(parts) == len(PARTS) else None,
-        spread=throughput_spread(of_newest_layout(run.metrics, asdict(run.attempts))),
+        spread=throughput_spread(of_newest_layout(run.logged, summary)),
     )  # fmt: skip
 
 
@@ -313,12 +313,11 @@ def _devices(nodes: Any, gpus_per_node: Any) -> int | None:
 
 def _summary_so_far(run: RecordedRun) -> dict[str, Any]:
     """The summary that a run without a summary would have now."""
-    history = asdict(run.attempts)
+    history, config = asdict(run.attempts), run.config or {}
     try:
-        return summarise(
-            run.config or {}, outcome="", lines=run.metrics, history=history, environment=run.environment
-        )
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError):
+        history = asdict(attempts.history(run.folder, layout=computed_as(config)))
+        return summarise(config, outcome="", lines=run.logged, history=history, environment=run.environment)
+    except (OSError, KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError):
         return history
 
 

@@ -19,7 +19,7 @@ from hpc_parallel import job_context
 from hpc_parallel.config.script import PLACEHOLDERS, arguments_of, fill, kind_of, name_of, resume_words
 from hpc_parallel.failure import flight_recorder
 from hpc_parallel.failure.process_tree import catches, receivers
-from hpc_parallel.failure.summary import layout_figures
+from hpc_parallel.failure.summary import computed_as
 from hpc_parallel.machine import fabric, fabric_kind
 from hpc_parallel.machine.world import World
 from hpc_parallel.record import attempts
@@ -188,7 +188,7 @@ def begin(
     last = None
     with suppress(FileNotFoundError, DamagedError):
         last = last_line(folder.metrics)
-    step, layout = (last or {}).get("step", 0), layout_figures(config)
+    step, layout = (last or {}).get("step", 0), computed_as(config)
     attempts.begin(folder, step=step, environment=os.environ, layout=layout)
     submitted: dict[str, Any] = {}
     with suppress(DamagedError):

@@ -22,7 +22,7 @@ from hpc_parallel.config.typed_config import typed
 from hpc_parallel.data.dataset import as_data
 from hpc_parallel.data.sampler import Batches, Data, Samples
 from hpc_parallel.failure.error_place import located
-from hpc_parallel.failure.summary import layout_figures, summarise
+from hpc_parallel.failure.summary import computed_as, summarise
 from hpc_parallel.layout.batch_plan import BatchPlan, Plan, batch_of
 from hpc_parallel.layout.counts import fitting_samples
 from hpc_parallel.layout.layout import layout_of, share_of
@@ -74,7 +74,7 @@ class TaskContext:
     def begin(self) -> None:
         """Record the start of a task that continues nothing."""
         if dist.get_rank() == 0:
-            layout = layout_figures(self.values)
+            layout = computed_as(self.values)
             attempts.begin(self.folder, step=0, environment=self.environment, layout=layout)
 
     def print_results(self) -> None:

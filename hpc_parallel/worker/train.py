@@ -7,7 +7,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from hpc_parallel.failure import notify
-from hpc_parallel.failure.summary import layout_figures
+from hpc_parallel.failure.summary import computed_as
 from hpc_parallel.layout.step_facts import rounded_parts
 from hpc_parallel.machine.world import World
 from hpc_parallel.record import attempts, checkpoint_index, host_memory
@@ -219,7 +219,7 @@ def restore_or_start(
         set_aside_after(folder.checkpoints, step=steps_done)
         attempts.begin(
             folder, step=steps_done, environment=context.environment, warnings=warnings,
-            layout=layout_figures(context.values),
+            layout=computed_as(context.values),
         )  # fmt: skip
         if steps_done:
             print(f"continuing from {where} of step {steps_done}", flush=True)
@@ -305,7 +305,7 @@ def finish(
     profilers: Profilers,
     ended_early: str | None,
     pruned: str | None,
-    counted: Mapping[str, Any],
+    counted: dict[str, Any],
 ) -> None:
     """Write the summary after the last step, and draw the losses.
 

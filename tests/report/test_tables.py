@@ -297,7 +297,8 @@ def test_device_hours_are_those_of_every_start(tmp_path: Path, new: Callable[[],
 
 def test_every_state_is_a_row(tmp_path: Path, new: Callable[[], Path]) -> None:
     ended(new(), "strategy=data", "nodes=2")
-    owner.take(started(new(), "strategy=data", "nodes=2"))  # by this process
+    owner.take(going := started(new(), "strategy=data", "nodes=2"))  # by this process
+    note(going.evaluations, step=9, samples=1, validation_loss=2.0)  # of another run that follows it
     failed = ended(new(), "strategy=data", "nodes=2", outcome="failed")
     write_json(failed.failure, {"kind": "error", "line": "rank 1 on n2 failed first: no"})
     torn = started(new(), "strategy=tensor", "nodes=2")
@@ -310,6 +311,10 @@ def test_every_state_is_a_row(tmp_path: Path, new: Callable[[], Path]) -> None:
     foreign.summary.write_text(
         json.dumps({"outcome": "completed", "samples_per_s": "fast", "layout": 7, "step_parts_s": [1]})
     )
+    other = started(new(), "strategy=data", "nodes=2")  # its newest layout has trained nothing yet
+    note(
+        other.attempts, began=BEGAN.isoformat(), job_id=None, after_step=0, lost_steps=0, layout={"nodes": 1}
+    )
     for name, text in (("config.yaml", "[1, 2"), ("metrics.jsonl", "no json\n")):
         path = tmp_path / "runs" / "strange"
         path.mkdir(exist_ok=True)
@@ -317,17 +322,18 @@ def test_every_state_is_a_row(tmp_path: Path, new: Callable[[], Path]) -> None:
     (tmp_path / "runs" / "file.txt").write_text("no run")
     found = rows(tmp_path)
     assert [row.state for row in found] == [
-        "completed", "running", "failed", "broken off", "completed", "not started",
+        "completed", "running", "failed", "broken off", "completed", "broken off", "not started",
     ]  # fmt: skip
-    assert [row.figures["samples_per_s"] for row in found] == [100, 100, 100, 100, None, None]
-    assert [row.figures["final_loss"] for row in found] == [1, 1, 1, 1, None, None]
+    assert [row.figures["samples_per_s"] for row in found] == [100, 100, 100, 100, None, None, None]
+    assert [row.figures["final_loss"] for row in found] == [1, 1, 1, 1, None, 1, None]
     assert found[2].notes == ["rank 1 on n2 failed first: no"]
     assert found[3].notes == [
         "can't be read: summary.json (Unterminated string starting at: line 1 column 13 (char 12))"
     ]
     assert found[4].layout_text == "replicate 2"
-    assert found[5].layout_text == "unknown"
-    assert [timeline(row) for row in found] == [[]] * 6
+    assert found[5].spread.timed_steps == 0
+    assert found[6].layout_text == "unknown"
+    assert [timeline(row) for row in found] == [[]] * 7
     assert compare(found).cells[5][0].text == UNMEASURED
     assert scaling(found) == predictions(found) == []
 

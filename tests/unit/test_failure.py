@@ -24,6 +24,7 @@ from hpc_parallel.failure.conclude_run import conclude, find_root_cause
 from hpc_parallel.failure.desync import compare
 from hpc_parallel.failure.error_place import located, mark_step
 from hpc_parallel.failure.failure import Record
+from hpc_parallel.failure.summary import computed_as
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
@@ -31,7 +32,7 @@ from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
-from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.slurm import submit
 from hpc_parallel.slurm.jobs import Job
 from hpc_parallel.user_code import causes_of, hint
@@ -418,22 +419,28 @@ def test_summary_of_a_failed_run(folder: RunFolder, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_speed_in_a_summary_is_that_of_its_layout(folder: RunFolder) -> None:
-    """A run went on with four times as many nodes, and once more after a failure."""
-    attempts.begin(folder, step=0, environment={}, layout={"nodes": 1})
+    """Starts without torch.compile followed, and then one on other nodes that was lost before it trained."""
+    layout = computed_as(config := folder.read_config())
+    before = computed_as({**config, "training": {"compile": True}})
+    attempts.begin(folder, step=0, environment={}, layout=before)
     lines = [{"step": step, "samples_per_s": 100.0, "step_time_s": 4.0, "peak_memory_bytes": 9}
              for step in range(10, 70, 10)]  # fmt: skip
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for step in (60, 80):
-        attempts.begin(folder, step=step, environment={}, layout={"nodes": 4})
+    for step in (60, 80, 50):
+        attempts.begin(folder, step=step, environment={}, layout=layout)
         with folder.metrics.open("a") as file:
             for logged in (step + 10, step + 20):
                 line = {"samples_per_s": 400.0, "step_time_s": 1.0, "peak_memory_bytes": 3}
                 file.write(json.dumps({"step": logged, **line}) + "\n")
     failure.record_death(folder, world=world(0), returncode=-9)
-    conclude(folder, returncode=137)
-    summary = read_json(folder.summary)
-    assert (summary["samples_per_s"], summary["step_time_s"], summary["peak_memory_bytes"]) == (400, 1, 3)
-    assert (summary["steps"], summary["layout_after_step"]) == (100, 60)
+    keys = ("steps", "layout_after_step", "samples_per_s", "step_time_s", "peak_memory_bytes")
+    expected = {1: (70, 50, 400, 1, 3), 3: (70, 70, None, None, None)}
+    for nodes, figures in expected.items():
+        write_text(folder.config, yaml.safe_dump({**config, "nodes": nodes * config["nodes"]}))
+        folder.begin_anew()
+        conclude(folder, returncode=137)
+        summary = read_json(folder.summary)
+        assert tuple(summary[key] for key in keys) == figures
 
 
 @pytest.mark.parametrize(("signal_name", "outcome"), [(None, "failed"), ("SIGINT", "cancelled")])

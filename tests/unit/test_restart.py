@@ -27,7 +27,9 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.attempts import End
+from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.slurm import submit
 from hpc_parallel.slurm.jobs import Job
 from tests.composed import composed, prepared
@@ -208,7 +210,11 @@ def test_a_run_keeps_its_configurations_on_fewer_nodes(here: Path) -> None:
     assert whole["nodes"] == 4
     small = yaml.safe_load(run.folder.on_nodes(2).read_text())
     assert small == whole | {"nodes": 2}
-    run.folder.config.write_text(run.folder.on_nodes(2).read_text())
+    environment = read_environment(run.folder)
+    write_json(run.folder.environment, {**environment, "predicted": {"step_time_s": 1.0}})
+    conclude_run.go_on_with(run.folder, nodes=2)
+    assert run.folder.read_config() == small
+    assert read_environment(run.folder) == environment  # what was predicted for four nodes is gone
     (line,) = [line for line in run.folder.batch_script.read_text().splitlines() if line.startswith("cp ")]
     subprocess.run(["bash", "-euc", line], check=True)  # at the start of the next job
     assert run.folder.read_config() == whole
