@@ -196,7 +196,7 @@ def test_a_script_that_is_no_part_of_a_group_is_warned_of(here: Path) -> None:
     [
         ("python train.py --lr 1", "-- train.py."),
         ("/usr/bin/python3.12 -u -m train", "-- -m MODULE."),
-        ("python3 -c 1", None),
+        ("python3 -c 1 train.py", None),
         ("pythons train.py", None),
         ("train.py tool.py", None),
     ],

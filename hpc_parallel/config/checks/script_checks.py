@@ -63,8 +63,8 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
 def script_warnings(config: RunConfig) -> Iterator[str]:
     """Warn about a script that may be intended, but is more often a mistake."""
     script, file = config.script, config.script.file
-    program = next((word for word in script.words if word == "-m" or word.endswith(".py")), None)
-    if program is not None and _PYTHON.fullmatch(Path(script.command or "").name):
+    program = next((word for word in script.words if word in ("-c", "-m") or word.endswith(".py")), "-c")
+    if program != "-c" and _PYTHON.fullmatch(Path(script.command or "").name):
         yield (
             f"{script.command} is a program here: what it runs is not checked, is not kept (later edits "
             "change the run), and launcher.python does not choose it. "
