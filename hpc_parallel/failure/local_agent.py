@@ -368,10 +368,12 @@ def main(arguments: Sequence[str], *, load_entry: Callable[[], Entry]) -> None:
     try:
         code = run(options.run_folder, load_entry=load_entry)
     except Exception:
-        traceback.print_exc()
+        with suppress(OSError):  # on a full disk, which may be why it failed
+            traceback.print_exc()
     if os.getpgrp() == os.getpid():  # the ranks may have left processes in our group
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)  # without torch's clean-up, which could hang
