@@ -23,6 +23,7 @@ from hpc_parallel.record import owner
 from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import open_append
+from hpc_parallel.shell import complain
 from hpc_parallel.slurm.node_room import RunPlace
 
 AGENT = ("-m", "hpc_parallel.job", "agent")
@@ -193,7 +194,9 @@ class Agent:
         command = [sys.executable, "-m", "hpc_parallel.job", "conclude", str(self._folder.path)]
         cancelled = ["--cancelled", "--by", signal_name(signals[0])] if signals else []
         command += [str(returncode), "--log", str(self._log), *cancelled]
-        subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+        if done.stderr and not self._folder.summary.exists():  # the disk is full
+            complain([f"how the run ended could not be recorded: {done.stderr.splitlines()[-1]}"])
 
 
 def _command(folder: RunFolder, agent: Sequence[str]) -> list[str]:
