@@ -45,7 +45,8 @@ SUMMARY = {
     "final_loss", "samples_per_s", "step_time_s", "latency_s", "peak_memory_bytes",
     "exposed_communication_share", "bubble_share", "step_parts_s", "traffic_bytes",
     "busiest_rank_traffic_bytes", "traffic", "unknown_collectives", "ring_all_reduce", "predicted",
-    "restarts", "lost_steps", "skipped_steps", "started", "ended", "job_ids", "weights", "comparison",
+    "restarts", "lost_steps", "layout_after_step", "skipped_steps", "started", "ended", "job_ids", "weights",
+    "comparison",
     "ended_early", "left_out", "slow_ranks", "shares", "statistics_samples", "in_bfloat16",
     "rank_memory_bytes", "rank_state_bytes", "time_use_s", "useful_share", "energy",
 }  # fmt: skip
