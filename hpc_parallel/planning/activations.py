@@ -21,15 +21,17 @@ INDEX = 8  # bytes of an int64
 class Kept:
     """Bytes of one microbatch by part.
 
-    recomputed: what each block keeps again after its recomputation. shared: what all blocks of a stage keep
-    once, together. states: the input of each block, which a pipeline sends. results and head_results: what
-    is computed from a weight, in each block and in the head.
+    whole: what each block keeps in its backward pass, computed again or not. gradients: those that exist then
+    in addition, at the moment with most. shared: what all blocks of a stage keep once, together. states: the
+    input of each block, which a pipeline sends. results and head_results: what is computed from a weight, in
+    each block and in the head.
     """
 
     stem: int
     blocks: tuple[int, ...]
     head: int
-    recomputed: tuple[int, ...]
+    whole: tuple[int, ...]
+    gradients: tuple[int, ...]
     shared: int = 0
     states: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
@@ -39,6 +41,10 @@ class Kept:
         """The bytes of a stage with these blocks."""
         ends = self.stem * (blocks.start == 0) + self.head * (blocks.stop == len(self.blocks))
         return sum(self.blocks[blocks.start : blocks.stop]) + ends + self.shared
+
+    def again(self, block: int) -> int:
+        """The bytes that a block has in its backward pass in addition to what it kept until then."""
+        return self.whole[block] - self.blocks[block]
 
     def waiting(self, blocks: range) -> int:
         """The gradients that a stage keeps in addition between the halves of a split backward pass.
@@ -90,13 +96,17 @@ def _decoder(run: _Run) -> Kept:
     attention = _attention(run)
     stream, normed = sliced * dim * types.stream, sliced * dim * types.precise
 
-    def block(feed_forward: _Part, casts: int) -> tuple[int, int, int]:
-        """What a block keeps, what it keeps again after its recomputation, and what its weights compute."""
+    gathers = types.product < types.stream or sliced < tokens
+    arriving = stream + (tokens * dim * types.product if gathers else 0)  # the gradient of its outputs
+
+    def block(feed_forward: _Part, casts: int) -> tuple[int, int, int, int]:
+        """The items of `Kept.blocks`, `whole`, `gradients` and `results` for a block."""
         full = 2 * (norm + tokens * dim * types.product) + attention.kept + feed_forward.kept
         full += 0 if types.cast else casts
         selective = stream + attention.expensive + feed_forward.expensive + _exchanged(run, sliced)
         kept = {"none": full, "selective": selective, "full": stream}[mode]
-        return kept, 0 if mode == "none" else full, 2 * normed + attention.results + feed_forward.results
+        results = 2 * normed + attention.results + feed_forward.results
+        return kept, full, arriving + feed_forward.gradients, results
 
     columns, dense = (
         (sizes.dense_ffn_dim, sizes.dense_layers) if run.is_mixture else (sizes.ffn_dim, sizes.layers)
@@ -104,11 +114,11 @@ def _decoder(run: _Run) -> Kept:
     blocks = [block(_swiglu(run, columns), _casts(run, columns))] * dense
     if run.is_mixture:
         blocks += [block(_experts(run), _casts(run))] * (sizes.layers - dense)
-    kept, recomputed, results = zip(*blocks, strict=True)
+    kept, whole, gradients, results = zip(*blocks, strict=True)
     logits = 0 if chunks_loss(run.config, tensor=layout.tensor) else _logits(run)
     return Kept(
         stem=tokens * INDEX * (2 if sizes.masked else 1), blocks=kept, head=norm + _language_loss(run),
-        recomputed=recomputed, shared=tables + _documents(run), states=(stream,) * sizes.layers,
+        whole=whole, gradients=gradients, shared=tables + _documents(run), states=(stream,) * sizes.layers,
         results=results, head_results=normed + logits,
     )  # fmt: skip
 
@@ -163,6 +173,7 @@ class _Part:
     kept: int  # by autograd
     expensive: int  # kept instead by selective checkpointing
     results: int  # computed from a weight
+    gradients: int = 0  # at once in its backward pass, less what it no longer needs then
 
 
 def _attention(run: _Run) -> _Part:
@@ -202,7 +213,9 @@ def _swiglu(run: _Run, columns: int) -> _Part:
     """The outputs of gate, silu and up, and their product. columns: the inner width on all devices."""
     columns, of_one = columns // run.layout.tensor, run.tokens * run.types.product
     outputs = (2 * columns + run.sizes.dim) * of_one
-    return _Part(4 * columns * of_one, outputs, outputs)
+    # Of the last weight, and of both factors of the product, when the product itself is no longer needed.
+    gradients = run.sizes.dim * columns * run.types.product + 2 * columns * of_one
+    return _Part(4 * columns * of_one, outputs, outputs, gradients)
 
 
 def _experts(run: _Run) -> _Part:
@@ -222,7 +235,8 @@ def _experts(run: _Run) -> _Part:
     sent = rows * exchanged * dim * types.product
     shared = _swiglu(run, sizes.shared * sizes.ffn_dim) if sizes.shared else _Part(0, 0, 0)
     kept = router + orders + gates + products + weights + shared.kept
-    return _Part(kept, outputs + sent + shared.expensive, outputs + shared.results)
+    gradients = (rows * (2 * columns + dim) + experts // run.layout.expert * dim * columns) * types.product
+    return _Part(kept, outputs + sent + shared.expensive, outputs + shared.results, gradients)
 
 
 def _language_loss(run: _Run) -> int:

@@ -1,54 +1,59 @@
 """Plans, before a run starts, what each device holds when it is fullest, by kind.
 
-A device is fullest at one of three moments of a step: at the loss of the last microbatch, with activations
-and logits; right after this loss, when the last block is computed again (activation checkpointing); or when
+A device is fullest at one of four moments of a step: at the loss of the last microbatch, with activations
+and logits; right after this loss, in the backward pass of a block, which may be computed again first
+(activation checkpointing); in that of the first block of the model, with the gradients of all others; or when
 the backward pass ends, with all gradients and no activations.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import mul
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.batch_plan import batch_of
-from hpc_parallel.layout.counts import LOSS_CHUNK_BYTES, MIB, bytes_of_a_weight, count, is_reference_decoder
+from hpc_parallel.layout.counts import bytes_of_a_weight, count, is_reference_decoder
 from hpc_parallel.layout.holdings import FIRST, OTHER, Holding, Setup, first_holdings, holdings, model_facts
 from hpc_parallel.layout.layout import PARAMETER_SERVER, SPMD, Layout, layout_of
-from hpc_parallel.layout.model_weights import HEAD, STEM, ModelWeights, Weight, sample_shape_of, weights_of
+from hpc_parallel.layout.model_weights import ModelWeights, sample_shape_of, weights_of
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
 from hpc_parallel.layout.step_facts import (
-    casts_once,
-    chunks_loss,
-    number_bytes,
     packs,
-    product_bytes,
     rounded_parts,
-    types_of,
-    weight_bytes,
 )
-from hpc_parallel.planning.activations import kept_of
-from hpc_parallel.planning.pipeline_orders import fullest_moments
+from hpc_parallel.planning.activations import Kept, kept_of
+from hpc_parallel.planning.pipeline_orders import Counts, fullest_moments
 from hpc_parallel.planning.planned_state import Division, StateBytes, States
+from hpc_parallel.planning.planned_step import (
+    cast_weights,
+    embedding_gradient,
+    gathered_weights,
+    gradient_messages,
+    gradients_before_last,
+    head_gradient,
+    loss_buffers,
+    sums_under_way,
+)
 from hpc_parallel.record.metrics_file import size as size_text
 
 KINDS = (
     "parameters", "gradients", "optimizer", "activations", "gradients of results", "recomputation",
     "logits and loss", "cast weights", "gathered weights", "gradients in messages",
-    "gradient of the embedding", "buffers between stages", "rounded update",
+    "gradients of the ends", "buffers between stages", "rounded update",
     "workspaces", "device context", "allocator slack",
 )  # fmt: skip
-LOSS, RECOMPUTATION, END = "at the loss", "after the loss", "at the end of the backward pass"
-AT_END_ONLY = ("gradient of the embedding", "gradients in messages", "rounded update")
-NOT_AT_LOSS = ("recomputation", *AT_END_ONLY)
-NOT_AT_RECOMPUTATION = ("logits and loss", *AT_END_ONLY)
-NOT_AT_END = ("activations", "gradients of results", "recomputation", "logits and loss")
+LOSS, AFTER, LAST_BLOCK, END = (
+    "at the loss", "after the loss", "in the backward pass of its first block",
+    "at the end of the backward pass",
+)  # fmt: skip
 WORKSPACE_BYTES = 2**26  # of cuBLAS on a GPU, about: 32 MiB for each of its two kinds of product
 CONTEXT_BYTES = 2**29  # of CUDA, its libraries and NCCL on a GPU, about
 # How far plans were from the peaks that were counted on CPUs (tests/distributed/test_planned_peaks.py).
-COUNTED = {"pipelines": (-0.14, 0.21), "mixtures of experts": (-0.16, 0.11)}
+COUNTED = {
+    "pipelines": (-0.06, 0.07), "mixtures of experts": (-0.10, 0.13), "selective checkpointing": (-0.03, 0.02)
+}  # fmt: skip
 SLACK = 0.05  # about the share of the memory of torch's GPU allocator that is lost in gaps between blocks
 
 
@@ -208,12 +213,14 @@ class _MemoryPlanner:
         split = layout.shard * layout.tensor * layout.expert
         owned = numbers // split if layout.context == layout.tile == 1 else 0
         state, gradients = (owned * count for count in bytes_of_a_weight(self._config))
-        passing = sum(size for kind, size in self._passing(holding) if kind != "recomputation")
+        passing = 0
+        if self._kept is not None and holding.samples is not None:
+            passing = sum(self._passing(self._kept, holding).values())
         return state + (gradients + passing if self._has_gradients else max(gradients, passing))
 
     def planned(self, holding: Holding) -> Held:
         state = self._states.of(holding)
-        moments = self._moments({**vars(state), **dict(self._step(holding))})
+        moments = dict(self._moments(holding, state))
         moment = max(moments, key=lambda name: sum(moments[name].values()))
         kinds = moments[moment]
         if self._config.device != "cpu":
@@ -226,17 +233,6 @@ class _MemoryPlanner:
     def _parts(self, holding: Holding) -> list[range]:
         """The blocks of each stage."""
         return [self._division.blocks[stage] for stage in holding.stages]
-
-    def _moments(self, kinds: dict[str, int]) -> dict[str, dict[str, int]]:
-        """For each moment, the `kinds` that exist then."""
-        absent = () if self._has_gradients else ("gradients",)
-        without = {
-            LOSS: (*NOT_AT_LOSS, *absent), RECOMPUTATION: (*NOT_AT_RECOMPUTATION, *absent), END: NOT_AT_END
-        }  # fmt: skip
-        return {
-            moment: {kind: size for kind, size in kinds.items() if kind not in kinds_without}
-            for moment, kinds_without in without.items()
-        }
 
     @property
     def _has_gradients(self) -> bool:
@@ -252,57 +248,100 @@ class _MemoryPlanner:
             return ()
         return tuple(map(self._kept.stage, self._parts(holding)))
 
-    def _step(self, holding: Holding) -> Iterator[tuple[str, int]]:
-        """The bytes that a step needs in addition to the state, by kind."""
-        division = self._division
-        yield "gradients in messages", gradient_messages(division, holding)
-        yield "rounded update", division.rounded_update(holding)
+    def _moments(self, holding: Holding, state: StateBytes) -> Iterator[tuple[str, dict[str, int]]]:
+        """The bytes at each moment, by kind."""
+        division, kept, many = self._division, self._kept, self._has_gradients
+        always = {kind: size for kind, size in vars(state).items() if many or kind != "gradients"}
+        end = {
+            "gradients": state.gradients, "gradients in messages": gradient_messages(division, holding),
+            "rounded update": division.rounded_update(holding),
+        }  # fmt: skip
         if holding.samples is None:  # a dedicated server
+            yield END, always | end
             return
-        yield "cast weights", cast_weights(division, holding)
-        yield "gathered weights", gathered_weights(division, holding)
-        again = self._microbatches > 1
-        yield "gradient of the embedding", embedding_gradient(division, holding, again=again)
-        if self._parts(holding)[-1].stop == division.model.blocks and holding.role != OTHER:
-            gathers = holding.role == FIRST  # the outputs of all replicas
-            samples = self._samples * (self.layout.data if gathers else 1)
-            loss = loss_buffers(division, samples=samples, sample_shape=self._shape)
-            yield "logits and loss", loss
-        yield from self._passing(holding)
+        always["cast weights"] = cast_weights(division, holding)
+        always["gathered weights"] = gathered_weights(division, holding)
+        passing = {} if kept is None else self._passing(kept, holding)
+        yield LOSS, always | passing | {"logits and loss": self._loss(holding)}
+        if kept is not None:
+            parts, under_way = self._parts(holding), sums_under_way(division, holding)
+            always["gradients of the ends"] = head_gradient(division, holding, alone=not many)
+            always["buffers between stages"] = passing["buffers between stages"]
+            head = kept.head * (parts[-1].stop == len(kept.blocks))
+            waiting = passing["gradients of results"]
+            after = self._in_block(kept, holding, passing["activations"] - head, waiting)
+            # A sum is under way from the second block on, when the last one's activations are gone.
+            sums = max(0, under_way - kept.blocks[parts[-1].stop - 1])
+            yield AFTER, always | after | {"gradients in messages": sums}
+            if not many:
+                earlier = gradients_before_last(division, holding, of_all=state.gradients)
+                last = self._in_block(kept, holding, kept.blocks[parts[0].start])
+                yield LAST_BLOCK, always | last | {"gradients": earlier, "gradients in messages": under_way}
+            end["buffers between stages"] = self._buffers(kept, holding.stages, (0,) * len(parts))
+        end["gradients of the ends"] = embedding_gradient(division, holding, again=self._microbatches > 1)
+        yield END, always | end
 
-    def _passing(self, holding: Holding) -> Iterator[tuple[str, int]]:
-        """The bytes that a step keeps of its microbatches, by kind."""
-        kept = self._kept
-        if kept is None or holding.samples is None:
-            return
+    def _passing(self, kept: Kept, holding: Holding) -> dict[str, int]:
+        """What a step keeps of its microbatches when most of them are live."""
+        live, waits = self._fullest(kept, holding)
+        return {
+            "activations": sum(map(mul, live, self._activations(holding))),
+            "gradients of results": sum(map(mul, waits, map(kept.waiting, self._parts(holding)))),
+            "buffers between stages": self._buffers(kept, holding.stages, live),
+        }
+
+    def _in_block(self, kept: Kept, holding: Holding, activations: int, waiting: int = 0) -> dict[str, int]:
+        """`activations` and gradients that wait, and what the fullest block has in its backward pass."""
+        blocks = [block for part in self._parts(holding) for block in part]
+        splits = schedule_of(self._config.strategy).splits_backward and self.layout.pipeline > 1
+        gradients = [0] * len(kept.blocks) if splits else kept.gradients  # of results that wait already
+        block = max(blocks, key=lambda block: kept.again(block) + gradients[block])
+        return {
+            "activations": activations, "recomputation": kept.again(block),
+            "gradients of results": waiting + gradients[block],
+        }  # fmt: skip
+
+    def _loss(self, holding: Holding) -> int:
+        if self._parts(holding)[-1].stop != self._division.model.blocks or holding.role == OTHER:
+            return 0
+        gathers = holding.role == FIRST  # the outputs of all replicas
+        samples = self._samples * (self.layout.data if gathers else 1)
+        return loss_buffers(self._division, samples=samples, sample_shape=self._shape)
+
+    def _fullest(self, kept: Kept, holding: Holding) -> tuple[Counts, Counts]:
+        """The live and waiting microbatches of each stage at the fullest moment."""
+        activations = self._activations(holding)
+        waiting = list(map(kept.waiting, self._parts(holding)))
         moments = fullest_moments(
             self._config.strategy, rank=min(holding.stages[0], self.layout.pipeline - 1),
             ranks=self.layout.pipeline, microbatches=self._microbatches,
         )  # fmt: skip
-        parts, activations = self._parts(holding), self._activations(holding)
-        kinds = [
-            (sum(map(mul, live, activations)), sum(map(mul, waits, map(kept.waiting, parts))))
-            for live, waits in moments
-        ]
-        yield from zip(("activations", "gradients of results"), max(kinds, key=sum), strict=True)
-        recomputed = (kept.recomputed[block] for part in parts for block in part)
-        yield "recomputation", max(recomputed)
-        yield "buffers between stages", self._buffers(holding.stages)
+        return max(
+            moments, key=lambda one: sum(map(mul, one[0], activations)) + sum(map(mul, one[1], waiting))
+        )
 
-    def _buffers(self, stages: tuple[int, ...]) -> int:
-        """torch's pipelines allocate what each stage receives for all microbatches, in both directions.
+    def _buffers(self, kept: Kept, stages: tuple[int, ...], live: Counts) -> int:
+        """What stages receive and send, except for inputs that are counted as activations.
 
-        gloo also holds what a schedule sends in single messages until the step ends; NCCL lets it go.
+        torch's pipelines allocate what each stage receives for all microbatches, in both directions, and
+        keep the outputs of live microbatches. gloo also holds what a schedule sends in single messages until
+        the step ends; NCCL lets it go.
         """
-        if self.layout.pipeline == 1 or self._kept is None:
+        if self.layout.pipeline == 1:
             return 0
-        states, count = self._kept.states, self.layout.pipeline * stages_per_rank(self._config.strategy)
-        blocks = self._division.blocks
-        received = {(stage - 1, stage): states[blocks[stage].start] for stage in stages if stage > 0}
-        received |= {(stage + 1, stage): states[blocks[stage].stop] for stage in stages if stage < count - 1}
-        sent = [size for (other, _), size in received.items() if other not in stages]
+        states, last = kept.states, self.layout.pipeline * stages_per_rank(self._config.strategy) - 1
+        blocks, count = self._division.blocks, self._microbatches
         holds = self._config.device == "cpu" and schedule_of(self._config.strategy).two_way
-        return self._microbatches * (sum(received.values()) + holds * sum(sent))
+        total = 0
+        for stage, alive in zip(stages, live, strict=True):
+            ended = count - alive
+            if stage > 0:
+                inside = stage - 1 in stages
+                total += states[blocks[stage].start] * (count if inside else ended + holds * ended)
+            if stage < last:
+                inside = stage + 1 in stages
+                total += states[blocks[stage].stop] * (count if inside else count + alive + holds * ended)
+        return total
 
 
 def text_table(plan: MemoryPlan) -> list[str]:
@@ -318,101 +357,3 @@ def text_table(plan: MemoryPlan) -> list[str]:
     lines.append(f"  {'sum':{width}}  {size_text(fullest.total):>11}")
     lines += [f"  without: {clause}" for clause in plan.unknown]
     return lines + [f"  unproven: {clause}" for clause in plan.unproven]
-
-
-def cast_weights(division: Division, holding: Holding) -> int:
-    """The copies in bfloat16 that a step without fully_shard computes with (working_weights.py)."""
-    if division.layout.by_fully_shard or not casts_once(division.config):
-        return 0
-    weights = [weight for weight in division.weights(holding) if weight.casts]
-    return 2 * sum(math.prod(division.local_shape(weight, holding)) for weight in weights)
-
-
-def gathered_weights(division: Division, holding: Holding) -> int:
-    """The weights that fully_shard has gathered at most: the ends, a block, and those gathered ahead."""
-    blocks, ends = _gathered(division, holding)
-    if not blocks:
-        return 0
-    strategy, layout = division.config.strategy, division.layout
-    ahead = 1 if strategy.prefetch is None else strategy.prefetch
-    reshards = strategy.reshard and layout.pipeline == 1
-    held = sorted(blocks)[-1 - ahead :] if reshards else blocks
-    return (sum(held) + ends) * product_bytes(division.config)
-
-
-def embedding_gradient(division: Division, holding: Holding, *, again: bool) -> int:
-    """Temporary bytes for the embedding's gradient, which a backward pass computes last.
-
-    The part of a tied head waits for this gradient. again: it is added to the gradient of earlier
-    microbatches. The gradient that stays is not included.
-    """
-    ends = [weight for weight in division.weights(holding) if weight.part == STEM and len(weight.shape) > 1]
-    numbers = sum(math.prod(division.unsliced_shape(weight, holding)) for weight in ends)
-    types, number = types_of(division.config, division.layout), weight_bytes(division.config)
-    tied = bool(division.model.tied) and len(holding.stages) == division.layout.pipeline == 1
-    if types.cast and types.product < number:
-        return numbers * (2 * (1 + tied) + number * again)
-    return numbers * number * (tied + again)
-
-
-def gradient_messages(division: Division, holding: Holding) -> int:
-    """Gradients on their way to other devices, in addition to the gradients that the device keeps."""
-    config, layout = division.config, division.layout
-    numbers = [math.prod(division.gradient_shape(weight, holding)) for weight in division.optimized(holding)]
-    bucket = int(config.strategy.bucket_mb * MIB)
-    if config.strategy.execution == PARAMETER_SERVER:
-        return 2 * max(bucket, max(numbers) * number_bytes(division.config))
-    if config.strategy.execution != SPMD:
-        return 0
-    if layout.by_fully_shard:  # of the ends and a block, and the block's again in the type of the sum
-        blocks, ends = _gathered(division, holding)
-        return (max(blocks) + ends) * product_bytes(config) + max(blocks) * number_bytes(division.config)
-    if layout.averaged == 1:
-        return 0
-    if schedule_of(config.strategy).splits_backward and layout.pipeline > 1:  # replicate.py: Average
-        return sum(numbers) * number_bytes(division.config)
-    if config.strategy.gradient_compression == "bfloat16":
-        return bucket // 2
-    return 2 * bucket if weight_bytes(config) < number_bytes(config) else 0  # averaged in float32
-
-
-def loss_buffers(division: Division, *, samples: int, sample_shape: tuple[int, ...]) -> int:
-    """Logits, their logarithms and gradients, for the tokens that exist at a time; 0 for models of images.
-
-    These bytes do not include what is kept for the backward pass (`activations.Kept.head`).
-    """
-    config, layout = division.config, division.layout
-    if len(sample_shape) > 1:
-        return 0
-    types = types_of(config, layout)
-    vocabulary, dim = _projection(division).shape
-    rows = -(-vocabulary // layout.tensor)
-    tokens = samples * sample_shape[0] // layout.context
-    half = types.product if types.product < types.precise else 0
-    if not chunks_loss(config, tensor=layout.tensor):
-        columns = rows if config.strategy.loss_parallel else vocabulary
-        return tokens * columns * 2 * types.precise
-    chunk = LOSS_CHUNK_BYTES["cpu" if config.device == "cpu" else "cuda"]
-    chunks = max(1, -(-tokens * rows * 4 // chunk))
-    number = half + 2 * types.precise  # of logits as they are and in float32, and of logarithms
-    total = rows * dim * types.precise if chunks > 1 else 0  # the gradient of the weight so far
-    kept = rows * dim * (types.product if types.cast else types.precise)  # part of `Kept.head`
-    return max(-(-tokens // chunks) * rows * number + total - kept, rows * dim * types.precise)
-
-
-def _projection(division: Division) -> Weight:
-    """The weight of the logits. If it is tied, the stem has it."""
-    last = division.model.weights[-1]
-    return last if len(last.shape) > 1 else division.model.weights[0]
-
-
-def _gathered(division: Division, holding: Holding) -> tuple[list[int], int]:
-    """The numbers in each block of its stages and in the ends that stay gathered (shard.py)."""
-    if not division.layout.by_fully_shard:
-        return [], 0
-    sizes: dict[str, int] = {}
-    for weight in division.weights(holding):
-        sizes[weight.part] = sizes.get(weight.part, 0) + math.prod(division.unsliced_shape(weight, holding))
-    stem, head = sizes.pop(STEM, 0), sizes.pop(HEAD, 0)
-    shared = bool(division.model.tied) and stem and head
-    return list(sizes.values()), head + (stem if shared else 0)

@@ -25,7 +25,7 @@ PARTS = (  # of a bar: their fill, and their kinds of bytes
     ((picture.VERMILION, "++", "weights in use"), ("cast weights", "gathered weights")),
     (
         ("#F0E442", "oo", "messages"),
-        ("gradients in messages", "gradient of the embedding", "buffers between stages"),
+        ("gradients in messages", "gradients of the ends", "buffers between stages"),
     ),
     (
         ("#999999", "--", "workspaces, context, slack"),

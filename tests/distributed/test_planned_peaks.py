@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from hpc_parallel.config.resolve import resolve
@@ -25,23 +26,35 @@ from tests.marks import in_full
 from tests.parity import opened
 from tests.workers import Workers
 
-FULL = "training.activation_checkpointing=full"
-DECODER, PIPELINES, EXPERTS = "decoder", *COUNTED
+FULL, SELECTIVE = (f"training.activation_checkpointing={mode}" for mode in ("full", "selective"))
+LAYERS, ZERO_BUBBLE = "model.layers=8", "strategy.schedule=interleaved_zero_bubble"
+DECODER, PIPELINES, EXPERTS, CHOSEN = "decoder", *COUNTED
 CASES = [
+    (f"strategy=fsdp nodes=2 {FULL}", DECODER),
     (f"strategy=pipeline nodes=2 strategy.schedule=zbv {FULL}", PIPELINES),
     ("strategy=expert nodes=2 model=moe_tiny", EXPERTS),
 ]
+ALONE = ["strategy=single", "strategy=single training.microbatch_size=4"]
+BESIDE = ["strategy=data nodes=2", "strategy=tensor nodes=2", f"strategy=fsdp nodes=2 {LAYERS}"]
+OTHERS = [
+    "strategy=fsdp nodes=2 training.precision=bfloat16",
+    "strategy=fsdp nodes=2 training.global_batch_size=2 model.dim=256 model.ffn_dim=1024",
+    "strategy=context nodes=2", "strategy=tensor nodes=2 strategy.sequence_parallel=false",
+    "strategy=single training.global_batch_size=1", "strategy=single model.tied_head=false",
+]  # fmt: skip
+OF_PIPELINES = [
+    *(f"strategy=pipeline nodes=2 strategy.schedule={name} {LAYERS}" for name in SCHEDULES),
+    f"strategy=pipeline nodes=4 {LAYERS}", f"strategy=pipeline nodes=4 {ZERO_BUBBLE} {LAYERS}",
+    f"strategy=pipeline nodes=4 strategy.schedule=dualpipev {LAYERS}",
+    "strategy=pipeline nodes=2 training.precision=bfloat16",
+]  # fmt: skip
+OF_EXPERTS = [f"strategy={name} model=moe_tiny" for name in ("single", "fsdp nodes=2", "expert nodes=2")]
+KINDS = ((DECODER, [*ALONE, *BESIDE, *OTHERS]), (PIPELINES, OF_PIPELINES), (EXPERTS, OF_EXPERTS))
 MORE = [
-    ("strategy=single", DECODER),
-    ("strategy=single model=moe_tiny", EXPERTS),
-    *((f"strategy=pipeline nodes=2 strategy.schedule={name}", PIPELINES) for name in SCHEDULES),
-    (f"strategy=pipeline nodes=4 {FULL} model.layers=8", PIPELINES),
-    (f"strategy=pipeline nodes=2 strategy.schedule=looped_bfs {FULL} model.layers=8", PIPELINES),
-    (f"strategy=pipeline nodes=4 strategy.schedule=interleaved_zero_bubble {FULL} model.layers=8", PIPELINES),
-    ("strategy=pipeline nodes=4 strategy.schedule=dualpipev model.layers=8", PIPELINES),
-    (f"strategy=expert nodes=2 model=moe_tiny {FULL}", EXPERTS),
+    *((f"{words} {mode}".strip(), kind) for kind, rows in KINDS for words in rows for mode in ("", FULL)),
+    *((f"{words} {SELECTIVE}", CHOSEN) for words in (*ALONE, *BESIDE)),
 ]
-ANNOUNCED = {DECODER: (-0.02, 0.02), **COUNTED}
+ANNOUNCED = {DECODER: (-0.04, 0.06), **COUNTED}
 
 
 class LiveBytes(TorchDispatchMode):
@@ -52,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
         self.peak = 0
         self._note(list(tensors))
 
@@ -64,15 +77,21 @@ class LiveBytes(TorchDispatchMode):
         return found
 
     def _note(self, values: list[Any]) -> None:
-        for tensor in values:
-            if isinstance(tensor, Tensor):
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                storage = local.untyped_storage()
-                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        expired = [key for key, (reference, _) in self._storages.items() if reference.expired()]
-        for key in expired:
-            del self._storages[key]
-        self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
+        for tensor in filter(torch.is_tensor, values):
+            while is_traceable_wrapper_subclass(tensor):  # a DTensor, or the result of a collective
+                (name, *_), _ = tensor.__tensor_flatten__()
+                tensor = getattr(tensor, name)
+            storage = tensor.untyped_storage()
+            self._storages[storage._cdata] = StorageWeakRef(storage)
+        sizes = {key: _living_bytes(reference) for key, reference in self._storages.items()}
+        self._storages = {key: self._storages[key] for key, size in sizes.items() if size is not None}
+        self.peak = max(self.peak, sum(size or 0 for size in sizes.values()))
+
+
+def _living_bytes(reference: StorageWeakRef) -> int | None:
+    """The bytes of a storage, of which fully_shard frees some without an end; None once it has gone."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return None if storage is None else storage.nbytes()
 
 
 def received_by(stages: Iterable[Stage]) -> list[Tensor]:
@@ -100,9 +119,9 @@ def peak_bytes(*overrides: str) -> int:
     return live.peak
 
 
-@pytest.mark.parametrize(("words", "kind"), [*CASES, *in_full(MORE)])
+@pytest.mark.parametrize(("words", "kind"), [*CASES, *in_full([case for case in MORE if case not in CASES])])
 def test_a_planned_peak_is_as_far_off_as_it_says(workers: Workers, words: str, kind: str) -> None:
-    run = (*words.split(), "training.global_batch_size=16", "device=cpu", "launcher=local")
+    run = ("training.global_batch_size=16", "device=cpu", "launcher=local", *words.split())
     found = plan(resolve(composed(*run))[0])
     assert found is not None
     peaks = workers.run(len(found.devices), peak_bytes, *run)

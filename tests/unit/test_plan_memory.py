@@ -101,21 +101,21 @@ def test_live_microbatches_of_one_stage_a_rank(schedule: str, live: list[int]) -
 
 
 def test_the_first_stage_of_1f1b_is_the_fullest() -> None:
-    """It has as many live microbatches as there are stages, each of its blocks' activations."""
+    """It has as many live microbatches as there are stages. The last stage has its loss behind it."""
     found = planned("strategy=pipeline", "nodes=4", "strategy.cuts=[1,2,3]", *SMALL)
     assert found.fullest.device == 0
-    activations = [held.kinds["activations"] for held in found.devices]
-    assert activations == [(4 - rank) * held.stages[0] for rank, held in enumerate(found.devices)]
+    *first, last = [held.kinds["activations"] for held in found.devices]
+    assert first == [(4 - rank) * held.stages[0] for rank, held in enumerate(found.devices[:3])]
+    assert last == found.devices[2].stages[0]  # a block without a head
 
 
 def test_checkpointing_recomputes_one_block() -> None:
     without = planned("strategy=single", *SMALL).fullest
     full = planned("strategy=single", *SMALL, "training.activation_checkpointing=full").fullest
     assert without.kinds["recomputation"] == 0
-    blocks = 4 * full.kinds["recomputation"]
-    inputs = 4 * 16 * 64 * 128 * 4
+    again = 4 * full.kinds["recomputation"]  # the inputs of the blocks stay
     tables = 64 * 32 * 4
-    assert full.stages[0] == without.stages[0] - blocks - tables + inputs
+    assert full.stages[0] == without.stages[0] - again - tables
 
 
 def test_fully_shard_gathers_blocks_and_ends() -> None:
@@ -157,7 +157,7 @@ def test_replicas_that_are_threads_share_the_model() -> None:
 def test_the_table_names_the_fullest_device_and_adds_up() -> None:
     found = planned("strategy=pipeline", "nodes=4", *SMALL)
     lines = text_table(found)
-    assert lines[0] == "device 0 needs most, at the loss:"
+    assert lines[0] == "device 0 needs most, after the loss:"
     (total,) = (line for line in lines if line.startswith("  sum"))
     assert total.split()[-2:] == size(found.fullest.total).split()
     assert found.fullest.total == sum(found.fullest.kinds.values())
@@ -176,14 +176,14 @@ def test_gpus_have_a_context_and_gaps() -> None:
     [
         ("strategy=fsdp nodes=2", None),
         ("strategy=pipeline nodes=2",
-         "pipelines was not compared with a GPU; counted on CPUs it was -14 to +21 % off"),
+         "pipelines was not compared with a GPU; counted on CPUs it was -6 to +7 % off"),
         ("strategy=single model=moe_tiny",
-         "mixtures of experts was not compared with a GPU; counted on CPUs it was -16 to +11 % off"),
+         "mixtures of experts was not compared with a GPU; counted on CPUs it was -10 to +13 % off"),
         ("strategy=single model=unet data=cells",
          "models of images was not compared with a GPU"),
         ("strategy=parameter_server nodes=2", "strategy=parameter_server was not compared with a GPU"),
         ("strategy=single training.activation_checkpointing=selective",
-         "selective checkpointing was not compared with a GPU"),
+         "selective checkpointing was not compared with a GPU; counted on CPUs it was -3 to +2 % off"),
     ],
 )  # fmt: skip
 def test_what_no_measurement_has_confirmed_is_announced(words: str, unproven: str | None) -> None:
