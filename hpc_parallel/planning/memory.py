@@ -28,13 +28,15 @@ from hpc_parallel.planning.pipeline_orders import Counts, fullest_moments
 from hpc_parallel.planning.planned_state import Division, StateBytes, States
 from hpc_parallel.planning.planned_step import (
     cast_weights,
+    early_gradients,
     embedding_gradient,
     gathered_weights,
     gradient_messages,
     gradients_before_last,
+    gradients_under_way,
+    has_buckets,
     head_gradient,
     loss_buffers,
-    sums_under_way,
 )
 from hpc_parallel.record.metrics_file import size as size_text
 
@@ -237,10 +239,8 @@ class _MemoryPlanner:
     @property
     def _has_gradients(self) -> bool:
         """Whether gradients exist before the last backward pass: of earlier microbatches, or bucket views."""
-        layout, strategy = self.layout, self._config.strategy
-        views = strategy.execution == SPMD and layout.averaged > 1 and not layout.by_fully_shard
-        views = views and not schedule_of(strategy).splits_backward
-        return views or self._microbatches > 1 or strategy.execution == PARAMETER_SERVER
+        execution = self._config.strategy.execution
+        return has_buckets(self._division) or self._microbatches > 1 or execution == PARAMETER_SERVER
 
     def _activations(self, holding: Holding) -> tuple[int, ...]:
         """The bytes of one microbatch in each stage."""
@@ -250,8 +250,10 @@ class _MemoryPlanner:
 
     def _moments(self, holding: Holding, state: StateBytes) -> Iterator[tuple[str, dict[str, int]]]:
         """The bytes at each moment, by kind."""
-        division, kept, many = self._division, self._kept, self._has_gradients
-        always = {kind: size for kind, size in vars(state).items() if many or kind != "gradients"}
+        division, kept, again, early = self._division, self._kept, self._microbatches > 1, 0
+        if self._has_gradients:
+            early = early_gradients(division, holding, of_all=state.gradients, again=again)
+        always = {**vars(state), "gradients": early}
         end = {
             "gradients": state.gradients, "gradients in messages": gradient_messages(division, holding),
             "rounded update": division.rounded_update(holding),
@@ -264,21 +266,20 @@ class _MemoryPlanner:
         passing = {} if kept is None else self._passing(kept, holding)
         yield LOSS, always | passing | {"logits and loss": self._loss(holding)}
         if kept is not None:
-            parts, under_way = self._parts(holding), sums_under_way(division, holding)
-            always["gradients of the ends"] = head_gradient(division, holding, alone=not many)
+            parts = self._parts(holding)
+            under_way = gradients_under_way(division, holding, of_all=state.gradients, again=again)
+            always["gradients of the ends"] = head_gradient(division, holding, alone=not early)
             always["buffers between stages"] = passing["buffers between stages"]
-            head = kept.head * (parts[-1].stop == len(kept.blocks))
+            head, last = kept.head * (parts[-1].stop == len(kept.blocks)), kept.blocks[parts[-1].stop - 1]
             waiting = passing["gradients of results"]
             after = self._in_block(kept, holding, passing["activations"] - head, waiting)
-            # A sum is under way from the second block on, when the last one's activations are gone.
-            sums = max(0, under_way - kept.blocks[parts[-1].stop - 1])
-            yield AFTER, always | after | {"gradients in messages": sums}
-            if not many:
-                earlier = gradients_before_last(division, holding, of_all=state.gradients)
-                last = self._in_block(kept, holding, kept.blocks[parts[0].start])
-                yield LAST_BLOCK, always | last | {"gradients": earlier, "gradients in messages": under_way}
+            # An average is under way from the second block on, when the last one's activations are gone.
+            yield AFTER, always | after | {"gradients in messages": max(0, under_way - last)}
+            first = self._in_block(kept, holding, kept.blocks[parts[0].start])
+            earlier = early or gradients_before_last(division, holding, of_all=state.gradients)
+            yield LAST_BLOCK, always | first | {"gradients": earlier, "gradients in messages": under_way}
             end["buffers between stages"] = self._buffers(kept, holding.stages, (0,) * len(parts))
-        end["gradients of the ends"] = embedding_gradient(division, holding, again=self._microbatches > 1)
+        end["gradients of the ends"] = embedding_gradient(division, holding, again=again)
         yield END, always | end
 
     def _passing(self, kept: Kept, holding: Holding) -> dict[str, int]:

@@ -112,10 +112,42 @@ def gradient_messages(division: Division, holding: Holding) -> int:
     return 2 * bucket if weight_bytes(config) < number_bytes(config) else 0  # averaged in float32
 
 
-def sums_under_way(division: Division, holding: Holding) -> int:
-    """The gradients of a block that fully_shard sums while another block computes its own."""
+def has_buckets(division: Division) -> bool:
+    """Whether DistributedDataParallel averages gradients, in buckets of which they are views in the end."""
+    layout, strategy = division.layout, division.config.strategy
+    replicates = strategy.execution == SPMD and layout.averaged > 1 and not layout.by_fully_shard
+    return replicates and not schedule_of(strategy).splits_backward
+
+
+def early_gradients(division: Division, holding: Holding, *, of_all: int, again: bool) -> int:
+    """The gradients before the last backward pass of a step, if some exist then.
+
+    of_all: those at the end of this pass. again: there are earlier microbatches. Their gradients are beside
+    the buckets, and whole in a pipeline with fully_shard, which sums them after the last microbatch.
+    """
+    weights = division.optimized(holding)
+    if not again:
+        return of_all
+    if division.layout.by_fully_shard and division.layout.pipeline > 1:
+        numbers = sum(math.prod(division.unsliced_shape(weight, holding)) for weight in weights)
+        return numbers * number_bytes(division.config)
+    beside = [weight for weight in weights if has_buckets(division) and not division.distributed(weight)]
+    numbers = sum(math.prod(division.gradient_shape(weight, holding)) for weight in beside)
+    return of_all + numbers * weight_bytes(division.config)
+
+
+def gradients_under_way(division: Division, holding: Holding, *, of_all: int, again: bool) -> int:
+    """The gradients of other blocks that wait for their average while a block computes its own.
+
+    fully_shard sums those of a block, and those of a bucket are copied into it together (again: they are
+    among those of earlier microbatches). of_all: all gradients.
+    """
+    config = division.config
     blocks, _ = _gathered(division, holding)
-    return max(blocks) * number_bytes(division.config) if len(blocks) > 1 else 0
+    if has_buckets(division) and not again:
+        sizes = [math.prod(division.local_shape(one, holding)) for one in division.optimized(holding)]
+        return min(of_all, max(int(config.strategy.bucket_mb * MIB), max(sizes) * weight_bytes(config)))
+    return max(blocks) * number_bytes(config) if len(blocks) > 1 else 0
 
 
 def loss_buffers(division: Division, *, samples: int, sample_shape: tuple[int, ...]) -> int:
@@ -130,7 +162,9 @@ def loss_buffers(division: Division, *, samples: int, sample_shape: tuple[int, .
     vocabulary, dim = _projection(division).shape
     rows = -(-vocabulary // layout.tensor)
     tokens = samples * sample_shape[0] // layout.context
-    half = types.product if types.product < types.precise else 0
+    # A loss of slices of the vocabulary keeps the logits as they are beside those less their maximum.
+    keeps = types.product < types.precise or (layout.tensor > 1 and config.strategy.loss_parallel)
+    logits = types.product if keeps else 0
     gathers = layout.tensor > 1 and config.strategy.sequence_parallel
     inputs = tokens * dim * types.product if gathers else 0  # of the tokens of all slices
     if not chunks_loss(config, tensor=layout.tensor):
@@ -138,7 +172,7 @@ def loss_buffers(division: Division, *, samples: int, sample_shape: tuple[int, .
         return inputs + tokens * columns * 2 * types.precise
     chunk = LOSS_CHUNK_BYTES["cpu" if config.device == "cpu" else "cuda"]
     chunks = max(1, -(-tokens * rows * 4 // chunk))
-    number = half + 2 * types.precise  # of logits as they are and in float32, and of logarithms
+    number = logits + 2 * types.precise  # of logits as they are and in float32, and of logarithms
     total = rows * dim * types.precise if chunks > 1 else 0  # the gradient of the weight so far
     kept = rows * dim * (types.product if types.cast else types.precise)  # part of `Kept.head`
     return inputs + max(-(-tokens // chunks) * rows * number + total - kept, rows * dim * types.precise)
