@@ -121,6 +121,8 @@ def test_placeholders_are_filled_and_other_braces_stay() -> None:
         (("--", "plain"), "a program of this folder is ./plain"),
         (("--", "no-such-program"), "is not on the PATH"),
         (("--", "torchrun", "train.py"), "or try script.start=node"),
+        (("--", "python", "-u", "-m", "torch.distributed.run", "train.py"), "run starts processes"),
+        (("--", "-m", "torch.distributed.launch", "train.py"), "or try script.start=node"),
         (("script.start=nodes", "--", "train.py"), "Try script.start=node."),
         (("script.torchrun=[--max-restarts=1]", "--", "train.py"), "is not read. Try script.start=torchrun."),
         (("script.start=torchrun", "script.torchrun=[--max-restarts=1]", "script.requeue_codes=[75]", "--",
@@ -195,7 +197,7 @@ def test_a_script_that_is_no_part_of_a_group_is_warned_of(here: Path) -> None:
     ("line", "suggestion"),
     [
         ("python train.py --lr 1", "-- train.py."),
-        ("/usr/bin/python3.12 -u -m train", "-- -m MODULE."),
+        ("/usr/bin/python3.12 -u -m train --lr 1", "-- -m train."),
         ("python3 -c 1 train.py", None),
         ("pythons train.py", None),
         ("train.py tool.py", None),
@@ -327,6 +329,10 @@ def test_simulated_nodes_share_the_visible_gpus(visible: str, node: int, expecte
         ("usage: train.py\ntrain.py: error: no\n\n", "error",
          "the script ended with exit code 1: train.py: error: no"),
         ("", "error", "the script ended with exit code 1"),
+        ("Traceback (most recent call last):\n  File \"{file}\", line 9, in <module>\n"
+         "ValueError: Caught ValueError in DataLoader worker process 0.\n"
+         "Original Traceback (most recent call last):\n  File \"{file}\", line 4, in __getitem__\n"
+         "ValueError: sample 5 is broken\n\n", "error", "ValueError: sample 5 is broken (train.py:4)"),
     ],
 )  # fmt: skip
 def test_the_cause_is_read_from_the_log(here: Path, log: str, kind: str, message: str) -> None:
