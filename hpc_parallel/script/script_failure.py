@@ -30,7 +30,8 @@ from hpc_parallel.user_code import is_users
 
 _TAIL_BYTES = 64 * 1024
 _UNCAUGHT = 1  # Python's exit code after an exception
-_TRACEBACK = "Traceback (most recent call last):"
+# torch writes "Original" before the traceback of a DataLoader's worker.
+_TRACEBACK = re.compile(r"\s*(Original )?Traceback \(most recent call last\):\s*")
 _RANK = re.compile(r"^\[rank\d+\]: ?")  # torch puts this before each line of a traceback
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _EXCEPTION = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: (?P<text>.*))?$")
@@ -82,7 +83,7 @@ def was_aborted_at_exit(folder: RunFolder, *, rank: int, log_start: int) -> bool
 
 def last_traceback(lines: Sequence[str]) -> list[str]:
     """The last traceback in the lines of a log, to the line that names its exception; empty without one."""
-    starts = [index for index, line in enumerate(lines) if line.strip() == _TRACEBACK]
+    starts = [index for index, line in enumerate(lines) if _TRACEBACK.fullmatch(line)]
     start = starts[-1] if starts else _syntax_error(lines)
     if start is None:
         return []
