@@ -82,14 +82,18 @@ def was_aborted_at_exit(folder: RunFolder, *, rank: int, log_start: int) -> bool
 
 
 def last_traceback(lines: Sequence[str]) -> list[str]:
-    """The last traceback in the lines of a log, to the line that names its exception; empty without one."""
+    """The last traceback in the lines of a log, to the end of its message; empty without one.
+
+    Lines of a message count if they are indented, as in that of `load_state_dict`.
+    """
     starts = [index for index, line in enumerate(lines) if _TRACEBACK.fullmatch(line)]
     start = starts[-1] if starts else _syntax_error(lines)
     if start is None:
         return []
     for end in range(start + 1, len(lines)):
         if _EXCEPTION.match(lines[end]):
-            return list(lines[start : end + 1])
+            more = takewhile(lambda line: line[:1].isspace() and line.strip(), lines[end + 1 :])
+            return [*lines[start : end + 1], *more]
     return []
 
 
@@ -104,9 +108,9 @@ def _syntax_error(lines: Sequence[str]) -> int | None:
 
 def exception_of(lines: Sequence[str]) -> tuple[str | None, str]:
     """The class of the exception and its message, from the end of a traceback."""
-    for line in reversed(lines):
+    for number, line in reversed([*enumerate(lines, 1)]):
         if match := _EXCEPTION.match(line):
-            return match["name"], " ".join((match["text"] or "").split())
+            return match["name"], " ".join(" ".join([match["text"] or "", *lines[number:]]).split())
     return None, ""
 
 
