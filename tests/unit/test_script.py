@@ -272,7 +272,7 @@ def test_a_process_for_each_node_has_all_its_cores_and_the_threads_of_its_own_ra
     values = run.values | {"device": "cpu"}
     script_rank.set_variables(run.folder, values, world=world, environment=environment)
     assert environment["OMP_NUM_THREADS"] == str(threads)
-    words, _ = script_rank.command_of(run.folder, values, rank=1, variables=environment)
+    words, *_ = script_rank.command_of(run.folder, values, rank=1, variables=environment)
     assert words[-1] == "1 2 2 4"
 
 
@@ -420,9 +420,12 @@ def test_the_words_of_a_restart_need_the_files_that_they_name(here: Path) -> Non
     words = ("script.resume_arguments=--resume {run}/last.pt --quiet", "--", "train.py")
     script = vars(composed(LOCAL, *words).script)
     values = {**VALUES, "{run}": str(here)}
-    assert resume_words(script, values=values, folder=here) == []
+    assert resume_words(script, values=values, folder=here) == ([], here / "last.pt")
     (here / "last.pt").touch()
-    assert resume_words(script, values=values, folder=here) == ["--resume", f"{here}/last.pt", "--quiet"]
+    assert resume_words(script, values=values, folder=here) == (
+        ["--resume", f"{here}/last.pt", "--quiet"],
+        None,
+    )
 
 
 class Child:
