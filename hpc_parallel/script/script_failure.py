@@ -32,6 +32,7 @@ _TAIL_BYTES = 64 * 1024
 _UNCAUGHT = 1  # Python's exit code after an exception
 # torch writes "Original" before the traceback of a DataLoader's worker.
 _TRACEBACK = re.compile(r"\s*(Original )?Traceback \(most recent call last\):\s*")
+_GOES_ON = re.compile("Exception ignored |Exception in thread |Error in atexit")  # before a traceback
 _RANK = re.compile(r"^\[rank\d+\]: ?")  # torch puts this before each line of a traceback
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _EXCEPTION = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: (?P<text>.*))?$")
@@ -84,10 +85,12 @@ def was_aborted_at_exit(folder: RunFolder, *, rank: int, log_start: int) -> bool
 def last_traceback(lines: Sequence[str]) -> list[str]:
     """The last traceback in the lines of a log, to the end of its message; empty without one.
 
-    Lines of a message count if they are indented, as in that of `load_state_dict`.
+    Those of threads and of clean-up do not end the process, so they count only if there is no other. Lines of
+    a message count if they are indented, as in that of `load_state_dict`.
     """
     starts = [index for index, line in enumerate(lines) if _TRACEBACK.fullmatch(line)]
-    start = starts[-1] if starts else _syntax_error(lines)
+    ending = [index for index in starts if index == 0 or not _GOES_ON.match(lines[index - 1])]
+    start = (ending or starts)[-1] if starts else _syntax_error(lines)
     if start is None:
         return []
     for end in range(start + 1, len(lines)):

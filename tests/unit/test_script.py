@@ -333,6 +333,10 @@ def test_simulated_nodes_share_the_visible_gpus(visible: str, node: int, expecte
          "ValueError: Caught ValueError in DataLoader worker process 0.\n"
          "Original Traceback (most recent call last):\n  File \"{file}\", line 4, in __getitem__\n"
          "ValueError: sample 5 is broken\n\n", "error", "ValueError: sample 5 is broken (train.py:4)"),
+        ("Traceback (most recent call last):\n  File \"{file}\", line 7, in <module>\nValueError: the cause\n"
+         "Exception ignored in: <function A.__del__ at 0x7>\nTraceback (most recent call last):\n"
+         "  File \"{file}\", line 4, in __del__\nRuntimeError: at the exit\n",
+         "error", "ValueError: the cause (train.py:7)"),
         ("Traceback (most recent call last):\n  File \"{file}\", line 9, in <module>\n"
          "RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s): \"a\". \n[W1] exit\n",
          "error", 'RuntimeError: Error(s) in loading state_dict for Net: Missing key(s): "a". (train.py:9)'),
