@@ -37,6 +37,7 @@ _RANK = re.compile(r"^\[rank\d+\]: ?")  # torch puts this before each line of a 
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _EXCEPTION = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: (?P<text>.*))?$")
 _ABORT = re.compile(r"terminate called |\s+what\(\): |Aborted")  # by C++
+_KILLED = re.compile(r"\bkilled\b|exited unexpectedly|exit code 137\b", re.IGNORECASE)  # 137: by SIGKILL
 _STACKS = "Fatal Python error: "  # by faulthandler
 _MOST_LINES = 200
 _POLL_S = 0.2
@@ -44,10 +45,12 @@ _ANSWER_S = 12.0  # NCCL's answer took up to 11 s on a GPU that four ranks share
 FIRST_S = 60.0  # a script may print nothing for so long at its start, while it imports and connects
 
 
-def record(folder: RunFolder, *, world: World, returncode: int, log_start: int) -> None:
+def record(
+    folder: RunFolder, *, world: World, returncode: int, log_start: int, cgroup: str | None = None
+) -> None:
     """Record the failure of a script that exited with a code above 0, or that was aborted after an exception.
 
-    log_start: the size of the error log when the script started.
+    log_start: the size of the error log when the script started; cgroup: as `failure.record_death` has it.
     """
     lines = _recorded_traceback(folder, rank=world.rank)
     tail = _tail(folder.log(world.rank, "err"), start=log_start)
@@ -57,16 +60,23 @@ def record(folder: RunFolder, *, world: World, returncode: int, log_start: int) 
     if name is None:
         last = next((line.strip() for line in reversed(tail) if line.strip()), "")
         message = f"the script ended with exit code {returncode}" + (f": {last}" if last else "")
+        message += _of_memory(message, cgroup=cgroup)
         failure.record_reason(folder, world=world, kind=failure.ERROR, message=message, lines=tail)
         return
     place = users_line(lines)
     short = name.rpartition(".")[2]
     sentence = (f"{short}: {message}" if message else short) + (f" ({place})" if place else "")
     sentence += ", then SIGABRT at its exit" if returncode == -signal.SIGABRT else ""
+    sentence += _of_memory(message, cgroup=cgroup)
     failure.record_reason(
         folder, world=world, kind=failure.kind_of_text(short, message), message=sentence, lines=lines,
         details={"where": place} if place else {},
     )  # fmt: skip
+
+
+def _of_memory(message: str, *, cgroup: str | None) -> str:
+    """The end of a line about a process of the script that was killed, such as a DataLoader's worker."""
+    return f"; out of memory in cgroup {cgroup}" if cgroup and _KILLED.search(message) else ""
 
 
 def was_aborted_at_exit(folder: RunFolder, *, rank: int, log_start: int) -> bool:

@@ -94,10 +94,10 @@ def run_script(
     has_reason = returncode == -signal.SIGABRT and script_failure.was_aborted_at_exit(
         folder, rank=world.rank, log_start=log_start
     )
+    cgroup = oom.killing_cgroup(kills)
     if returncode > 0 or has_reason:
-        script_failure.record(folder, world=world, returncode=returncode, log_start=log_start)
+        script_failure.record(folder, world=world, returncode=returncode, log_start=log_start, cgroup=cgroup)
     elif returncode < 0:
-        cgroup = oom.killing_cgroup(kills)
         failure.record_death(folder, world=world, returncode=returncode, cgroup=cgroup)
     if returncode != 0:
         sys.exit(exit_code(returncode))

@@ -354,6 +354,26 @@ def test_the_cause_is_read_from_the_log(here: Path, log: str, kind: str, message
     assert (found.kind, found.message, found.host) == (kind, message, "n1")
 
 
+@pytest.mark.parametrize(
+    ("log", "code", "end"),
+    [
+        ("Traceback (most recent call last):\nRuntimeError: DataLoader worker (pid 7) is killed by signal: "
+         "Killed. \n", 1, "signal: Killed.; out of memory in cgroup /job_7"),
+        ("run.sh: line 3: 77 Killed  python train.py\n", 137, "train.py; out of memory in cgroup /job_7"),
+        ("Traceback (most recent call last):\nValueError: bad\n", 1, "ValueError: bad"),  # of another rank
+    ],
+)  # fmt: skip
+def test_a_process_of_the_script_that_ran_out_of_memory_is_told(
+    here: Path, log: str, code: int, end: str
+) -> None:
+    folder = RunFolder(here / "run")
+    folder.create()
+    world, _ = slurm_world(1)
+    folder.log(1, "err").write_text(log)
+    script_failure.record(folder, world=world, returncode=code, log_start=0, cgroup="/job_7")
+    assert failure.records(folder)[0].message.endswith(end)
+
+
 def test_a_line_of_a_package_that_is_installed_elsewhere_is_not_the_users(here: Path) -> None:
     files = [here / "train.py", here / "lib" / "python3.9" / "site-packages" / "package" / "save.py"]
     for file in files:
