@@ -647,6 +647,16 @@ def test_figures_are_read_from_a_line(line: str, figures: dict[str, float] | Non
     assert (found and {key: found[key] for key in found if key != "time"}) == figures
 
 
+def test_the_figures_of_a_progress_bar_are_read_while_it_runs(here: Path) -> None:
+    path = here / "out"
+    path.touch()
+    log = script_metrics._Log(path, lambda line: script_metrics.figures_of(line, re.compile(METRICS)))
+    path.write_text("\rstep 1 loss 4\rstep 2 lo")
+    assert [line["step"] for line in log.read(is_last=False)] == [1]
+    path.write_text("\rstep 1 loss 4\rstep 2 loss 3\n")
+    assert [(line["step"], line["loss"]) for line in log.read(is_last=False)] == [(2, 3)]
+
+
 def test_every_line_is_read_once_also_the_last_without_an_end(here: Path) -> None:
     folder = RunFolder(here / "run")
     folder.create()
