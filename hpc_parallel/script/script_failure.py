@@ -36,6 +36,7 @@ _GOES_ON = re.compile("Exception ignored |Exception in thread |Error in atexit")
 _RANK = re.compile(r"^\[rank\d+\]: ?")  # torch puts this before each line of a traceback
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _EXCEPTION = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: (?P<text>.*))?$")
+_OF_TORCHRUN = re.compile(r"  (?:rank|exitcode) +: ")  # of a failed rank; that of the first failure is last
 _ABORT = re.compile(r"terminate called |\s+what\(\): |Aborted")  # by C++
 _KILLED = re.compile(r"\bkilled\b|exited unexpectedly|exit code 137\b", re.IGNORECASE)  # 137: by SIGKILL
 _STACKS = "Fatal Python error: "  # by faulthandler
@@ -65,6 +66,9 @@ def record(
         return
     place = users_line(lines)
     short = name.rpartition(".")[2]
+    if short == "ChildFailedError":  # the lines after this traceback say more
+        lines, failed = tail, [" ".join(line.split()) for line in tail if _OF_TORCHRUN.match(line)]
+        message = ", ".join(failed[-2:])
     sentence = (f"{short}: {message}" if message else short) + (f" ({place})" if place else "")
     sentence += ", then SIGABRT at its exit" if returncode == -signal.SIGABRT else ""
     sentence += _of_memory(message, cgroup=cgroup)

@@ -333,6 +333,11 @@ def test_simulated_nodes_share_the_visible_gpus(visible: str, node: int, expecte
          "ValueError: Caught ValueError in DataLoader worker process 0.\n"
          "Original Traceback (most recent call last):\n  File \"{file}\", line 4, in __getitem__\n"
          "ValueError: sample 5 is broken\n\n", "error", "ValueError: sample 5 is broken (train.py:4)"),
+        ("Traceback (most recent call last):\ntorch.distributed.elastic.errors.ChildFailedError: \n"
+         "Failures:\n[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 2)  (SIGTERM)\n"
+         "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n"
+         "  exitcode  : 3 (pid: 4) \n  error_file: <N/A>\n", "error",
+         "ChildFailedError: rank : 1 (local_rank: 1), exitcode : 3 (pid: 4)"),
         ("Traceback (most recent call last):\n  File \"{file}\", line 7, in <module>\nValueError: the cause\n"
          "Exception ignored in: <function A.__del__ at 0x7>\nTraceback (most recent call last):\n"
          "  File \"{file}\", line 4, in __del__\nRuntimeError: at the exit\n",
