@@ -57,7 +57,7 @@ def missing_part(target: str, *, kind: str = "class") -> tuple[str, tuple[str, .
         return _without_module(target, dotted, kind=kind)
     if not spec.origin or not spec.origin.endswith(".py"):
         return None
-    names = _names_in(Path(spec.origin))
+    names = _names_in(Path(spec.origin), os.stat(spec.origin).st_mtime_ns)
     if names is None or name in names:
         return None
     near = nearest(name, [other for other in names if other[:1].isupper() == (kind == "class")])
@@ -102,8 +102,11 @@ def _top_level(module: str) -> ModuleSpec | None:
 
 
 @cache  # every run of a sweep needs the same result
-def _names_in(source: Path) -> frozenset[str] | None:
-    """The names that a module binds at its top level; None if it may bind others."""
+def _names_in(source: Path, changed_ns: int) -> frozenset[str] | None:
+    """The names that a module binds at its top level; None if it may bind others.
+
+    changed_ns: when the file was changed last. In a notebook, it is changed between two calls.
+    """
     try:
         tree = ast.parse(source.read_bytes())
     except (OSError, SyntaxError, ValueError):

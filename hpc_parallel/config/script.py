@@ -117,8 +117,10 @@ def absolute(text: str) -> Path:
     return Path(os.path.expanduser(text)).absolute()
 
 
-def resume_words(script: Mapping[str, Any], *, values: Mapping[str, str], folder: Path) -> list[str]:
-    """The words of `script.resume_arguments`; none if a path among them does not exist.
+def resume_words(
+    script: Mapping[str, Any], *, values: Mapping[str, str], folder: Path
+) -> tuple[list[str], Path | None]:
+    """The words of `script.resume_arguments`; none if a path among them does not exist, which is returned.
 
     folder: the working directory, where relative paths start.
     """
@@ -127,7 +129,8 @@ def resume_words(script: Mapping[str, Any], *, values: Mapping[str, str], folder
     for needed in paths:  # an NFS client may remember that a file was missing until the folder is listed
         with suppress(OSError):
             os.listdir(needed.parent)
-    return arguments if all(needed.exists() for needed in paths) else []
+    missing = next((needed for needed in paths if not needed.exists()), None)
+    return arguments if missing is None else [], missing
 
 
 def fill(word: str, values: Mapping[str, str]) -> str:

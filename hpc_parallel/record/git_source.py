@@ -18,6 +18,7 @@ from itertools import islice
 from os.path import dirname, isdir, isfile, islink, join
 from pathlib import Path
 
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.credentials import is_credential_file
 
 MOST_FILES = 2_000  # a folder with more files is a home directory or a data set
@@ -39,7 +40,7 @@ def checkout_of(path: Path) -> Path | None:
 
 
 def git_source(root: Path, *, leave_out: Callable[[Path], bool]) -> FolderSource:
-    """Look for the files of a checkout and of its submodules.
+    """Look for the files of a checkout and of its submodules. Raises ConfigError if git can't list them.
 
     leave_out: whether a folder and everything below it is left out, such as the folder of a run: each run
     would otherwise hold all earlier ones. Documentation is left out because no process imports it.
@@ -129,7 +130,9 @@ def _is_documentation(name: str) -> bool:
 
 
 def _names(root: Path, *options: str) -> list[str]:
-    return [name for name in (git(root, "ls-files", *options, "-z") or "").split("\0") if name]
+    if (listed := git(root, "ls-files", *options, "-z")) is None:  # a damaged index, for example
+        raise ConfigError([f"git can't list the files of {root}: git -C {root} status says why. {IN_PLACE}."])
+    return [name for name in listed.split("\0") if name]
 
 
 def git(directory: Path, *arguments: str, errors: str = "surrogateescape") -> str | None:

@@ -30,11 +30,15 @@ from hpc_parallel.user_code import is_users
 
 _TAIL_BYTES = 64 * 1024
 _UNCAUGHT = 1  # Python's exit code after an exception
-_TRACEBACK = "Traceback (most recent call last):"
+# torch writes "Original" before the traceback of a DataLoader's worker.
+_TRACEBACK = re.compile(r"\s*(Original )?Traceback \(most recent call last\):\s*")
+_GOES_ON = re.compile("Exception ignored |Exception in thread |Error in atexit")  # before a traceback
 _RANK = re.compile(r"^\[rank\d+\]: ?")  # torch puts this before each line of a traceback
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _EXCEPTION = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: (?P<text>.*))?$")
+_OF_TORCHRUN = re.compile(r"  (?:rank|exitcode) +: ")  # of a failed rank; that of the first failure is last
 _ABORT = re.compile(r"terminate called |\s+what\(\): |Aborted")  # by C++
+_KILLED = re.compile(r"\bkilled\b|exited unexpectedly|exit code 137\b", re.IGNORECASE)  # 137: by SIGKILL
 _STACKS = "Fatal Python error: "  # by faulthandler
 _MOST_LINES = 200
 _POLL_S = 0.2
@@ -42,10 +46,12 @@ _ANSWER_S = 12.0  # NCCL's answer took up to 11 s on a GPU that four ranks share
 FIRST_S = 60.0  # a script may print nothing for so long at its start, while it imports and connects
 
 
-def record(folder: RunFolder, *, world: World, returncode: int, log_start: int) -> None:
+def record(
+    folder: RunFolder, *, world: World, returncode: int, log_start: int, cgroup: str | None = None
+) -> None:
     """Record the failure of a script that exited with a code above 0, or that was aborted after an exception.
 
-    log_start: the size of the error log when the script started.
+    log_start: the size of the error log when the script started; cgroup: as `failure.record_death` has it.
     """
     lines = _recorded_traceback(folder, rank=world.rank)
     tail = _tail(folder.log(world.rank, "err"), start=log_start)
@@ -55,16 +61,26 @@ def record(folder: RunFolder, *, world: World, returncode: int, log_start: int) 
     if name is None:
         last = next((line.strip() for line in reversed(tail) if line.strip()), "")
         message = f"the script ended with exit code {returncode}" + (f": {last}" if last else "")
+        message += _of_memory(message, cgroup=cgroup)
         failure.record_reason(folder, world=world, kind=failure.ERROR, message=message, lines=tail)
         return
     place = users_line(lines)
     short = name.rpartition(".")[2]
+    if short == "ChildFailedError":  # the lines after this traceback say more
+        lines, failed = tail, [" ".join(line.split()) for line in tail if _OF_TORCHRUN.match(line)]
+        message = ", ".join(failed[-2:])
     sentence = (f"{short}: {message}" if message else short) + (f" ({place})" if place else "")
     sentence += ", then SIGABRT at its exit" if returncode == -signal.SIGABRT else ""
+    sentence += _of_memory(message, cgroup=cgroup)
     failure.record_reason(
         folder, world=world, kind=failure.kind_of_text(short, message), message=sentence, lines=lines,
         details={"where": place} if place else {},
     )  # fmt: skip
+
+
+def _of_memory(message: str, *, cgroup: str | None) -> str:
+    """The end of a line about a process of the script that was killed, such as a DataLoader's worker."""
+    return f"; out of memory in cgroup {cgroup}" if cgroup and _KILLED.search(message) else ""
 
 
 def was_aborted_at_exit(folder: RunFolder, *, rank: int, log_start: int) -> bool:
@@ -81,14 +97,20 @@ def was_aborted_at_exit(folder: RunFolder, *, rank: int, log_start: int) -> bool
 
 
 def last_traceback(lines: Sequence[str]) -> list[str]:
-    """The last traceback in the lines of a log, to the line that names its exception; empty without one."""
-    starts = [index for index, line in enumerate(lines) if line.strip() == _TRACEBACK]
-    start = starts[-1] if starts else _syntax_error(lines)
+    """The last traceback in the lines of a log, to the end of its message; empty without one.
+
+    Those of threads and of clean-up do not end the process, so they count only if there is no other. Lines of
+    a message count if they are indented, as in that of `load_state_dict`.
+    """
+    starts = [index for index, line in enumerate(lines) if _TRACEBACK.fullmatch(line)]
+    ending = [index for index in starts if index == 0 or not _GOES_ON.match(lines[index - 1])]
+    start = (ending or starts)[-1] if starts else _syntax_error(lines)
     if start is None:
         return []
     for end in range(start + 1, len(lines)):
         if _EXCEPTION.match(lines[end]):
-            return list(lines[start : end + 1])
+            more = takewhile(lambda line: line[:1].isspace() and line.strip(), lines[end + 1 :])
+            return [*lines[start : end + 1], *more]
     return []
 
 
@@ -103,9 +125,9 @@ def _syntax_error(lines: Sequence[str]) -> int | None:
 
 def exception_of(lines: Sequence[str]) -> tuple[str | None, str]:
     """The class of the exception and its message, from the end of a traceback."""
-    for line in reversed(lines):
+    for number, line in reversed([*enumerate(lines, 1)]):
         if match := _EXCEPTION.match(line):
-            return match["name"], " ".join((match["text"] or "").split())
+            return match["name"], " ".join(" ".join([match["text"] or "", *lines[number:]]).split())
     return None, ""
 
 

@@ -80,7 +80,8 @@ class _Log:
         with suppress(OSError, DamagedError), open_regular(self._path) as file:
             file.seek(self._offset)
             while added := file.read(_MOST_BYTES):
-                cut = added.rfind(b"\n") + 1 or (len(added) if is_last or len(added) == _MOST_BYTES else 0)
+                end = max(added.rfind(b"\n"), added.rfind(b"\r"))  # a progress bar writes no line end
+                cut = end + 1 or (len(added) if is_last or len(added) == _MOST_BYTES else 0)
                 parsed += map(self._parse, added[:cut].decode(errors="replace").splitlines())
                 self._offset += cut
                 file.seek(self._offset)

@@ -12,13 +12,14 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
+from hpc_parallel.config.script import name_of
 from hpc_parallel.failure import failure, flight_recorder, hang_report, normal_end, oom
 from hpc_parallel.failure.process_tree import adopt_orphans, end_descendants
 from hpc_parallel.failure.rank_process import STEP_SIGNALS, exit_code, outlive_signals, prepare_child
 from hpc_parallel.failure.supervisor import watching
 from hpc_parallel.machine.fabric import DeviceError
 from hpc_parallel.machine.world import World
-from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import size_of
 from hpc_parallel.record.safe_write import open_append
 from hpc_parallel.script import script_failure, script_rank
@@ -58,7 +59,11 @@ def run_script(
                 flight_recorder.add_pipe(variables, folder=pipes.enter_context(place), rank=world.rank)
         if world.rank == 0:
             script_rank.begin(folder, config, world=world, environment=variables)
-        command, working = script_rank.command_of(folder, config, rank=world.rank, variables=variables)
+        command, working, missing = script_rank.command_of(
+            folder, config, rank=world.rank, variables=variables
+        )
+        if world.rank == 0 and missing is not None:
+            note_phase(folder, f"running {name_of(script)} from its beginning: there is no {missing}")
         logs = [open_append(folder.log(world.rank, stream)) for stream in ("out", "err")]
         with os.fdopen(logs[0], "ab") as out, os.fdopen(logs[1], "ab") as err:
             child = subprocess.Popen(
@@ -89,10 +94,10 @@ def run_script(
     has_reason = returncode == -signal.SIGABRT and script_failure.was_aborted_at_exit(
         folder, rank=world.rank, log_start=log_start
     )
+    cgroup = oom.killing_cgroup(kills)
     if returncode > 0 or has_reason:
-        script_failure.record(folder, world=world, returncode=returncode, log_start=log_start)
+        script_failure.record(folder, world=world, returncode=returncode, log_start=log_start, cgroup=cgroup)
     elif returncode < 0:
-        cgroup = oom.killing_cgroup(kills)
         failure.record_death(folder, world=world, returncode=returncode, cgroup=cgroup)
     if returncode != 0:
         sys.exit(exit_code(returncode))

@@ -43,16 +43,20 @@ _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and AMD
 
 def command_of(
     folder: RunFolder, config: Mapping[str, Any], *, rank: int, variables: Mapping[str, str]
-) -> tuple[list[str], Path]:
-    """The program with its arguments, and its working directory. variables: those of `set_variables`."""
+) -> tuple[list[str], Path, Path | None]:
+    """The program with its arguments, its working directory, and what it would need to resume.
+
+    The last is a path of `script.resume_arguments` that does not exist. variables: those of `set_variables`.
+    """
     script, nodes, devices = config["script"], config["nodes"], config["gpus_per_node"]
     place = (variables["MASTER_ADDR"], variables["MASTER_PORT"])
     filled = (folder.path, rank, config["seed"], nodes, devices, nodes * devices, *place)
     values = dict(zip(PLACEHOLDERS, map(str, filled), strict=True))
     working = Path(fill(script["working_directory"], values))
-    arguments = arguments_of(script, values=values)
+    arguments, missing = arguments_of(script, values=values), None
     if restarts(folder):
-        arguments += resume_words(script, values=values, folder=working)
+        more, missing = resume_words(script, values=values, folder=working)
+        arguments += more
     if script["file"]:  # a path in the kept source is relative to the run folder
         program = [sys.executable, "-u", str(folder.path / script["file"])]
     elif script["module"]:  # -P: import from the kept source, not from the working directory
@@ -60,7 +64,7 @@ def command_of(
     else:
         command = script["command"]
         program = [str(folder.path / command) if os.sep in command else command]
-    return [*program, *arguments], working
+    return [*program, *arguments], working, missing
 
 
 def restarts(folder: RunFolder) -> int:

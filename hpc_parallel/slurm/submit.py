@@ -191,7 +191,10 @@ def requeue(job: str, *, exclude: str | None) -> str | None:
     if answer.returncode != 0:
         return answer.stderr.strip() or "scontrol requeue failed"
     if exclude is not None:
-        _scontrol("update", f"JobId={job}", f"ExcNodeList={exclude}")
+        answer = _scontrol("update", f"JobId={job}", f"ExcNodeList={exclude}")
+        if answer.returncode != 0:
+            reason = answer.stderr.strip() or "scontrol update failed"
+            print(f"WARNING: job {job} is requeued without ExcNodeList={exclude}: {reason}", file=sys.stderr)
     return None
 
 

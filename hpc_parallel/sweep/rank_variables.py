@@ -73,5 +73,5 @@ def describe(run: PreparedRun) -> list[str]:
         reached = f"rank 0 listens on the address of {FIRST_HOST}{suffix} (cluster.master_suffix)"
         return ["each rank sets:", *lines, *([reached] if suffix else [])]
     environment = {**os.environ, **variables}
-    command, _ = script_rank.command_of(run.folder, run.values, rank=0, variables=environment)
+    command, *_ = script_rank.command_of(run.folder, run.values, rank=0, variables=environment)
     return [f"rank 0 runs: {shlex.join(command)}", "with:", *lines]

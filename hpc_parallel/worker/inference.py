@@ -88,7 +88,11 @@ def follow_checkpoints(context: TaskContext, session: Session) -> None:
         if newest <= evaluated:
             time.sleep(0 if is_over else LOOK_S)
             continue
-        evaluated = int(Path(start_from(config, session.assembled)).name.partition("-")[2])
+        step = int(Path(start_from(config, session.assembled)).name.partition("-")[2])
+        if step <= evaluated:  # the newest one is damaged
+            time.sleep(0 if is_over else LOOK_S)
+            continue
+        evaluated = step
         figures = validate(session, context.progress)
         losses = {key: value for key, value in figures.items() if key.startswith(VALIDATION)}
         consumed = evaluated * config.training.global_batch_size

@@ -14,6 +14,7 @@ from hydra.utils import instantiate
 
 from hpc_parallel.config.tasks import batch_sizes
 from hpc_parallel.models.layered import materialise
+from hpc_parallel.record.checkpoint_index import MARKER
 from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
@@ -149,6 +150,9 @@ def test_an_evaluation_beside_a_training_takes_its_newest_checkpoint(workers: Wo
     assert line["validation_loss"] == pytest.approx(losses[3], rel=1e-12) != losses[2]
     assert summary["outcome"] == "completed"
     assert read_run(folder.path).metrics == [*trained.lines, line]
+    (folder.checkpoints / "step-3" / MARKER).write_text("damaged")
+    (older,), _ = read(workers.do(*words, "task=infer", "task.follow=true", f"weights={folder.path}"))
+    assert (older["step"], older["validation_loss"]) == (2, pytest.approx(losses[2], rel=1e-12))
 
 
 def test_an_inference_writes_its_results(workers: Workers) -> None:

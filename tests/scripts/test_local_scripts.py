@@ -273,8 +273,11 @@ if rank == "1":
 def test_new_starts_end_after_the_allowed_number(home: Path) -> None:
     (home / "script.py").write_text("raise SystemExit(75)\n")
     words = (*HERE, "script.requeue_codes=[75]", "launcher.max_requeues=1")
-    done = run(home, *words, "--", "script.py")
+    done = run(home, *words, "script.resume_arguments=--resume {run}/saved", "--", "script.py")
     assert done.returncode == 1
+    missing = only_run(home) / "saved"
+    phase = (only_run(home) / "phase").read_text()
+    assert phase == f"running script from its beginning: there is no {missing}\n"
     outcome, line = ended(home)
     assert outcome == "failed"
     assert "the script asks for a new start: it ended with exit code 75" in (line or "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -104,6 +105,9 @@ def test_a_class_below_a_folder_without_init_is_known(here: Path) -> None:
     (inner / "classes.py").write_text("class Known: ...\n")
     assert missing_part("outer.plain.inner.classes.Known") is None
     assert missing_part("outer.plain.inner.classes.Other") is not None
+    (inner / "classes.py").write_text("class Other: ...\n")
+    os.utime(inner / "classes.py", ns=(1, 1))
+    assert missing_part("outer.plain.inner.classes.Other") is None, "a notebook checks the file as it is now"
 
 
 @pytest.mark.parametrize(

@@ -470,6 +470,19 @@ def test_a_job_for_which_too_few_hosts_are_left_is_not_requeued(
         assert (line, requeued) == (f"not requeued: without n2 partition main {end}. {advice}", [])
 
 
+def test_a_host_that_slurm_does_not_leave_out_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The job is requeued, but the controller does not answer a second time."""
+
+    def run(*command: str, **_: object) -> CompletedProcess[str]:
+        return CompletedProcess(command, int("update" in command), "", "timed out")
+
+    monkeypatch.setattr(submit, "run", run)
+    assert submit.requeue("7", exclude="n2") is None
+    assert capsys.readouterr().err == "WARNING: job 7 is requeued without ExcNodeList=n2: timed out\n"
+
+
 def test_a_new_job_stays_on_the_cluster_and_is_what_its_script_says(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,8 @@ def test_placeholders_are_filled_and_other_braces_stay() -> None:
         (("--", "plain"), "a program of this folder is ./plain"),
         (("--", "no-such-program"), "is not on the PATH"),
         (("--", "torchrun", "train.py"), "or try script.start=node"),
+        (("--", "python", "-u", "-m", "torch.distributed.run", "train.py"), "run starts processes"),
+        (("--", "-m", "torch.distributed.launch", "train.py"), "or try script.start=node"),
         (("script.start=nodes", "--", "train.py"), "Try script.start=node."),
         (("script.torchrun=[--max-restarts=1]", "--", "train.py"), "is not read. Try script.start=torchrun."),
         (("script.start=torchrun", "script.torchrun=[--max-restarts=1]", "script.requeue_codes=[75]", "--",
@@ -195,7 +197,7 @@ def test_a_script_that_is_no_part_of_a_group_is_warned_of(here: Path) -> None:
     ("line", "suggestion"),
     [
         ("python train.py --lr 1", "-- train.py."),
-        ("/usr/bin/python3.12 -u -m train", "-- -m MODULE."),
+        ("/usr/bin/python3.12 -u -m train --lr 1", "-- -m train."),
         ("python3 -c 1 train.py", None),
         ("pythons train.py", None),
         ("train.py tool.py", None),
@@ -270,7 +272,7 @@ def test_a_process_for_each_node_has_all_its_cores_and_the_threads_of_its_own_ra
     values = run.values | {"device": "cpu"}
     script_rank.set_variables(run.folder, values, world=world, environment=environment)
     assert environment["OMP_NUM_THREADS"] == str(threads)
-    words, _ = script_rank.command_of(run.folder, values, rank=1, variables=environment)
+    words, *_ = script_rank.command_of(run.folder, values, rank=1, variables=environment)
     assert words[-1] == "1 2 2 4"
 
 
@@ -327,6 +329,22 @@ def test_simulated_nodes_share_the_visible_gpus(visible: str, node: int, expecte
         ("usage: train.py\ntrain.py: error: no\n\n", "error",
          "the script ended with exit code 1: train.py: error: no"),
         ("", "error", "the script ended with exit code 1"),
+        ("Traceback (most recent call last):\n  File \"{file}\", line 9, in <module>\n"
+         "ValueError: Caught ValueError in DataLoader worker process 0.\n"
+         "Original Traceback (most recent call last):\n  File \"{file}\", line 4, in __getitem__\n"
+         "ValueError: sample 5 is broken\n\n", "error", "ValueError: sample 5 is broken (train.py:4)"),
+        ("Traceback (most recent call last):\ntorch.distributed.elastic.errors.ChildFailedError: \n"
+         "Failures:\n[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 2)  (SIGTERM)\n"
+         "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n"
+         "  exitcode  : 3 (pid: 4) \n  error_file: <N/A>\n", "error",
+         "ChildFailedError: rank : 1 (local_rank: 1), exitcode : 3 (pid: 4)"),
+        ("Traceback (most recent call last):\n  File \"{file}\", line 7, in <module>\nValueError: the cause\n"
+         "Exception ignored in: <function A.__del__ at 0x7>\nTraceback (most recent call last):\n"
+         "  File \"{file}\", line 4, in __del__\nRuntimeError: at the exit\n",
+         "error", "ValueError: the cause (train.py:7)"),
+        ("Traceback (most recent call last):\n  File \"{file}\", line 9, in <module>\n"
+         "RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s): \"a\". \n[W1] exit\n",
+         "error", 'RuntimeError: Error(s) in loading state_dict for Net: Missing key(s): "a". (train.py:9)'),
     ],
 )  # fmt: skip
 def test_the_cause_is_read_from_the_log(here: Path, log: str, kind: str, message: str) -> None:
@@ -339,6 +357,26 @@ def test_the_cause_is_read_from_the_log(here: Path, log: str, kind: str, message
     script_failure.record(folder, world=world, returncode=1, log_start=len(before))
     (found,) = failure.records(folder)
     assert (found.kind, found.message, found.host) == (kind, message, "n1")
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "end"),
+    [
+        ("Traceback (most recent call last):\nRuntimeError: DataLoader worker (pid 7) is killed by signal: "
+         "Killed. \n", 1, "signal: Killed.; out of memory in cgroup /job_7"),
+        ("run.sh: line 3: 77 Killed  python train.py\n", 137, "train.py; out of memory in cgroup /job_7"),
+        ("Traceback (most recent call last):\nValueError: bad\n", 1, "ValueError: bad"),  # of another rank
+    ],
+)  # fmt: skip
+def test_a_process_of_the_script_that_ran_out_of_memory_is_told(
+    here: Path, log: str, code: int, end: str
+) -> None:
+    folder = RunFolder(here / "run")
+    folder.create()
+    world, _ = slurm_world(1)
+    folder.log(1, "err").write_text(log)
+    script_failure.record(folder, world=world, returncode=code, log_start=0, cgroup="/job_7")
+    assert failure.records(folder)[0].message.endswith(end)
 
 
 def test_a_line_of_a_package_that_is_installed_elsewhere_is_not_the_users(here: Path) -> None:
@@ -411,9 +449,12 @@ def test_the_words_of_a_restart_need_the_files_that_they_name(here: Path) -> Non
     words = ("script.resume_arguments=--resume {run}/last.pt --quiet", "--", "train.py")
     script = vars(composed(LOCAL, *words).script)
     values = {**VALUES, "{run}": str(here)}
-    assert resume_words(script, values=values, folder=here) == []
+    assert resume_words(script, values=values, folder=here) == ([], here / "last.pt")
     (here / "last.pt").touch()
-    assert resume_words(script, values=values, folder=here) == ["--resume", f"{here}/last.pt", "--quiet"]
+    assert resume_words(script, values=values, folder=here) == (
+        ["--resume", f"{here}/last.pt", "--quiet"],
+        None,
+    )
 
 
 class Child:
@@ -609,6 +650,16 @@ def test_a_script_that_slurm_has_signalled_before_its_parent_was_asked_to_stop()
 def test_figures_are_read_from_a_line(line: str, figures: dict[str, float] | None) -> None:
     found = script_metrics.figures_of(line, re.compile(r"step (?P<step>\d+).* loss (?P<loss>[\d.]+|nan)"))
     assert (found and {key: found[key] for key in found if key != "time"}) == figures
+
+
+def test_the_figures_of_a_progress_bar_are_read_while_it_runs(here: Path) -> None:
+    path = here / "out"
+    path.touch()
+    log = script_metrics._Log(path, lambda line: script_metrics.figures_of(line, re.compile(METRICS)))
+    path.write_text("\rstep 1 loss 4\rstep 2 lo")
+    assert [line["step"] for line in log.read(is_last=False)] == [1]
+    path.write_text("\rstep 1 loss 4\rstep 2 loss 3\n")
+    assert [(line["step"], line["loss"]) for line in log.read(is_last=False)] == [(2, 3)]
 
 
 def test_every_line_is_read_once_also_the_last_without_an_end(here: Path) -> None:

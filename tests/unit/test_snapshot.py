@@ -393,6 +393,22 @@ def test_a_rerun_copies_links_and_not_what_they_lead_to(
     assert not {"up", "there"} & copied(second.code / "mine")
 
 
+@pytest.mark.parametrize("damaged", ["index", "submodule"])
+def test_source_that_git_can_not_list_is_refused_and_not_left_out(
+    checkout: Path, tmp_path: Path, damaged: str
+) -> None:
+    if damaged == "index":
+        (checkout / ".git" / "index").write_bytes(b"damaged" * 9)
+    else:
+        git(checkout / "sub", "init", "-q")
+        git(checkout / "sub", "commit", "-qm", "first", "--allow-empty")
+        git(checkout, "rm", "-rq", "--cached", "sub")
+        git(checkout, "add", "sub")
+        (checkout / "sub" / ".git" / "index").write_bytes(b"damaged" * 9)
+    with pytest.raises(ConfigError, match="git can't list the files of"):
+        plan_snapshot(tmp_path / "code", working_directory=checkout)
+
+
 def test_a_repository_in_a_checkout_is_a_link_and_named(checkout: Path, tmp_path: Path) -> None:
     (checkout / "vendored").mkdir()
     git(checkout / "vendored", "init", "-q")

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from hpc_parallel.config.checks.suggestions import paths_near
@@ -21,7 +22,10 @@ from hpc_parallel.problems import Problem, Problems
 # Keys of our own training, which a script does not read.
 UNREAD = ("strategy", "model", "data", "optimizer", "training", "weights")
 NOT_YET = ("profile", "preflight", "fabric")
-LAUNCHERS = ("torchrun", "srun", "mpirun", "mpiexec", "accelerate", "deepspeed")
+LAUNCHERS = (
+    "torchrun", "srun", "mpirun", "mpiexec", "accelerate", "deepspeed", "-m torch.distributed.run",
+    "-m torch.distributed.launch", "-m accelerate.commands.launch", "-m deepspeed.launcher.runner",
+)  # fmt: skip
 _PYTHON = re.compile(r"python[\d.]*")
 # Words in a program that knows that it is one of several processes.
 _DISTRIBUTED = re.compile(
@@ -43,7 +47,13 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
         yield f"{what} script. Try -- train.py at the end of the line, or script.file=train.py."
         return
     yield from _unread(overrides)
-    if script.file:
+    started = f"-m {script.module}" if script.module else Path(script.command or "").name
+    if script.start != NODE and (launcher := {started, _run_by_python(script)} & set(LAUNCHERS)):
+        yield (
+            f"{launcher.pop()} starts processes itself, and hpc_parallel does that already: name the script "
+            "alone, as in -- train.py, or try script.start=node, which starts it once for each node."
+        )
+    elif script.file:
         yield from _file(config, script.file)
     elif script.module:
         yield from _module(config, script.module)
@@ -63,12 +73,10 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
 def script_warnings(config: RunConfig) -> Iterator[str]:
     """Warn about a script that may be intended, but is more often a mistake."""
     script, file = config.script, config.script.file
-    program = next((word for word in script.words if word in ("-c", "-m") or word.endswith(".py")), "-c")
-    if program != "-c" and _PYTHON.fullmatch(Path(script.command or "").name):
+    if program := _run_by_python(script):
         yield (
             f"{script.command} is a program here: what it runs is not checked, is not kept (later edits "
-            "change the run), and launcher.python does not choose it. "
-            f"Try -- {program}{' MODULE' * (program == '-m')}."
+            f"change the run), and launcher.python does not choose it. Try -- {program}."
         )
     if config.task.name != TASK or file is None:
         return
@@ -78,6 +86,13 @@ def script_warnings(config: RunConfig) -> Iterator[str]:
             f"{file} never reads RANK or WORLD_SIZE and calls no init_process_group: each of the "
             f"{processes} processes will do the whole work."
         )
+
+
+def _run_by_python(script: ScriptConfig) -> str:
+    """`train.py` or `-m train` if the program is a Python with these words; empty for anything else."""
+    words = iter(script.words if _PYTHON.fullmatch(Path(script.command or "").name) else ())
+    first = next((word for word in words if word in ("-c", "-m") or word.endswith(".py")), "-c")
+    return " ".join([first, *islice(words, first == "-m")]) if first != "-c" else ""
 
 
 def _unread(overrides: Sequence[str]) -> Problems:
@@ -135,13 +150,7 @@ def _module(config: RunConfig, module: str) -> Problems:
 
 
 def _command(config: RunConfig, command: str) -> Problems:
-    if Path(command).name in LAUNCHERS and config.script.start != NODE:
-        yield (
-            f"script.command = {command} starts processes itself, and hpc_parallel does that already: name "
-            "the script alone, as in -- train.py, or try script.start=node, which starts it once for each "
-            "node."
-        )
-    elif os.sep not in command:
+    if os.sep not in command:
         if environment_key(config) is None and shutil.which(command) is None:
             here = (f"./{command}",) if Path(command).is_file() else ()
             rule = "is not on the PATH" + (f"; a program of this folder is {here[0]}" if here else "")
