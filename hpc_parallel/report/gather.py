@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import cache, cached_property
@@ -17,7 +17,13 @@ from typing import Any
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.failure.run_state import states
-from hpc_parallel.failure.summary import computed_as, of_newest_layout, summarise
+from hpc_parallel.failure.summary import (
+    OPTIMIZER_SPEEDLESS,
+    SPEEDLESS,
+    computed_as,
+    of_newest_layout,
+    summarise,
+)
 from hpc_parallel.layout.axes import AXES, with_all_axes
 from hpc_parallel.layout.layout import Layout, layout_of, recorded_strategy
 from hpc_parallel.layout.schedules import SUFFIX
@@ -29,9 +35,9 @@ from hpc_parallel.record.names import RUN_COMMAND
 from hpc_parallel.record.recorded import RecordedRun, find_runs
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, sweep_of
 from hpc_parallel.record.task_files import RankTimeline, StepTimeline
-from hpc_parallel.record.values import flatten
+from hpc_parallel.record.values import flatten, without
 from hpc_parallel.report.figures import Spread, fullest, is_count, number, throughput_spread
-from hpc_parallel.report.labels import OPTIMIZER_SPEEDLESS, SPEEDLESS, Label, labels_of
+from hpc_parallel.report.labels import Label, labels_of
 
 COMPLETED = "completed"
 FIGURES = (  # of summary.json, with the keys and units of its contract
@@ -225,11 +231,6 @@ def _defaults() -> dict[str, Any]:
     return flatten(asdict(RunConfig()))
 
 
-def without(section: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """The section without these keys."""
-    return {key: value for key, value in section.items() if key not in keys}
-
-
 def gather(folders: Sequence[Path]) -> Gathered:
     """Read each run once: from run folders, sweep folders, and folders that contain such folders."""
     runs = list({run.path: run for folder in folders for run in find_runs(folder)}.values())
@@ -315,7 +316,7 @@ def _summary_so_far(run: RecordedRun) -> dict[str, Any]:
     """The summary that a run without a summary would have now."""
     history, config = asdict(run.attempts), run.config or {}
     try:
-        history = asdict(attempts.history(run.folder, layout=computed_as(config)))
+        history = asdict(attempts.history(run.folder, layout=computed_as(config, run.environment or {})))
         return summarise(config, outcome="", lines=run.logged, history=history, environment=run.environment)
     except (OSError, KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError):
         return history

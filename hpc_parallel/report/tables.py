@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from hpc_parallel.failure.summary import OPTIMIZER_SPEEDLESS, SPEEDLESS
 from hpc_parallel.layout.axes import AXES
+from hpc_parallel.record.values import without
 from hpc_parallel.report.figures import NOISE, ROUNDING
-from hpc_parallel.report.gather import FIGURES, PARTS, Row, identity, without
-from hpc_parallel.report.labels import OPTIMIZER_SPEEDLESS, RUN_KEYS, SPEEDLESS
+from hpc_parallel.report.gather import FIGURES, PARTS, Row, identity
+from hpc_parallel.report.labels import RUN_KEYS
 
 UNMEASURED = "not measured"
 STRONG, WEAK = "strong", "weak"

@@ -13,8 +13,9 @@ from statistics import mean, stdev
 
 from hpc_parallel.record.endings import other_state, other_statistics
 from hpc_parallel.record.metrics_file import own_metrics_of
+from hpc_parallel.record.values import without
 from hpc_parallel.report.figures import number
-from hpc_parallel.report.gather import Row, identity, without
+from hpc_parallel.report.gather import Row, identity
 from hpc_parallel.report.labels import RUN_KEYS
 from hpc_parallel.report.tables import TableColumn, Unit, best_of, column_of, digits, spread_text, unit_of
 
