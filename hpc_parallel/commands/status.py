@@ -264,11 +264,14 @@ def _of_stages(rows: Sequence[RunRow], stages: Sequence[StageRecord]) -> list[st
 
 
 def _of_sweep(rows: Sequence[RunRow], sweep: Sweep) -> list[str]:
-    """The runs of a sweep that have no folder yet, and its combinations that can't run."""
+    """The runs of a sweep that have no folder, and its combinations that can't run."""
     idle = {row.path for row in rows if row.state == NOT_STARTED and row.nodes is None}
     not_started = [run for run in sweep.runs if str(run.run_dir) in idle]
     return [
-        *(f"not started: {sweep.distinct_overrides(run.overrides)}" for run in not_started),
+        *(
+            f"not started, or its folder is gone: {sweep.distinct_overrides(run.overrides)}"
+            for run in not_started
+        ),
         *(
             f"left out: {sweep.distinct_overrides(combination.overrides)}: {' '.join(combination.problems)}"
             for combination in sweep.skipped
