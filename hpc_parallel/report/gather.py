@@ -35,7 +35,7 @@ from hpc_parallel.record.names import RUN_COMMAND
 from hpc_parallel.record.recorded import RecordedRun, find_runs
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, sweep_of
 from hpc_parallel.record.task_files import RankTimeline, StepTimeline
-from hpc_parallel.record.values import flatten, without
+from hpc_parallel.record.values import flatten, table, without
 from hpc_parallel.report.figures import Spread, fullest, is_count, number, throughput_spread
 from hpc_parallel.report.labels import Label, labels_of
 
@@ -334,7 +334,7 @@ def _layout(run: RecordedRun) -> dict[str, int]:
 
 
 def device_hours(run: RecordedRun, *, devices: int | None) -> float | None:
-    """The hours from each start to its end, times its devices; None if an end is unknown.
+    """The hours from each start to its end, times its devices and those of spares; None if an end is unknown.
 
     The hours of a run that still runs or was interrupted end at its last line of metrics.
     """
@@ -346,12 +346,13 @@ def device_hours(run: RecordedRun, *, devices: int | None) -> float | None:
             return None
         last = run.totals.ended or (run.newest_line and run.newest_line.time)
         ends += [_time(last)] if last else []
-        hours = 0.0
+        hours, spares = 0.0, table((run.config or {}).get("launcher")).get("spares") or 0
         for record, start, following in zip(records, starts, [*starts[1:], None], strict=True):
             ends_between = [end for end in ends if end >= start and (following is None or end <= following)]
             if not ends_between:
                 return None
             held = _devices(record.layout.get("nodes"), record.layout.get("gpus_per_node")) or devices or 0
+            held += _devices(spares, run.gpus_per_node) or 0
             hours += (min(ends_between) - start).total_seconds() / 3600 * held
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError):
         return None

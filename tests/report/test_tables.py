@@ -277,6 +277,8 @@ def test_device_hours_are_those_of_every_start(tmp_path: Path, new: Callable[[],
         after_step=3,
         lost_steps=1,
     )
+    spare = ("launcher.kind=script", "launcher.spares=1", "cluster=cpu")
+    ended(new(), "strategy=data", "nodes=2", "gpus_per_node=2", *spare)  # on three nodes
     lost = ended(new(), hours=5)  # nobody noted how its first start ended
     note(
         lost.attempts, began=(BEGAN + timedelta(hours=4)).isoformat(), job_id=None, after_step=3, lost_steps=1
@@ -291,7 +293,8 @@ def test_device_hours_are_those_of_every_start(tmp_path: Path, new: Callable[[],
     written(new())
     hours = [row.figures["device_hours"] for row in rows(tmp_path)]
     assert hours == [
-        pytest.approx((2 + 1) * 4), None, pytest.approx(2 * 4 + 1 * 1), pytest.approx(3 * 4 / 60), None,
+        pytest.approx((2 + 1) * 4), pytest.approx(6), None, pytest.approx(2 * 4 + 1 * 1),
+        pytest.approx(3 * 4 / 60), None,
     ]  # fmt: skip
 
 
