@@ -199,6 +199,17 @@ def test_scaling_is_found_and_reckoned(tmp_path: Path, new: Callable[[], Path]) 
     assert said == pytest.approx([0.8, 0.75, 0.85])  # each by its own throughput
 
 
+def test_the_efficiency_of_a_run_is_that_over_the_fewest_devices(
+    tmp_path: Path, new: Callable[[], Path]
+) -> None:
+    """The second run also begins a series; the last is in two, and both begin with 2 devices."""
+    for pipeline, replicate, rate in ((1, 1, 100), (1, 2, 180), (2, 1, 120), (2, 2, 240)):
+        words = (f"strategy.pipeline={pipeline}", f"strategy.replicate={replicate}", "strategy.tensor=1")
+        ended(new(), "strategy=hybrid", f"nodes={pipeline * replicate}", *words, samples_per_s=rate)
+    found = records(rows(tmp_path), scaling(rows(tmp_path)))
+    assert [each["strong_efficiency"] for each in found] == [1.0, 0.9, 0.6, None]
+
+
 def test_a_series_names_the_settings_common_to_its_runs(tmp_path: Path, new: Callable[[], Path]) -> None:
     for words in ((), ("strategy.pipeline=2",)):
         for nodes in (2, 4):
