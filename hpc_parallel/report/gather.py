@@ -200,9 +200,15 @@ class Row:
 
     @property
     def machine(self) -> tuple[object, ...]:
-        """The kind of device: its name, and the cores of its process. A part that is not recorded is None."""
-        cores = self.section("launcher").get("cpus_per_device")
-        return self.run.ran_on.device, self.on_cpu, repr(cores)
+        """The kind of device: its name, the cores of its process, and how many packed runs share it.
+
+        A part that is not recorded is None.
+        """
+        cores, runs = (
+            self.section("launcher").get("cpus_per_device"),
+            self.section("sweep").get("runs_per_gpu"),
+        )
+        return self.run.ran_on.device, self.on_cpu, repr(cores), repr(runs or 1)
 
 
 @dataclass(frozen=True)

@@ -301,3 +301,11 @@ def test_runs_of_other_software_are_named(
     note = scope(rows(tmp_path))
     assert bool(note) == bool(differences)
     assert all(text in note for text in differences)
+
+
+def test_runs_that_share_a_gpu_are_not_compared_with_others(tmp_path: Path, new: Callable[[], Path]) -> None:
+    for runs, rate in ((1, 100), (1, 110), (2, 60)):
+        folder = ended(new(), *DATA, samples_per_s=rate)
+        content = folder.config.read_text()
+        folder.config.write_text(content.replace("runs_per_gpu: 1", f"runs_per_gpu: {runs}"))
+    assert scope(rows(tmp_path)).startswith("The verdict is about 2 of 3 completed runs")
