@@ -159,7 +159,7 @@ def figures(plan: Planned, *, tokens: float) -> Iterator[Figure]:
     yield from (_of_wait(name, wait) for name, wait in waits.items())
     yield from _of_failures(config, times)
     training_s = times.training_s(steps)
-    devices = work.devices + config.launcher.spares * config.gpus_per_node
+    devices = config.devices_of_job
     hours = training_s * devices / HOUR_S
     added = "".join(f" + {wait.seconds:.4g} s of {name}" for name, wait in waits.items() if wait.seconds)
     spent = f"{tokens:.4g} / {per_step} x {step.total_s:.4g} s{added}"

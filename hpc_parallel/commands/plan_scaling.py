@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,11 +30,12 @@ PAYS = 0.5  # least gain from each added device, as a share of a device's tokens
 
 @dataclass(frozen=True)
 class Size:
-    """The plan on `nodes`. memory_bytes: the need of the fullest device; None if it is not known."""
+    """The plan on `nodes`. samples: of a step. memory_bytes: of the fullest device; None if not known."""
 
     nodes: int
     devices: int
     layout: Layout
+    samples: int
     step_s: float
     tokens_per_s: float
     mfu: float
@@ -57,7 +59,10 @@ def with_nodes(overrides: Sequence[str], nodes: str) -> list[str]:
 
 
 def scaled(overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | None) -> Iterator[str]:
-    """Plan each size and describe them. Raises ConfigError with the problems of all sizes."""
+    """Plan each size and describe them. Raises ConfigError with the problems of all sizes.
+
+    If their default batches differ, all take the smallest common multiple, so that they can be compared.
+    """
     sizes: list[Size] = []
     problems: dict[str, None] = {}
     for nodes in sizes_of(overrides):
@@ -69,6 +74,10 @@ def scaled(overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | 
             problems |= dict.fromkeys(f"{NODES}{nodes}: {problem}" for problem in error.problems)
     if problems:
         raise ConfigError([*problems])
+    if len(batches := {each.samples for each in sizes}) > 1:
+        overrides = [*overrides, f"training.global_batch_size={math.lcm(*batches)}"]
+        yield from scaled(overrides, hardware=hardware, user_folder=user_folder)
+        return
     config = planned_run(of_first_size(overrides), hardware=hardware, user_folder=user_folder).config
     batch = config.training.global_batch_size
     yield f"{hardware.device.name}, {config.training.precision}, {batch} samples a step"
@@ -85,6 +94,7 @@ def planned_size(overrides: Sequence[str], *, hardware: Hardware, user_folder: P
         nodes=config.nodes,
         devices=work.devices,
         layout=layout_of(config.strategy, devices=config.devices),
+        samples=work.samples,
         step_s=step.total_s,
         tokens_per_s=work.samples * work.decoder.sequence / step.total_s,
         mfu=ranking.mfu(work, step, hardware),

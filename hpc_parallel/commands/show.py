@@ -74,6 +74,7 @@ FIGURES: tuple[Figure, ...] = (  # of summary.json, or of the newest line of met
     ("lost steps", "lost_steps", _plain),
     ("useful time (ETTR)", "useful_share", _share),
 )
+OF_ANY_LAYOUT = ("samples", "loss", "validation_loss", "skipped_steps")  # of a line of metrics
 
 
 def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) -> int:
@@ -117,6 +118,8 @@ def differences(run: RecordedRun) -> Mapping[str, Change]:
 def figures(run: RecordedRun) -> dict[str, Any]:
     """The figures of the summary; while the run is going on, those of its newest line of metrics."""
     last, summary = run.last_metrics or {}, run.summary or {}
+    if run.line_of_layout is None:
+        last = {key: last[key] for key in OF_ANY_LAYOUT if key in last}
     values = {**last, **{key: value for key, value in summary.items() if value is not None}}
     if summary.get("final_loss") is not None:
         values["loss"] = summary["final_loss"]

@@ -264,11 +264,14 @@ def _of_stages(rows: Sequence[RunRow], stages: Sequence[StageRecord]) -> list[st
 
 
 def _of_sweep(rows: Sequence[RunRow], sweep: Sweep) -> list[str]:
-    """The runs of a sweep that have no folder yet, and its combinations that can't run."""
+    """The runs of a sweep that have no folder, and its combinations that can't run."""
     idle = {row.path for row in rows if row.state == NOT_STARTED and row.nodes is None}
     not_started = [run for run in sweep.runs if str(run.run_dir) in idle]
     return [
-        *(f"not started: {sweep.distinct_overrides(run.overrides)}" for run in not_started),
+        *(
+            f"not started, or its folder is gone: {sweep.distinct_overrides(run.overrides)}"
+            for run in not_started
+        ),
         *(
             f"left out: {sweep.distinct_overrides(combination.overrides)}: {' '.join(combination.problems)}"
             for combination in sweep.skipped
@@ -294,16 +297,17 @@ def _damaged_row(run: RecordedRun, state: State, reason: str) -> RunRow:
 def row_of(run: RecordedRun, state: State) -> RunRow:
     last, steps = run.newest_line, total_steps(run, state)
     rate = run.totals.samples_per_s if state.ended else None
-    if rate is None and last is not None:
-        rate = last.samples_per_s
+    if rate is None and run.line_of_layout is not None:
+        rate = run.line_of_layout.samples_per_s
     return RunRow(
         run=label(run.path), path=str(run.path), strategy=run.strategy, nodes=run.nodes,
         gpus_per_node=run.gpus_per_node, state=state.name, reason=state.reason or _slow(run, state),
         ended=state.ended, step=None if last is None else last.step, steps=steps,
         loss=None if last is None else last.loss, samples_per_s=rate,
-        time_left_s=_left_s(last, steps) if state.name == RUNNING else None, job_left_s=state.left_s,
+        time_left_s=_left_s(run.line_of_layout, steps) if state.name == RUNNING else None,
+        job_left_s=state.left_s,
         restarts=run.attempts.restarts,
-        useful_share=run.useful_share if state.name == RUNNING or state.ended else None, job_id=state.job,
+        useful_share=_useful_share(run, state), job_id=state.job,
         failure=failure_line(run) if state.name == "failed" else None,
         last_line=None if state.ended else last_output(run.folder), damaged=run.noticed,
     )  # fmt: skip
@@ -313,6 +317,12 @@ def _left_s(last: MetricsLine | None, steps: int | None) -> float | None:
     if last is None or last.step_time_s is None or steps is None:
         return None
     return number(max(0, steps - last.step) * last.step_time_s)
+
+
+def _useful_share(run: RecordedRun, state: State) -> float | None:
+    """None for a run that ended without a summary: nobody noted when."""
+    known = state.name == RUNNING or (state.ended and run.summary is not None)
+    return run.useful_share if known else None
 
 
 def _slow(run: RecordedRun, state: State) -> str:

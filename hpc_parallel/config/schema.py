@@ -285,6 +285,11 @@ class RunConfig:
         """The devices of all nodes, including that of a parameter server."""
         return self.nodes * self.gpus_per_node
 
+    @property
+    def devices_of_job(self) -> int:
+        """`devices`, and those of the spares."""
+        return self.devices + self.launcher.spares * self.gpus_per_node
+
 
 @dataclass
 class ComposedTraining(TrainingConfig):

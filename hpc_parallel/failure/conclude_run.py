@@ -284,9 +284,9 @@ def _add_to_line(folder: RunFolder, text: str) -> None:
 
 
 def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    config = folder.read_config()
+    config, ran_on = folder.read_config(), read_environment(folder)
     history = attempts.history(
-        folder, environment=environment, until=datetime.now(UTC), layout=computed_as(config)
+        folder, environment=environment, until=datetime.now(UTC), layout=computed_as(config, ran_on)
     )
     return summarise(
         config,
@@ -294,7 +294,7 @@ def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str])
         lines=MetricsReader(folder.metrics).read(),
         history=vars(history),
         measured={"slow_ranks": accusations(folder)},
-        environment=read_environment(folder),
+        environment=ran_on,
     )
 
 

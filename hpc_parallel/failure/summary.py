@@ -16,7 +16,7 @@ from hpc_parallel.record.endings import INITIAL
 from hpc_parallel.record.metrics_file import VALIDATION
 from hpc_parallel.record.provenance import PREDICTED
 from hpc_parallel.record.time_use import useful_share
-from hpc_parallel.record.values import integer, table
+from hpc_parallel.record.values import integer, table, without
 
 MEASURED = (
     "exposed_communication_share",
@@ -37,9 +37,14 @@ MEASURED = (
     "rank_memory_bytes",
     "rank_state_bytes",
 )
-COMPUTATION = (  # keys of `training` that a resumed run may change, and that change the time of a step
-    "microbatch_size", "precision", "weights", "fp8", "deterministic", "activation_checkpointing", "compile",
-    "compile_whole", "memory_budget", "chunked_loss",
+# Keys of `training` that change how long a run trains or what it writes, but not the speed of a step.
+SPEEDLESS = (
+    "steps", "log_every", "validate_every", "validation_samples", "measure_steps", "checkpoint_every",
+    "checkpoint_async", "memory_checkpoint_every", "keep_last", "keep_every", "tensorboard", "wandb",
+)  # fmt: skip
+# Keys of `optimizer` that change the loss, but not the speed of a step.
+OPTIMIZER_SPEEDLESS = (
+    "learning_rate", "weight_decay", "betas", "eps", "schedule", "warmup_steps", "final_share", "decay_share",
 )  # fmt: skip
 Lines = Sequence[Mapping[str, Any]]
 
@@ -111,11 +116,20 @@ def summarise(
     }
 
 
-def computed_as(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The layout and all that decides how it computes a step: only equal starts have the same speed."""
-    training = table(config.get("training"))
-    options = {"options": config["strategy"], "training": {key: training.get(key) for key in COMPUTATION}}
-    return {**layout_figures(config), **options}
+def computed_as(config: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
+    """The layout and all that decides how it computes a step: only equal starts have the same speed.
+
+    environment: the content of `environment.json`, which names the device once the ranks have met.
+    """
+    device = environment.get("device")
+    return {
+        **without(layout_figures(config), ("spares",)),
+        "options": config["strategy"],
+        "training": without(table(config.get("training")), SPEEDLESS),
+        "optimizer": without(table(config.get("optimizer")), OPTIMIZER_SPEEDLESS),
+        "cpus_per_device": table(config.get("launcher")).get("cpus_per_device"),
+        **({"device": device} if device else {}),
+    }
 
 
 def layout_figures(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from hpc_parallel.profiling.measurement import Measurement
 from hpc_parallel.profiling.rank_times import RankTimes
 from hpc_parallel.profiling.recording import Recording
 from hpc_parallel.profiling.slow_ranks import Accusations
-from hpc_parallel.record.recorded_slow_ranks import accusations
+from hpc_parallel.record.recorded_slow_ranks import accusations, keep_accusations
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.start.start_checks import gpu_uuid
@@ -64,7 +64,10 @@ def open_profilers(session: Session, folder: RunFolder, *, metrics: Metrics, ste
     stages = axis_of(mesh, "pipeline")
     is_server = bool(servers(config.strategy)) and rank == 0
     window = range(profile.first_step, profile.first_step + profile.steps)
-    earlier = accusations(folder) if rank == 0 else None
+    earlier: list[dict[str, Any]] = []
+    if rank == 0:
+        with left_out("the ranks that were slow before are"):
+            earlier = keep_accusations(folder)
     nvml = nvml_module() if device.type == "cuda" else None
     rank_times = RankTimes(
         on=measured > 0,
@@ -75,7 +78,7 @@ def open_profilers(session: Session, folder: RunFolder, *, metrics: Metrics, ste
         profiled=[measurement.steps, window if profile.kind != "none" else range(0)],
         leave_out=leave_out,
         device_state=partial(device_state, nvml, gpu_uuid(device)),
-        accusations=Accusations(earlier or [], steps_done=steps_done),
+        accusations=Accusations(earlier, steps_done=steps_done),
         write=partial(write_json, folder.rank_times),
     )
     recording = Recording(profile, folder=folder.profile, rank=rank, device=device, leave_out=leave_out)

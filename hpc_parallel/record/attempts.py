@@ -22,7 +22,7 @@ from hpc_parallel.record.safe_read import open_regular, read_lines
 from hpc_parallel.record.safe_write import append_line, write_bytes
 from hpc_parallel.record.time_use import energy_use, newest, seconds_after, time_use, work_of_killed
 from hpc_parallel.record.typed import build
-from hpc_parallel.record.values import job_id
+from hpc_parallel.record.values import flatten, job_id
 from hpc_parallel.slurm.jobs import job_of
 
 
@@ -203,10 +203,18 @@ def history(
 
 def _layout_after_step(folder: RunFolder, records: Sequence[Start], layout: Mapping[str, Any] | None) -> int:
     """The first step from which a start with the newest layout continued."""
-    if records and layout is not None and layout != records[-1].layout != {}:  # it has trained no step yet
-        return int((_last_line(folder) or {}).get("step", 0))
-    changes = [at for at, (before, after) in enumerate(pairwise(records), 1) if before.layout != after.layout]
+    if records and layout is not None and records[-1].layout and _differ(records[-1].layout, layout):
+        return int((_last_line(folder) or {}).get("step", 0))  # it has trained no step yet
+    changes = [
+        at for at, (before, after) in enumerate(pairwise(records), 1) if _differ(before.layout, after.layout)
+    ]
     return min((record.after_step or 0 for record in records[changes[-1] :]), default=0) if changes else 0
+
+
+def _differ(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether two starts differ in a value that both have recorded, or only one has recorded any."""
+    one, other = flatten(before), flatten(after)
+    return bool(one) != bool(other) or any(one[key] != other[key] for key in one.keys() & other.keys())
 
 
 def _use(folder: RunFolder, use: Callable[..., dict[str, float]], *, until: datetime) -> dict[str, float]:

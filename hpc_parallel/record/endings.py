@@ -113,6 +113,15 @@ def other_state(runs: Iterable[tuple[str | None, str]]) -> str:
     )
 
 
+def other_versions(runs: Iterable[tuple[str | None, str]]) -> str:
+    """That runs differ by their software, too; empty if all known versions are the same.
+
+    runs: the versions of a run (None: unknown), and its name.
+    """
+    each = _differences((versions, name) for versions, name in runs if versions)
+    return each and f"Speeds and losses may differ by the software: {each}."
+
+
 def _differences(runs: Iterable[tuple[Any, str]], *, unit: str = "") -> str:
     """Each value with the first names of its runs; empty if all have the same value."""
     names: dict[Any, list[str]] = {}

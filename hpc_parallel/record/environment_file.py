@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
+from zlib import crc32
 
 from hpc_parallel.problems import printable
 from hpc_parallel.record.typed import first
@@ -76,10 +77,22 @@ class Environment:
     overrides: tuple[Any | None, ...] | None = None
     device: str | None = None  # the name of the processor
     cuda: str | None = UNKNOWN  # its version; None: the devices are CPUs
+    torch: str | None = None  # its version
+    git_commit: str | None = None  # of the working directory; None if it is no checkout
+    git_diff: str | None = None  # its uncommitted changes
     ranks: tuple[Place | None, ...] = ()  # empty before the first start
     predicted: Mapping[str, float] = field(default_factory=dict)  # planned figures, as in summary.json
     transport: Transport = field(default_factory=Transport)
     topology: Annotated[tuple[Topology, ...], first(MOST_SHAPES)] = ()
+
+    @property
+    def versions(self) -> str | None:
+        """torch, and the commit and a checksum of its changes; None if neither is known."""
+        source = self.git_commit and f"commit {self.git_commit[:8]}"
+        if source and self.git_diff:
+            source += f" with changes {crc32(self.git_diff.encode(errors='replace')):08x}"
+        parts = [self.torch and f"torch {self.torch[:MOST_LETTERS]}", source]
+        return printable(", ".join(filter(None, parts))) or None
 
     @property
     def places(self) -> list[Place]:

@@ -206,8 +206,8 @@ def duration(seconds: float) -> str:
 
 
 def figure(value: float, *, digits: int = 4) -> str:
-    """Format with `digits` significant digits. From 0.0001 up, there is no exponent: 1520, not 1.52e+03."""
-    if abs(value) >= 10 ** (digits - 1):
+    """Format with `digits` significant digits; without exponent from 0.0001 to 1e15: 1520, not 1.52e+03."""
+    if 10 ** (digits - 1) <= abs(value) < 1e15:
         return f"{value:.0f}"
     return f"{value:.{digits}g}"
 

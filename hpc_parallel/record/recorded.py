@@ -184,6 +184,12 @@ class RecordedRun:
         return MetricsLine.of(self.last_metrics) if self.last_metrics is not None else None
 
     @property
+    def line_of_layout(self) -> MetricsLine | None:
+        """`newest_line`, if it is of the newest start's layout; its speeds hold for no other one."""
+        line, after = self.newest_line, self.attempts.layout_after_step
+        return line if line is not None and (not after or line.step > after) else None
+
+    @property
     def job_ids(self) -> list[str]:
         """Slurm's job ids in order. The newest job is included even while it waits for its first start."""
         jobs = [*self.attempts.job_ids, self.owner and self.owner.job_id]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.typed import first, read_if_possible
 
 MOST_SLOW, MOST_ACCUSATIONS = 8, 64
@@ -87,6 +88,14 @@ def accusations(folder: RunFolder) -> list[dict[str, Any]] | None:
     """The ranks that were ever slow, in the form of `summary.json`; None if no rank was timed."""
     accused = TimedSteps.read(folder).accused
     return None if accused is None else list(map(asdict, accused))
+
+
+def keep_accusations(folder: RunFolder) -> list[dict[str, Any]]:
+    """The ranks that earlier starts accused. Their timed steps are removed: other ranks may follow."""
+    accused = accusations(folder)
+    if accused is not None:
+        write_json(folder.rank_times, {"samples": [], "slow": [], "accused": accused})
+    return accused or []
 
 
 def device_file(folder: RunFolder, *, rank: int) -> Path:

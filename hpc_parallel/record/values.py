@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 _JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,18})?")
@@ -60,3 +60,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         values |= flatten(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
     return values
+
+
+def without(section: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """The section without these keys."""
+    return {key: value for key, value in section.items() if key not in keys}

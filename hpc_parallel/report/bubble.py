@@ -6,13 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hpc_parallel.failure.summary import SPEEDLESS
 from hpc_parallel.layout.batch_plan import plan_batch
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.schedules import SCHEDULES
+from hpc_parallel.record.values import without
 from hpc_parallel.report import picture
 from hpc_parallel.report.figures import number
-from hpc_parallel.report.gather import Row, identity, without
-from hpc_parallel.report.labels import RUN_KEYS, SPEEDLESS, legend
+from hpc_parallel.report.gather import Row, identity
+from hpc_parallel.report.labels import RUN_KEYS, legend
 from hpc_parallel.report.tables import unit_of
 
 CLOSED_FORM = ("gpipe", "1f1b", "naive")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import cache, cached_property
@@ -17,7 +17,13 @@ from typing import Any
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.failure.run_state import states
-from hpc_parallel.failure.summary import computed_as, of_newest_layout, summarise
+from hpc_parallel.failure.summary import (
+    OPTIMIZER_SPEEDLESS,
+    SPEEDLESS,
+    computed_as,
+    of_newest_layout,
+    summarise,
+)
 from hpc_parallel.layout.axes import AXES, with_all_axes
 from hpc_parallel.layout.layout import Layout, layout_of, recorded_strategy
 from hpc_parallel.layout.schedules import SUFFIX
@@ -29,9 +35,9 @@ from hpc_parallel.record.names import RUN_COMMAND
 from hpc_parallel.record.recorded import RecordedRun, find_runs
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, sweep_of
 from hpc_parallel.record.task_files import RankTimeline, StepTimeline
-from hpc_parallel.record.values import flatten
+from hpc_parallel.record.values import flatten, table, without
 from hpc_parallel.report.figures import Spread, fullest, is_count, number, throughput_spread
-from hpc_parallel.report.labels import OPTIMIZER_SPEEDLESS, SPEEDLESS, Label, labels_of
+from hpc_parallel.report.labels import Label, labels_of
 
 COMPLETED = "completed"
 FIGURES = (  # of summary.json, with the keys and units of its contract
@@ -194,9 +200,15 @@ class Row:
 
     @property
     def machine(self) -> tuple[object, ...]:
-        """The kind of device: its name, and the cores of its process. A part that is not recorded is None."""
-        cores = self.section("launcher").get("cpus_per_device")
-        return self.run.ran_on.device, self.on_cpu, repr(cores)
+        """The kind of device: its name, the cores of its process, and how many packed runs share it.
+
+        A part that is not recorded is None.
+        """
+        cores, runs = (
+            self.section("launcher").get("cpus_per_device"),
+            self.section("sweep").get("runs_per_gpu"),
+        )
+        return self.run.ran_on.device, self.on_cpu, repr(cores), repr(runs or 1)
 
 
 @dataclass(frozen=True)
@@ -223,11 +235,6 @@ def identity(config: Mapping[Any, Any]) -> str:
 @cache
 def _defaults() -> dict[str, Any]:
     return flatten(asdict(RunConfig()))
-
-
-def without(section: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """The section without these keys."""
-    return {key: value for key, value in section.items() if key not in keys}
 
 
 def gather(folders: Sequence[Path]) -> Gathered:
@@ -315,7 +322,7 @@ def _summary_so_far(run: RecordedRun) -> dict[str, Any]:
     """The summary that a run without a summary would have now."""
     history, config = asdict(run.attempts), run.config or {}
     try:
-        history = asdict(attempts.history(run.folder, layout=computed_as(config)))
+        history = asdict(attempts.history(run.folder, layout=computed_as(config, run.environment or {})))
         return summarise(config, outcome="", lines=run.logged, history=history, environment=run.environment)
     except (OSError, KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError):
         return history
@@ -333,7 +340,7 @@ def _layout(run: RecordedRun) -> dict[str, int]:
 
 
 def device_hours(run: RecordedRun, *, devices: int | None) -> float | None:
-    """The hours from each start to its end, times its devices; None if an end is unknown.
+    """The hours from each start to its end, times its devices and those of spares; None if an end is unknown.
 
     The hours of a run that still runs or was interrupted end at its last line of metrics.
     """
@@ -345,12 +352,13 @@ def device_hours(run: RecordedRun, *, devices: int | None) -> float | None:
             return None
         last = run.totals.ended or (run.newest_line and run.newest_line.time)
         ends += [_time(last)] if last else []
-        hours = 0.0
+        hours, spares = 0.0, table((run.config or {}).get("launcher")).get("spares") or 0
         for record, start, following in zip(records, starts, [*starts[1:], None], strict=True):
             ends_between = [end for end in ends if end >= start and (following is None or end <= following)]
             if not ends_between:
                 return None
             held = _devices(record.layout.get("nodes"), record.layout.get("gpus_per_node")) or devices or 0
+            held += _devices(spares, run.gpus_per_node) or 0
             hours += (min(ends_between) - start).total_seconds() / 3600 * held
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError):
         return None

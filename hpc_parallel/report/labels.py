@@ -7,20 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_parallel.failure.summary import SPEEDLESS
 from hpc_parallel.layout.axes import AXES
 from hpc_parallel.problems import printable, spell
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.values import flatten
 
-# Keys of `training` that change how long a run trains or what it writes, but not the speed of a step.
-SPEEDLESS = (
-    "steps", "log_every", "validate_every", "validation_samples", "measure_steps", "checkpoint_every",
-    "checkpoint_async", "memory_checkpoint_every", "keep_last", "keep_every", "tensorboard", "wandb",
-)  # fmt: skip
-# Keys of `optimizer` that change the loss, but not the speed of a step.
-OPTIMIZER_SPEEDLESS = (
-    "learning_rate", "weight_decay", "betas", "eps", "schedule", "warmup_steps", "final_share", "decay_share",
-)  # fmt: skip
 # Keys that may differ between runs of one command although the runs compute the same.
 RUN_KEYS = ("name", "run_dir", "resume", "dry_run", "launcher", "sweep", "nodes", "gpus_per_node", "jobs")
 CLASS = "._target_"

@@ -62,7 +62,7 @@ DEFINITIONS = (
     "communication: the share of a step in which a device waits for others and computes nothing, without "
     "the bubble. Both are means over the ranks in profiled steps. '-': there is no other device to wait for.",
     "Traffic per step: bytes sent by all ranks; for dataparallel on a CPU only those of activations, because "
-    "its threads share the weights. Device-hours: from each start to its end, times the devices.",
+    "its threads share the weights. Device-hours: from each start to its end, times its devices and spares.",
     "'not measured': the run folder has no such figure. Nothing is estimated.",
     "On CPUs all devices of a machine share its cores. Speeds are comparable only if each has its own cores.",
 )

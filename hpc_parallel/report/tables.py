@@ -7,13 +7,16 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from hpc_parallel.failure.summary import OPTIMIZER_SPEEDLESS, SPEEDLESS
 from hpc_parallel.layout.axes import AXES
+from hpc_parallel.record.values import without
 from hpc_parallel.report.figures import NOISE, ROUNDING
-from hpc_parallel.report.gather import FIGURES, PARTS, Row, identity, without
-from hpc_parallel.report.labels import OPTIMIZER_SPEEDLESS, RUN_KEYS, SPEEDLESS
+from hpc_parallel.report.gather import FIGURES, PARTS, Row, identity
+from hpc_parallel.report.labels import RUN_KEYS
 
 UNMEASURED = "not measured"
 STRONG, WEAK = "strong", "weak"
@@ -310,14 +313,7 @@ def _by_shape(groups: Groups) -> Groups:
 
 def records(rows: Sequence[Row], series: Sequence[Series]) -> list[dict[str, Any]]:
     """One flat object per run, in the SI units and names of `summary.json`; None if not measured."""
-    efficiency = {
-        (one_series.kind, row.run.path): point.efficiency
-        * (row.figures["samples_per_s"] or 0)
-        / point.samples_per_s
-        for one_series in series
-        for point in one_series.points
-        for row in point.runs
-    }
+    efficiency = _efficiency(series)
     return [
         {
             "run": row.label,
@@ -334,6 +330,23 @@ def records(rows: Sequence[Row], series: Sequence[Series]) -> list[dict[str, Any
         }
         for row in rows
     ]
+
+
+def _efficiency(series: Sequence[Series]) -> dict[tuple[str, Path], float | None]:
+    """(kind, run folder) -> efficiency of the run in the series that begins with the fewest devices.
+
+    None if several such series, by different axes, have different values.
+    """
+    found: dict[tuple[str, Path], dict[int, set[float]]] = defaultdict(lambda: defaultdict(set))
+    for one_series in series:
+        fewest = one_series.points[0].devices
+        for point in one_series.points:
+            for row in point.runs:
+                rate = row.figures["samples_per_s"] or 0
+                value = point.efficiency * rate / point.samples_per_s
+                found[one_series.kind, row.run.path][fewest].add(value)
+    first = {key: by_fewest[min(by_fewest)] for key, by_fewest in found.items()}
+    return {key: next(iter(values)) if len(values) == 1 else None for key, values in first.items()}
 
 
 def _series(kind: str, axis: str, by_devices: dict[int, list[Row]], shape: str) -> Series:

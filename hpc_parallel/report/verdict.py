@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from hpc_parallel.record.endings import other_state, other_statistics
+from hpc_parallel.record.endings import other_state, other_statistics, other_versions
 from hpc_parallel.record.metrics_file import own_metrics_of
+from hpc_parallel.record.values import without
 from hpc_parallel.report.figures import number
-from hpc_parallel.report.gather import Row, identity, without
+from hpc_parallel.report.gather import Row, identity
 from hpc_parallel.report.labels import RUN_KEYS
 from hpc_parallel.report.tables import TableColumn, Unit, best_of, column_of, digits, spread_text, unit_of
 
 SHOWN_RUNS = 3  # the most tied runs that a line names
-POOLED = ("final_loss", "samples_per_s", "step_time_s")  # figures of equal runs
+POOLED = ("final_loss", "samples_per_s", "step_time_s")  # figures of equal runs; speeds after the loss
 _IGNORED = {*RUN_KEYS, "seed"} - {"nodes", "gpus_per_node"}
 MOST_METRICS = 20
 PREDICTABLE = (
@@ -83,6 +84,7 @@ def scope(rows: Sequence[Row]) -> str:
     differences = [
         other_statistics((row.run.totals.statistics_samples, row.label) for row in same),
         other_state((row.run.totals.in_bfloat16, row.label) for row in rows),
+        other_versions((row.run.ran_on.versions, row.label) for row in rows if row.completed),
     ]
     incomparable = " ".join(filter(None, differences))
     if len(same) == completed:
@@ -195,7 +197,8 @@ class Pool:
 
     label: str
     seeds: Sequence[int]
-    figures: Sequence[PooledFigure]  # the figures of POOLED that all runs have
+    # The figures of POOLED that all runs have; no speeds of different devices.
+    figures: Sequence[PooledFigure]
 
 
 def pools(rows: Sequence[Row]) -> list[Pool]:
@@ -209,7 +212,8 @@ def pools(rows: Sequence[Row]) -> list[Pool]:
 
 def _pool(rows: Sequence[Row]) -> Pool:
     figures = []
-    for key in POOLED:
+    is_comparable = len({row.machine for row in rows}) == 1
+    for key in POOLED if is_comparable else POOLED[:1]:
         values = [value for row in rows if (value := row.figures[key]) is not None]
         if len(values) == len(rows):
             figures.append(PooledFigure(key, values))

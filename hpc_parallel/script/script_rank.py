@@ -192,7 +192,7 @@ def begin(
     last = None
     with suppress(FileNotFoundError, DamagedError):
         last = last_line(folder.metrics)
-    step, layout = (last or {}).get("step", 0), computed_as(config)
+    step, layout = (last or {}).get("step", 0), computed_as(config, {})
     attempts.begin(folder, step=step, environment=os.environ, layout=layout)
     submitted: dict[str, Any] = {}
     with suppress(DamagedError):

@@ -152,7 +152,7 @@ def preview(plan: SweepPlan, *, kind: str, launcher: Launcher) -> int:
     devices = sum(run.config.devices for run in runs)
     line = f"{len(runs)} run{'s' * (len(runs) > 1)} of {devices} device{'s' * (devices > 1)} together"
     if kind not in HERE:
-        hours = math.fsum(run.config.devices * run.config.launcher.time_minutes / 60 for run in runs)
+        hours = math.fsum(run.config.devices_of_job * run.config.launcher.time_minutes / 60 for run in runs)
         line += f", at most {hours:g} device-hours by their time limits"
     print(f"# {line}", flush=True)
     from hpc_parallel.sweep.rank_variables import describe

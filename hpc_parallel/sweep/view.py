@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -185,13 +186,25 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 
 def notes(plan: SweepPlan) -> list[str]:
-    """Lines about impossible combinations, duplicates, and losses that can't be compared."""
+    """Lines about impossible combinations, duplicates, earlier runs, and losses that can't be compared."""
     lines = skipped(plan.skipped, [planned.overrides for planned in plan.runs])
     if plan.duplicates:
         lines.append(f"dropped {plan.duplicates} duplicate{'s' * (plan.duplicates > 1)}")
     statistics = _other_statistics(plan)
     state = other_state((rounded_parts(planned.run.config), planned.label) for planned in plan.runs)
-    return [*lines, *filter(None, (*statistics, state))]
+    return [*lines, *_of_earlier_runs(plan), *filter(None, (*statistics, state))]
+
+
+def _of_earlier_runs(plan: SweepPlan) -> list[str]:
+    """A line about the runs of the sweep that `sweep.resume` names: which of them run again, and how."""
+    again = [planned for planned in plan.runs if planned.before is not None]
+    continued = sum(planned.run.config.resume is not None for planned in again)
+    gone = sum(not os.path.isdir(planned.before.run_dir) for planned in again if planned.before is not None)
+    counts = Counter(kept.state for kept in plan.kept)
+    counts.update({"from its checkpoint": continued, "from the start": len(again) - continued - gone})
+    counts.update({"from the start, because its folder is not there": gone})
+    texts = [f"{count} {text}" for text, count in counts.items() if count]
+    return [f"earlier runs: {', '.join(texts)}"] if texts else []
 
 
 def _other_statistics(plan: SweepPlan) -> list[str]:

@@ -74,7 +74,7 @@ class TaskContext:
     def begin(self) -> None:
         """Record the start of a task that continues nothing."""
         if dist.get_rank() == 0:
-            layout = computed_as(self.values)
+            layout = computed_as(self.values, read_environment(self.folder))
             attempts.begin(self.folder, step=0, environment=self.environment, layout=layout)
 
     def print_results(self) -> None:

@@ -22,6 +22,7 @@ from hpc_parallel.record import attempts, checkpoint_index, host_memory
 from hpc_parallel.record.checkpoint_index import Checkpoint, clear, set_aside_after
 from hpc_parallel.record.endings import COMPLETED, PRUNED
 from hpc_parallel.record.metrics_file import MetricsReader
+from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.trust import UntrustedError, require_private
 from hpc_parallel.strategies import exchange
@@ -219,7 +220,7 @@ def restore_or_start(
         set_aside_after(folder.checkpoints, step=steps_done)
         attempts.begin(
             folder, step=steps_done, environment=context.environment, warnings=warnings,
-            layout=computed_as(context.values),
+            layout=computed_as(context.values, read_environment(folder)),
         )  # fmt: skip
         if steps_done:
             print(f"continuing from {where} of step {steps_done}", flush=True)

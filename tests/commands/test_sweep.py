@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -284,7 +285,9 @@ def test_arrays_that_the_site_would_not_take_are_split(
     assert [(run.job_id or "").partition("_")[2] for run in sweep.runs] == ["0", "1", "2", "0", "1", "2", ""]
 
 
-def test_resume_runs_only_missing_and_failed_runs(slurm: Path, here: Path) -> None:
+def test_resume_runs_only_missing_and_failed_runs(
+    slurm: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["-m", "seed=range(4)", "launcher=slurm", *CHEAP]
     assert main(words) == 0
     folder, first = only_sweep(here)
@@ -292,7 +295,12 @@ def test_resume_runs_only_missing_and_failed_runs(slurm: Path, here: Path) -> No
     write_json(first.runs[1].run_dir / "summary.json", {"outcome": "failed"})
     write_json(first.runs[2].run_dir / "owner.json", {"host": "elsewhere", "pid": 1, "began": None})
     write_json(first.runs[3].run_dir / "owner.json", {"job_id": first.runs[3].job_id})  # gone, and not new
+    capsys.readouterr()
     assert main(["-m", f"sweep.resume={folder}", "launcher.time_minutes=90"]) == 0
+    counted = (
+        "earlier runs: 1 completed, 1 in progress: unknown (its process is on elsewhere), 2 from the start"
+    )
+    assert capsys.readouterr().out.startswith(f"{counted}\nsweep of 2 runs; ")
     assert read_sweep(folder).started == first.started
     again = read_sweep(folder).runs
     assert len(again) == 4
@@ -310,6 +318,10 @@ def test_resume_takes_more_values_and_leaves_no_run_out(
 ) -> None:
     assert main(["-m", "seed=1,2", "launcher=slurm", *CHEAP]) == 0
     folder, first = only_sweep(here)
+    capsys.readouterr()
+    shutil.move(first.runs[1].run_dir, here / "elsewhere")
+    assert main(["-m", f"sweep.resume={folder}", "dry_run=true"]) == 0
+    assert ", 1 from the start, because its folder is not there\n" in capsys.readouterr().out
     for words, labels in (("seed=2,3", "seed=1"), ("training.steps=7", "seed=1; seed=2")):
         assert main(["-m", f"sweep.resume={folder}", words]) == 2
         said = f"{labels.count('seed')} of its 2 runs are not in this command ({labels})"

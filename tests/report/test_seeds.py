@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.report.gather import gather
 from hpc_parallel.report.page import render
 from hpc_parallel.report.verdict import pools
@@ -29,6 +30,14 @@ def test_equal_runs_with_different_seeds_are_pooled(tmp_path: Path) -> None:
     report = render(gathered)
     assert f"| {pool.label} | 1, 2, 3 | final_loss | 2.200 ± 0.20 |" in report.markdown
     assert report.html.count("2.200 ± 0.20") == 1
+
+
+def test_speeds_of_different_devices_are_not_pooled(tmp_path: Path) -> None:
+    for seed, device in ((1, "A100"), (2, "H100")):
+        folder = finished(tmp_path / "runs" / f"a{seed}", "strategy=data", "nodes=2", f"seed={seed}")
+        write_json(folder.environment, {"device": device, "cuda": "13.0"})
+    (pool,) = pools(gather([tmp_path / "runs"]).rows)
+    assert [figure.key for figure in pool.figures] == ["final_loss"]
 
 
 def test_without_seeds_there_is_no_section(tmp_path: Path) -> None:

@@ -199,6 +199,17 @@ def test_scaling_is_found_and_reckoned(tmp_path: Path, new: Callable[[], Path]) 
     assert said == pytest.approx([0.8, 0.75, 0.85])  # each by its own throughput
 
 
+def test_the_efficiency_of_a_run_is_that_over_the_fewest_devices(
+    tmp_path: Path, new: Callable[[], Path]
+) -> None:
+    """The second run also begins a series; the last is in two, and both begin with 2 devices."""
+    for pipeline, replicate, rate in ((1, 1, 100), (1, 2, 180), (2, 1, 120), (2, 2, 240)):
+        words = (f"strategy.pipeline={pipeline}", f"strategy.replicate={replicate}", "strategy.tensor=1")
+        ended(new(), "strategy=hybrid", f"nodes={pipeline * replicate}", *words, samples_per_s=rate)
+    found = records(rows(tmp_path), scaling(rows(tmp_path)))
+    assert [each["strong_efficiency"] for each in found] == [1.0, 0.9, 0.6, None]
+
+
 def test_a_series_names_the_settings_common_to_its_runs(tmp_path: Path, new: Callable[[], Path]) -> None:
     for words in ((), ("strategy.pipeline=2",)):
         for nodes in (2, 4):
@@ -277,6 +288,8 @@ def test_device_hours_are_those_of_every_start(tmp_path: Path, new: Callable[[],
         after_step=3,
         lost_steps=1,
     )
+    spare = ("launcher.kind=script", "launcher.spares=1", "cluster=cpu")
+    ended(new(), "strategy=data", "nodes=2", "gpus_per_node=2", *spare)  # on three nodes
     lost = ended(new(), hours=5)  # nobody noted how its first start ended
     note(
         lost.attempts, began=(BEGAN + timedelta(hours=4)).isoformat(), job_id=None, after_step=3, lost_steps=1
@@ -291,7 +304,8 @@ def test_device_hours_are_those_of_every_start(tmp_path: Path, new: Callable[[],
     written(new())
     hours = [row.figures["device_hours"] for row in rows(tmp_path)]
     assert hours == [
-        pytest.approx((2 + 1) * 4), None, pytest.approx(2 * 4 + 1 * 1), pytest.approx(3 * 4 / 60), None,
+        pytest.approx((2 + 1) * 4), pytest.approx(6), None, pytest.approx(2 * 4 + 1 * 1),
+        pytest.approx(3 * 4 / 60), None,
     ]  # fmt: skip
 
 

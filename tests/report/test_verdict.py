@@ -274,3 +274,38 @@ def test_losses_of_runs_that_keep_other_parts_in_bfloat16_are_not_compared(
     told = scope(rows(tmp_path))
     assert "runs keep other parts in bfloat16: nothing in data" in told
     assert "; weights in data" in told
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "differences"),
+    [
+        ({"torch": "2.11.0"}, {"torch": "2.13.0"}, ("torch 2.11.0 in data", "torch 2.13.0 in data")),
+        ({"git_commit": "a" * 40}, {"git_commit": "b" * 40}, ("commit aaaaaaaa in", "commit bbbbbbbb in")),
+        (
+            {"git_commit": "a" * 40, "git_diff": "+1\n"},
+            {"git_commit": "a" * 40, "git_diff": "+2\n"},
+            ("aaaaaaaa with changes edd19ebf", "aaaaaaaa with changes c6fccd7c"),
+        ),
+        ({"torch": "2.11.0"}, {"torch": 7}, ()),  # not known
+    ],
+)
+def test_runs_of_other_software_are_named(
+    first: dict[str, Any],
+    second: dict[str, Any],
+    differences: Sequence[str],
+    tmp_path: Path,
+    new: Callable[[], Path],
+) -> None:
+    for values in (first, second):
+        write_json(ended(new(), *DATA).environment, values)
+    note = scope(rows(tmp_path))
+    assert bool(note) == bool(differences)
+    assert all(text in note for text in differences)
+
+
+def test_runs_that_share_a_gpu_are_not_compared_with_others(tmp_path: Path, new: Callable[[], Path]) -> None:
+    for runs, rate in ((1, 100), (1, 110), (2, 60)):
+        folder = ended(new(), *DATA, samples_per_s=rate)
+        content = folder.config.read_text()
+        folder.config.write_text(content.replace("runs_per_gpu: 1", f"runs_per_gpu: {runs}"))
+    assert scope(rows(tmp_path)).startswith("The verdict is about 2 of 3 completed runs")

@@ -210,7 +210,7 @@ def test_a_shape_that_can_never_start_is_refused_and_the_others_stay(site: Site)
              (f"status sweeps/{folder.name} --watch", f"cancel sweeps/{folder.name}")]  # fmt: skip
     assert lines[:2] == words
     followed = site.pasted(words[0])
-    assert (followed.returncode, followed.stdout.count("not started: nodes=8")) == (0, 2)
+    assert (followed.returncode, followed.stdout.count("its folder is gone: nodes=8")) == (0, 2)
 
 
 @pytest.mark.full

@@ -9,9 +9,10 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpc_parallel.config.schema import AdamWConfig, TrainingConfig
 from hpc_parallel.failure import failure, flight_recorder, normal_end, restart, root_cause
 from hpc_parallel.failure.conclude_run import conclude, find_root_cause
 from hpc_parallel.failure.desync import compare
 from hpc_parallel.failure.error_place import located, mark_step
 from hpc_parallel.failure.failure import Record
-from hpc_parallel.failure.summary import computed_as
+from hpc_parallel.failure.summary import OPTIMIZER_SPEEDLESS, SPEEDLESS, computed_as
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
@@ -420,8 +422,10 @@ def test_summary_of_a_failed_run(folder: RunFolder, monkeypatch: pytest.MonkeyPa
 
 def test_the_speed_in_a_summary_is_that_of_its_layout(folder: RunFolder) -> None:
     """Starts without torch.compile followed, and then one on other nodes that was lost before it trained."""
-    layout = computed_as(config := folder.read_config())
-    before = computed_as({**config, "training": {"compile": True}})
+    config = folder.read_config()
+    config["training"]["compile"] = False
+    layout = computed_as(config, {"device": "A100"})
+    before = computed_as({**config, "training": {"compile": True}}, {})
     attempts.begin(folder, step=0, environment={}, layout=before)
     lines = [{"step": step, "samples_per_s": 100.0, "step_time_s": 4.0, "peak_memory_bytes": 9}
              for step in range(10, 70, 10)]  # fmt: skip
@@ -441,6 +445,48 @@ def test_the_speed_in_a_summary_is_that_of_its_layout(folder: RunFolder) -> None
         conclude(folder, returncode=137)
         summary = read_json(folder.summary)
         assert tuple(summary[key] for key in keys) == figures
+
+
+# Keys of a section that a resumed run may change without another speed of its steps.
+SAME_SPEED = {"training": SPEEDLESS, "optimizer": OPTIMIZER_SPEEDLESS}
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [(name, field.name) for name, schema in (("training", TrainingConfig), ("optimizer", AdamWConfig))
+     for field in fields(schema)],
+)  # fmt: skip
+def test_a_key_changes_the_speed_unless_it_is_listed(folder: RunFolder, section: str, key: str) -> None:
+    """A key that is new counts as one that changes the speed, until somebody lists it."""
+    _begin_twice(folder, {section: {key: 1}}, {section: {key: 2}})
+    assert attempts.history(folder).layout_after_step == (0 if key in SAME_SPEED[section] else 10)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "step"),
+    [
+        ("A100", "H100", 10),
+        ("A100", "A100", 0),
+        (None, "H100", 0),  # a version that did not record it
+    ],
+)
+def test_another_device_has_another_speed(
+    folder: RunFolder, before: str | None, after: str | None, step: int
+) -> None:
+    _begin_twice(folder, {"device": before}, {"device": after})
+    assert attempts.history(folder).layout_after_step == step
+
+
+def test_the_spares_of_a_job_change_no_speed(folder: RunFolder) -> None:
+    _begin_twice(folder, {"launcher": {"spares": 0}}, {"launcher": {"spares": 2}})
+    assert attempts.history(folder).layout_after_step == 0
+
+
+def _begin_twice(folder: RunFolder, before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Record two starts, the second after step 10, with these parts of the configuration, and the device."""
+    for step, values in ((0, before), (10, after)):
+        layout = computed_as(folder.read_config() | values, {"device": values.get("device")})
+        attempts.begin(folder, step=step, environment={}, layout=layout)
 
 
 @pytest.mark.parametrize(("signal_name", "outcome"), [(None, "failed"), ("SIGINT", "cancelled")])

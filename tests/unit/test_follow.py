@@ -343,7 +343,7 @@ def test_a_terminal_gets_as_much_as_it_has_room_for(
 @pytest.mark.parametrize(
     ("value", "digits", "shown"),
     [(1520.4, 3, "1520"), (99.96, 3, "100"), (12345.6, 4, "12346"), (2.41318, 4, "2.413"),
-     (0.00031, 3, "0.00031"), (-15200.0, 4, "-15200"), (0.0, 4, "0")],
+     (0.00031, 3, "0.00031"), (-15200.0, 4, "-15200"), (0.0, 4, "0"), (-1e30, 4, "-1e+30")],
 )  # fmt: skip
 def test_no_figure_of_a_thousand_has_an_exponent(value: float, digits: int, shown: str) -> None:
     assert figure(value, digits=digits) == shown

@@ -41,8 +41,18 @@ def test_each_row_is_the_plan_of_its_size(capsys: pytest.CaptureFixture[str]) ->
     assert percent in rows[1]
 
 
+def test_all_sizes_train_the_same_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    """The defaults of 8 and 24 devices are 16 and 24 samples."""
+    outputs = []
+    for batch in ((), ("training.global_batch_size=48",)):
+        assert main([*RUN[:-1], *batch, "nodes=1,3"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+    assert ", 48 samples a step\n" in outputs[0]
+
+
 def size(nodes: int, tokens_per_s: float) -> Size:
-    return Size(nodes, nodes * 4, Layout(), 1.0, tokens_per_s, 0.4, None)
+    return Size(nodes, nodes * 4, Layout(), 64, 1.0, tokens_per_s, 0.4, None)
 
 
 def test_more_nodes_pay_until_an_added_device_brings_less_than_half() -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from hpc_parallel.machine.device_state import device_state
 from hpc_parallel.profiling.slow_ranks import Accusations, RankTime, slow_ranks
-from hpc_parallel.record.recorded_slow_ranks import MOST_ACCUSATIONS, accusations
+from hpc_parallel.record.recorded_slow_ranks import MOST_ACCUSATIONS, accusations, keep_accusations
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.report.run_lines import accused_lines, slow_lines
+from hpc_parallel.report.run_lines import accused_lines, device_lines, slow_lines
 from tests.nvml import Nvml, not_supported
 
 
@@ -91,6 +91,23 @@ def test_an_accusation_is_kept(tmp_path: Path) -> None:
     for rank in range(MOST_ACCUSATIONS):
         restarted.add([replace(slow, rank=rank)], step=21)
     assert len(restarted.as_records()) == MOST_ACCUSATIONS
+
+
+def test_a_new_start_forgets_the_timed_steps_of_earlier_ones(tmp_path: Path) -> None:
+    """The earlier start may have had more ranks, or other ones were slow."""
+    folder = RunFolder(tmp_path)
+    assert keep_accusations(folder) == []
+    assert not folder.rank_times.exists()
+    (slow,) = slow_ranks([SLOW] * 3)
+    accused = Accusations([], steps_done=0)
+    accused.add([slow], step=60)
+    steps = [{"step": 60, "ranks": [{"rank": 7, "host": "n1", "utilisation": 0.5}]}]
+    record = {"samples": steps, "slow": [slow.as_record()], "accused": accused.as_records()}
+    folder.rank_times.write_text(json.dumps(record))
+    assert device_lines(folder)
+    assert slow_lines(folder)
+    assert keep_accusations(folder) == accused.as_records() == accusations(folder)
+    assert device_lines(folder) == slow_lines(folder) == []
 
 
 def test_accusations_of_anybody(tmp_path: Path) -> None:

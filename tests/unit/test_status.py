@@ -58,6 +58,32 @@ def test_a_run_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (found["loss"], found["samples_per_s"]) == (0.2, 32.0)
 
 
+def test_a_new_layout_has_no_speed_before_its_first_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = started(tmp_path / "runs/pipeline/1", *PIPELINE)
+    attempts.begin(folder, step=30, environment={}, layout={"nodes": 4})
+    own(folder, os.getpid())
+    expected: list[tuple[float | None, ...]] = [(30, None, None, None), (40, 64.0, 60 * 0.25, 0.25)]
+    for step, rate, left_s, step_time_s in expected:
+        found = row(capsys, folder.path)
+        assert main(["show", "--json", str(folder.path)]) == 0
+        figures = json.loads(capsys.readouterr().out)["figures"]
+        assert (found["step"], found["samples_per_s"], found["time_left_s"]) == (step, rate, left_s)
+        assert (figures["samples"], figures.get("step_time_s")) == (16 * step, step_time_s)
+        line = {"step": 40, "samples": 640, "loss": 0.1, "step_time_s": 0.25, "samples_per_s": 64.0}
+        with folder.metrics.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def test_nobody_knows_how_long_a_broken_run_was_useful(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All the time since it broke would count as lost."""
+    found = row(capsys, started(tmp_path / "runs/pipeline/1", *PIPELINE).path)
+    assert (found["state"], found["useful_share"]) == ("broken off", None)
+
+
 def test_a_failed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = failed(tmp_path / "runs/pipeline/1", *PIPELINE)
     found = row(capsys, folder.path)
