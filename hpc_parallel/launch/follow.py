@@ -25,7 +25,7 @@ from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Failure, Stop, Summary, has_final_summary
 from hpc_parallel.record.metrics_file import SEPARATOR, MetricsLine, MetricsReader, described, figure, fitting
 from hpc_parallel.record.names import RUN_COMMAND, command_on, from_here
-from hpc_parallel.record.rank_output import OutputTail, is_noise
+from hpc_parallel.record.rank_output import WARNS, OutputTail, is_noise
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder, read_phase
 from hpc_parallel.record.safe_read import read_tail, size_of
@@ -71,9 +71,10 @@ class RunFollower:
     ) -> None:
         """is_script: whether the run is a user's script. If so, the whole output of rank 0 is shown.
 
-        Of our tasks, what rank 0 says before its first step is shown: what it leaves out, for example.
+        Of our tasks, what rank 0 says before its first step is shown: what it leaves out, for example. Its
+        warnings are always shown: a damaged checkpoint, or one that could not be written.
         """
-        self._output = OutputTail(folder.log(0, "out"))
+        self._output, self._errors = (OutputTail(folder.log(0, stream)) for stream in ("out", "err"))
         self._is_script = is_script
         self._is_starting = not is_script
         self._folder = folder
@@ -121,6 +122,9 @@ class RunFollower:
         for line in self._output.read(last=last) if self._is_script or self._is_starting else ():
             self._is_starting = self._is_starting and not _STEP.match(line)
             if self._is_script or (self._is_starting and not _RANK.match(line)):
+                self._say(line)
+        for line in () if self._is_script else self._errors.read(last=last):
+            if line.startswith(WARNS):
                 self._say(line)
 
     def _announce(self, text: str) -> None:

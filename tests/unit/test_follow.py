@@ -124,6 +124,30 @@ def test_what_rank_0_says_before_its_first_step_is_shown(folder: RunFolder, firs
     assert shown.getvalue().splitlines()[:2] == [said, "completed: step 0 of 600"]
 
 
+def test_warnings_of_rank_0_are_shown_whenever_they_come(folder: RunFolder) -> None:
+    """Also after the first step, when nothing else of its output is shown; not those of an earlier start."""
+    log = folder.log(0, "err")
+    log.write_text("WARNING: of an earlier start\n")
+    following, shown = follower(folder)
+    said = [f"WARNING: the checkpoint of step {step} could not be written (full)" for step in (60, 180)]
+    with log.open("a") as file:
+        file.write(f"noise\n{said[0]}\n")
+    following.poll()
+    add(folder, json.dumps(LINE) + "\n")
+    with log.open("a") as file:
+        file.write(f"{said[1]}\n")
+    write_json(folder.summary, {"outcome": "completed"})
+    following.finish()
+    step = "step 120/600  loss 2.413  512 samples/s"
+    assert [line for line in shown.getvalue().splitlines() if line in (*said, step)] == [
+        said[0],
+        said[1],
+        step,
+    ]
+    assert "noise" not in shown.getvalue()
+    assert "earlier" not in shown.getvalue()
+
+
 def test_plain_lines_of_a_completed_run(folder: RunFolder) -> None:
     following, shown = follower(folder)
     following.note("starting")
