@@ -302,12 +302,14 @@ def weights_problems(config: RunConfig, weights: str) -> Problems:
 
 
 def trained_with(path: Path, *, trusted: bool) -> Mapping[str, Any]:
-    """The configuration of a run that has a checkpoint; of a file, only the model.
+    """The configuration of a run that has a checkpoint, or of an exported file; of other files, the model.
 
     Raises OSError, ValueError, DamagedError, UntrustedError.
     """
     if not path.is_dir():
-        return {"model": parse_json(read_header(path)[1].get("model", "{}"))}
+        about = read_header(path)[1]
+        model = parse_json(about.get("model", "{}"))
+        return {**table(parse_json(about.get("config", "{}"))), "model": model}
     if not is_run_folder(path):
         raise ValueError("the folder is not a run folder. Name a run folder or a .safetensors file")
     checkpoints = complete(RunFolder(path).checkpoints)
