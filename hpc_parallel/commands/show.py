@@ -236,7 +236,9 @@ def _times(run: RecordedRun) -> list[tuple[str, str]]:
     began, ended = _time(run.attempts.started), _time(run.totals.ended)
     if began is None:
         return []
-    took = f", took {duration((ended - began).total_seconds())}" if ended is not None else ""
+    took = ""
+    if ended is not None and ended >= began:  # else a clock was set back
+        took = f", took {duration((ended - began).total_seconds())}"
     return [("started", f"{began:%Y-%m-%d %H:%M:%S} UTC{took}")]
 
 

@@ -23,9 +23,16 @@ from hpc_parallel.problems import printable, quoted
 from hpc_parallel.record import owner
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Failure, Stop, Summary, has_final_summary
-from hpc_parallel.record.metrics_file import SEPARATOR, MetricsLine, MetricsReader, described, figure, fitting
+from hpc_parallel.record.metrics_file import (
+    SEPARATOR,
+    MetricsLine,
+    MetricsReader,
+    described,
+    fitting,
+    loss_figure,
+)
 from hpc_parallel.record.names import RUN_COMMAND, command_on, from_here
-from hpc_parallel.record.rank_output import OutputTail, is_noise
+from hpc_parallel.record.rank_output import WARNS, OutputTail, is_noise
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder, read_phase
 from hpc_parallel.record.safe_read import read_tail, size_of
@@ -71,9 +78,10 @@ class RunFollower:
     ) -> None:
         """is_script: whether the run is a user's script. If so, the whole output of rank 0 is shown.
 
-        Of our tasks, what rank 0 says before its first step is shown: what it leaves out, for example.
+        Of our tasks, what rank 0 says before its first step is shown: what it leaves out, for example. Its
+        warnings are always shown: a damaged checkpoint, or one that could not be written.
         """
-        self._output = OutputTail(folder.log(0, "out"))
+        self._output, self._errors = (OutputTail(folder.log(0, stream)) for stream in ("out", "err"))
         self._is_script = is_script
         self._is_starting = not is_script
         self._folder = folder
@@ -81,7 +89,7 @@ class RunFollower:
         self._console = console or _Console()
         self._reader = MetricsReader(folder.metrics)
         self._last: MetricsLine | None = None
-        self._validation: list[float] = []
+        self._validation: list[str] = []
         self._has_new = False
         self._note = ""
         self._phase: str | None = None
@@ -122,6 +130,9 @@ class RunFollower:
             self._is_starting = self._is_starting and not _STEP.match(line)
             if self._is_script or (self._is_starting and not _RANK.match(line)):
                 self._say(line)
+        for line in () if self._is_script else self._errors.read(last=last):
+            if line.startswith(WARNS):
+                self._say(line)
 
     def _announce(self, text: str) -> None:
         if self._console.is_terminal:
@@ -131,8 +142,8 @@ class RunFollower:
 
     def _keep(self, line: MetricsLine) -> None:
         self._last = line
-        if line.validation_loss is not None:
-            self._validation.append(line.validation_loss)
+        if "validation_loss" in line.values:
+            self._validation.append(loss_figure(line.validation_loss))
 
     def finish(self, signals: Sequence[int] = ()) -> int:
         """Show the outcome; after a failure the cause comes last. Returns the exit code: 0 if it ended well.
@@ -171,15 +182,15 @@ class RunFollower:
             self._say(line)
 
     def _outcome(self, outcome: str, signals: Sequence[int]) -> str:
-        step, loss = (0, None) if self._last is None else (self._last.step, self._last.loss)
+        step = 0 if self._last is None else self._last.step
         if outcome == "cancelled" and signals:
             outcome = cancelled_by(signal_name(signals[0]))
         of_steps = f": step {step}" if step and self._is_script else ""
         parts = [outcome + (f": step {step} of {self._steps}" if self._steps else of_steps)]
-        if loss is not None:
-            parts.append(f"loss {figure(loss)}")
+        if self._last is not None and "loss" in self._last.values:
+            parts.append(f"loss {loss_figure(self._last.loss)}")
         if self._validation:
-            first, last = map(figure, (self._validation[0], self._validation[-1]))
+            first, last = self._validation[0], self._validation[-1]
             parts.append(f"validation loss {first}" + (f" -> {last}" if last != first else ""))
         if outcome == "completed" and self._is_script and self._last is None:
             parts += self._doubts()
@@ -220,8 +231,8 @@ class RunFollower:
         """The parts of the newest line for the bar. The last validation loss stays visible."""
         if line.cells:
             return list(filter(None, [f"{parts[0].strip()} measured", line.time_left]))
-        if self._validation and line.validation_loss is None:
-            return [*parts, f"validation loss {figure(self._validation[-1])}"]
+        if self._validation and "validation_loss" not in line.values:
+            return [*parts, f"validation loss {self._validation[-1]}"]
         return parts
 
     def _show_bar(self, parts: list[str]) -> None:

@@ -194,7 +194,7 @@ def prepare(
     planned = _forecast(config, plan, hardware)
     notes += [] if planned is None else planned.warnings
     recorded = values | _places(config, values, folder, snapshot)
-    notes += _notes_of_resume(config, recorded, folder)
+    notes += _notes_of_resume(config, recorded, folder) + _notes_of_weights(config, recorded)
     smaller = {}
     if config.launcher.min_nodes is not None:
         from hpc_parallel.launch.fewer_nodes import smaller_runs
@@ -270,6 +270,16 @@ def _notes_of_resume(config: RunConfig, values: Mapping[str, Any], folder: RunFo
         raise ConfigError(problems)
     jump = resume.rate_jump(folder, config)
     return [] if jump is None else [f"warning     {jump}"]
+
+
+def _notes_of_weights(config: RunConfig, values: Mapping[str, Any]) -> list[str]:
+    """What the user should read of the weights that the run starts from, if they exist already."""
+    if config.weights is None or config.resume is not None or not Path(values["weights"]).exists():
+        return []
+    from hpc_parallel.launch.resume import other_than_trained
+
+    other = other_than_trained(config, Path(values["weights"]))
+    return [] if other is None else [f"warning     {other}"]
 
 
 def _places(

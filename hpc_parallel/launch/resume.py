@@ -31,7 +31,7 @@ from hpc_parallel.layout.model_data_schema import (
     UNetConfig,
     schema_of,
 )
-from hpc_parallel.problems import ConfigError, Problem, Problems, nearest, quoted
+from hpc_parallel.problems import ConfigError, Problem, Problems, nearest, quoted, spell
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.find import near_runs, path_of
@@ -291,10 +291,7 @@ def weights_problems(config: RunConfig, weights: str) -> Problems:
         if not path.exists():
             yield Problem("weights", weights, "does not exist here", paths_near(path))
             return
-        if path.is_dir():
-            model = model_of_run(path, trusted=config.launcher.shared_folder)
-        else:
-            model = table(parse_json(read_header(path)[1].get("model", "{}")))
+        model = table(trained_with(path, trusted=config.launcher.shared_folder).get("model"))
     except DamagedError as error:
         yield f"weights = {path} can't be used: {error.reason}"
         return
@@ -304,8 +301,15 @@ def weights_problems(config: RunConfig, weights: str) -> Problems:
     yield from _weight_shapes(config.model, model)
 
 
-def model_of_run(path: Path, *, trusted: bool) -> Mapping[str, Any]:
-    """The model of a run that has a checkpoint. Raises ValueError, UntrustedError."""
+def trained_with(path: Path, *, trusted: bool) -> Mapping[str, Any]:
+    """The configuration of a run that has a checkpoint, or of an exported file; of other files, the model.
+
+    Raises OSError, ValueError, DamagedError, UntrustedError.
+    """
+    if not path.is_dir():
+        about = read_header(path)[1]
+        model = parse_json(about.get("model", "{}"))
+        return {**table(parse_json(about.get("config", "{}"))), "model": model}
     if not is_run_folder(path):
         raise ValueError("the folder is not a run folder. Name a run folder or a .safetensors file")
     checkpoints = complete(RunFolder(path).checkpoints)
@@ -313,7 +317,23 @@ def model_of_run(path: Path, *, trusted: bool) -> Mapping[str, Any]:
         raise ValueError("the run has no checkpoint")
     if not trusted:
         require_private(checkpoints[0].path)  # its index is a pickle
-    return table(table(checkpoints[0].manifest.get("config")).get("model"))
+    return table(checkpoints[0].manifest.get("config"))
+
+
+def other_than_trained(config: RunConfig, path: Path) -> str | None:
+    """A line with the values that fit the weights at `path`, but with which they mean something else.
+
+    An inference also names other data: its validation loss can't be compared with that of the training.
+    """
+    groups = ["model", "data"] if config.task.name == "infer" else ["model"]
+    trained = trained_with(path, trusted=config.launcher.shared_folder)
+    before = flatten({group: table(trained.get(group)) for group in groups})
+    values = flatten({group: table(getattr(config, group)) for group in groups})
+    differ = [
+        f"{key}={spell(values[key])} (trained with {spell(value)})"
+        for key, value in before.items() if key in values and values[key] != value
+    ]  # fmt: skip
+    return f"the weights of {path} were trained otherwise: {', '.join(differ)}" if differ else None
 
 
 def _weight_shapes(model: Any, trained: Mapping[str, Any]) -> Problems:

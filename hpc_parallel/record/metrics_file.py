@@ -161,13 +161,13 @@ def described(line: MetricsLine, *, steps: int) -> list[str]:
         return [line.of_total, *line.cells]
     parts = [f"step {line.step}/{steps}"]
     if "loss" in line.values:
-        parts.append("loss is not finite" if line.loss is None else f"loss {figure(line.loss)}")
+        parts.append(f"loss {loss_figure(line.loss)}")
     if line.skipped_step is not None:
         parts.append(f"skipped step {line.skipped_step}, which is not finite")
     if line.loss_scale is not None and line.loss_scale_before is not None:
         parts.append(f"loss scale {figure(line.loss_scale_before)} -> {figure(line.loss_scale)}")
-    if line.validation_loss is not None:
-        parts.append(f"validation loss {figure(line.validation_loss)}")
+    if "validation_loss" in line.values:
+        parts.append(f"validation loss {loss_figure(line.validation_loss)}")
     parts += [f"{printable(name)} {figure(value)}" for name, value in own_metrics_of(line.values).items()]
     if line.latency_s is not None and line.batch_size is not None:
         parts += [f"batch size {line.batch_size}", f"latency {milliseconds(line.latency_s)}"]
@@ -210,6 +210,10 @@ def figure(value: float, *, digits: int = 4) -> str:
     if 10 ** (digits - 1) <= abs(value) < 1e15:
         return f"{value:.0f}"
     return f"{value:.{digits}g}"
+
+
+def loss_figure(loss: float | None) -> str:
+    return "not finite" if loss is None else figure(loss)
 
 
 def per_second(rate: float) -> str:

@@ -13,7 +13,7 @@ from hpc_parallel.record.safe_read import DamagedError, open_regular, read_head,
 
 _MOST_BYTES = 16 * 1024  # in one read
 _MOST_CHARACTERS = 500  # of a line
-_WARNS, _MOST_WARNINGS = "WARNING: ", 20
+WARNS, _MOST_WARNINGS = "WARNING: ", 20
 # torch's store looks up the host name of each connection (c10d/socket.cpp, `formatSockAddr`). If the site's
 # DNS has no name for the address, every rank prints this warning. The environment variable that hides it
 # hides every other warning too, so commands that show a log leave the line out. The file keeps it.
@@ -72,8 +72,8 @@ def warnings_of(folder: RunFolder) -> list[str]:
         for read in (read_head, read_tail):
             with suppress(OSError, DamagedError):
                 lines = read(folder.log(0, stream), limit_bytes=_MOST_BYTES).decode(errors="replace")
-                warnings |= dict.fromkeys(line for line in lines.split("\n") if line.startswith(_WARNS))
-    texts = [printable(_shown(line.removeprefix(_WARNS))) for line in warnings]
+                warnings |= dict.fromkeys(line for line in lines.split("\n") if line.startswith(WARNS))
+    texts = [printable(_shown(line.removeprefix(WARNS))) for line in warnings]
     half = _MOST_WARNINGS // 2
     return [*texts[:half], *texts[half:][-half:]]
 

@@ -81,9 +81,18 @@ class Metrics:
     """Collects a step's tensors on every rank and computes the keys of `metrics.jsonl`."""
 
     def __init__(
-        self, scale: Scale, *, device: torch.device, compiles: bool = False, energy: Energy | None = None
+        self,
+        scale: Scale,
+        *,
+        device: torch.device,
+        compiles: bool = False,
+        energy: Energy | None = None,
+        skipped_steps: int = 0,
     ) -> None:
-        """compiles: whether the first step compiles, so that its time belongs to the start."""
+        """compiles: whether the first step compiles, so that its time belongs to the start.
+
+        skipped_steps: how many steps earlier starts have left out.
+        """
         self._scale = scale
         self._compiles = compiles
         self._energy = energy
@@ -97,7 +106,7 @@ class Metrics:
         self._step_time_s = math.nan
         self._since = time.perf_counter()
         self._result: StepResult | None = None
-        self._skipped_steps = 0  # in the last line
+        self._skipped_before, self._skipped_steps = skipped_steps, skipped_steps  # and in the last line
         self.rank_memory_bytes: list[int] | None = None  # peaks up to the last line, by rank
 
     def note(self, result: StepResult) -> None:
@@ -177,14 +186,15 @@ class Metrics:
     def _skips(self, values: Sequence[float], *, step: int) -> dict[str, Any]:
         """The number of skipped steps and, if it has grown since the last line, the last one of them."""
         if not values:
-            return {}
-        number, since, *factors = values
-        line: dict[str, Any] = {"skipped_steps": int(number)}
+            return {"skipped_steps": self._skipped_before} if self._skipped_before else {}
+        counted, since, *factors = values
+        number = self._skipped_before + int(counted)
+        line: dict[str, Any] = {"skipped_steps": number}
         if number > self._skipped_steps:
             line["skipped_step"] = step - int(since)
             if factors:
                 line |= {"loss_scale_before": factors[0], "loss_scale": factors[1]}
-        self._skipped_steps = int(number)
+        self._skipped_steps = number
         return line
 
     def _rates(self, samples_per_s: float) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from hpc_parallel.config.tasks import batch_sizes
 from hpc_parallel.data.sampler import to_device
 from hpc_parallel.layout.batch_plan import BatchPlan, plan_batch
 from hpc_parallel.layout.schedules import schedule_of
+from hpc_parallel.record.checkpoint_index import Checkpoint
 from hpc_parallel.record.checkpoint_index import complete as complete_in
 from hpc_parallel.record.endings import has_final_summary
 from hpc_parallel.record.metrics_file import VALIDATION
@@ -88,14 +89,14 @@ def follow_checkpoints(context: TaskContext, session: Session) -> None:
         if newest <= evaluated:
             time.sleep(0 if is_over else LOOK_S)
             continue
-        step = int(Path(start_from(config, session.assembled)).name.partition("-")[2])
+        path = Path(start_from(config, session.assembled))
+        step = int(path.name.partition("-")[2])
         if step <= evaluated:  # the newest one is damaged
             time.sleep(0 if is_over else LOOK_S)
             continue
-        evaluated = step
+        evaluated, consumed = step, Checkpoint(path, step).manifest["samples"]
         figures = validate(session, context.progress)
         losses = {key: value for key, value in figures.items() if key.startswith(VALIDATION)}
-        consumed = evaluated * config.training.global_batch_size
         line = {"step": evaluated, "samples": consumed, **losses, "time": datetime.now(UTC).isoformat()}
         lines.append(line)
         for writer in writers:

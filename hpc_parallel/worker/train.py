@@ -21,10 +21,11 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.record import attempts, checkpoint_index, host_memory
 from hpc_parallel.record.checkpoint_index import Checkpoint, clear, set_aside_after
 from hpc_parallel.record.endings import COMPLETED, PRUNED
-from hpc_parallel.record.metrics_file import MetricsReader
+from hpc_parallel.record.metrics_file import MetricsReader, last_line
 from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.trust import UntrustedError, require_private
+from hpc_parallel.record.values import integer
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.device_traffic import figures, ring_all_reduce
@@ -85,7 +86,10 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     check(steps_done)
     samples = samples_of(session)
     scale = scale_of(session, replicas=samples.validation.replicas)
-    metrics = Metrics(scale, device=device, compiles=config.training.compile, energy=energy)
+    metrics = Metrics(
+        scale, device=device, compiles=config.training.compile, energy=energy,
+        skipped_steps=skipped_before(folder),
+    )  # fmt: skip
     profilers: Profilers = resolve_name(PROFILERS)(session, folder, metrics=metrics, steps_done=steps_done)
     observers = open_observers(
         session, context, metrics=metrics, profilers=profilers.on, steps_done=steps_done
@@ -131,6 +135,15 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
         else:
             note_stop(folder, observers.writers, signalled=signalled, about={"step": trainer.steps_done})
     return assembled
+
+
+def skipped_before(folder: RunFolder) -> int:
+    """The steps that earlier starts have left out, by the last line that counts; the same on all ranks."""
+    line = None
+    if dist.get_rank() == 0:
+        with contextlib.suppress(FileNotFoundError):
+            line = last_line(folder.metrics)
+    return int(exchange.broadcast(integer((line or {}).get("skipped_steps")) or 0))
 
 
 def open_observers(

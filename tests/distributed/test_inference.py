@@ -137,16 +137,17 @@ def test_training_validates_alike(workers: Workers) -> None:
 
 
 def test_an_evaluation_beside_a_training_takes_its_newest_checkpoint(workers: Workers) -> None:
-    """On another layout; its line comes into the metrics of the training."""
+    """On another layout and with another batch; its line comes into the metrics of the training."""
     own = ("training.steps=3", "training.validate_every=1", "training.checkpoint_every=1")
     words = (*COMMON[2:], *TEXT, *own)
     trained = workers.train(*words, "strategy=data", "nodes=2")
     losses = {line["step"]: line["validation_loss"] for line in trained.lines}
     folder = RunFolder(trained.folder)
     write_json(folder.summary, {"outcome": "completed"})
-    beside = workers.do(*words, "task=infer", "task.follow=true", f"weights={folder.path}", "strategy=single")
+    other = ("task=infer", "task.follow=true", "strategy=single", "training.global_batch_size=4")
+    beside = workers.do(*words, *other, f"weights={folder.path}")
     (line,), summary = read(beside)
-    assert line["step"] == 3
+    assert (line["step"], line["samples"]) == (3, trained.lines[-1]["samples"])
     assert line["validation_loss"] == pytest.approx(losses[3], rel=1e-12) != losses[2]
     assert summary["outcome"] == "completed"
     assert read_run(folder.path).metrics == [*trained.lines, line]

@@ -78,7 +78,7 @@ def test_a_torn_line_is_passed_over(folder: RunFolder) -> None:
         ({}, "step 120/600  loss 2.413  512 samples/s"),
         ({"validation_loss": 2.5}, "step 120/600  loss 2.413  validation loss 2.5  512 samples/s"),
         ({"samples_per_s": 1.2345}, "step 120/600  loss 2.413  1.23 samples/s"),
-        ({"samples_per_s": None, "loss": None}, "step 120/600  loss is not finite"),
+        ({"samples_per_s": None, "loss": None}, "step 120/600  loss not finite"),
         (
             {"skipped_steps": 3, "skipped_step": 117, "loss_scale_before": 65536.0, "loss_scale": 32768.0},
             "step 120/600  loss 2.413  skipped step 117, which is not finite  loss scale 65536 -> 32768"
@@ -124,6 +124,30 @@ def test_what_rank_0_says_before_its_first_step_is_shown(folder: RunFolder, firs
     assert shown.getvalue().splitlines()[:2] == [said, "completed: step 0 of 600"]
 
 
+def test_warnings_of_rank_0_are_shown_whenever_they_come(folder: RunFolder) -> None:
+    """Also after the first step, when nothing else of its output is shown; not those of an earlier start."""
+    log = folder.log(0, "err")
+    log.write_text("WARNING: of an earlier start\n")
+    following, shown = follower(folder)
+    said = [f"WARNING: the checkpoint of step {step} could not be written (full)" for step in (60, 180)]
+    with log.open("a") as file:
+        file.write(f"noise\n{said[0]}\n")
+    following.poll()
+    add(folder, json.dumps(LINE) + "\n")
+    with log.open("a") as file:
+        file.write(f"{said[1]}\n")
+    write_json(folder.summary, {"outcome": "completed"})
+    following.finish()
+    step = "step 120/600  loss 2.413  512 samples/s"
+    assert [line for line in shown.getvalue().splitlines() if line in (*said, step)] == [
+        said[0],
+        said[1],
+        step,
+    ]
+    assert "noise" not in shown.getvalue()
+    assert "earlier" not in shown.getvalue()
+
+
 def test_plain_lines_of_a_completed_run(folder: RunFolder) -> None:
     following, shown = follower(folder)
     following.note("starting")
@@ -140,6 +164,19 @@ def test_plain_lines_of_a_completed_run(folder: RunFolder) -> None:
         "completed: step 600 of 600, loss 2, validation loss 5.5 -> 2.05",
         f"results: {folder.path}",
         f"plots: python -m hpc_parallel report '{folder.path}'",
+    ]
+
+
+def test_losses_that_are_not_finite_are_named(folder: RunFolder) -> None:
+    """The last validation counts at the end, not the last one that was finite."""
+    following, shown = follower(folder)
+    for step, loss in ((1, 5.5), (2, None)):
+        add(folder, json.dumps({"step": step, "loss": loss, "validation_loss": loss}) + "\n")
+    following.finish()
+    assert shown.getvalue().splitlines()[:3] == [
+        "step 1/600  loss 5.5  validation loss 5.5",
+        "step 2/600  loss not finite  validation loss not finite",
+        "failed: step 2 of 600, loss not finite, validation loss 5.5 -> not finite",
     ]
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hpc_parallel import __version__
 from hpc_parallel.__main__ import COMMANDS, main
 from hpc_parallel.commands import grid
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.attempts import history
 from hpc_parallel.record.find import find_all, find_run
 from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.run_folder import RunFolder
@@ -94,6 +96,17 @@ class TestFind:
     def test_a_tree_is_no_run(self) -> None:
         with pytest.raises(ConfigError, match="means 2 runs"):
             find_run("runs/data")
+
+
+def test_a_clock_that_was_set_back_gives_no_negative_duration(tmp_path: Path, capsys: Capture) -> None:
+    folder = finished(tmp_path / "runs/a/1")
+    began = datetime.fromisoformat(str(history(folder).started))
+    for seconds, took in ((42, ", took 42 s"), (-42, "")):
+        ended = (began + timedelta(seconds=seconds)).isoformat()
+        write_json(folder.summary, {**json.loads(folder.summary.read_text()), "ended": ended})
+        _, shown, _ = ran(capsys, "show", "1")
+        (line,) = (line for line in shown.splitlines() if line.startswith("started"))
+        assert line.split(maxsplit=1)[1].rstrip() == f"{began:%Y-%m-%d %H:%M:%S} UTC{took}"
 
 
 class TestLogs:

@@ -20,6 +20,7 @@ from hpc_parallel.record.safetensors_header import read_header
 from tests.composed import composed, prepared
 
 MODEL = dict(composed("model=tiny").model)
+DATA = dict(composed("model=tiny").data)
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def run(tmp_path: Path) -> RunFolder:
         part = unfinished_folder(folder.checkpoints, step) / "part"
         part.write_bytes(b"numbers")
         files = {"part": {"bytes": 7, "xxh3_128": checksum(part)}}
-        publish(folder.checkpoints, step=step, files=files, about={"config": {"model": MODEL}})
+        publish(folder.checkpoints, step=step, files=files, about={"config": {"model": MODEL, "data": DATA}})
     return folder
 
 
@@ -125,6 +126,23 @@ def test_a_model_of_another_shape_is_refused_with_the_right_shape(file: Path, ru
             f"Try model.{key}={MODEL[key]}."
             for key, value in (("layers", 2), ("dim", 64))
         ]
+
+
+def test_values_that_fit_but_mean_something_else_are_named(file: Path, run: RunFolder) -> None:
+    """The rotation of the positions has no weight; another text has another validation loss."""
+    words = ("launcher=local", "launcher.snapshot=false", "model.rope_theta=5000", "data.max_bytes=70000")
+    rotation = "model.rope_theta=5000 (trained with 10000)"
+    text = "data.max_bytes=70000 (trained with 6000000)"
+    for source, task, differ in (
+        (file, "train", rotation),
+        (file, "infer", rotation),
+        (run.path, "train", rotation),
+        (run.path, "infer", f"{rotation}, {text}"),
+    ):
+        notes = prepared(*words, f"task={task}", f"weights={source}").notes
+        assert f"warning     the weights of {source} were trained otherwise: {differ}" in notes
+        equal = prepared(*words[:2], f"task={task}", f"weights={source}").notes
+        assert not [note for note in equal if "trained otherwise" in note]
 
 
 def test_a_resumed_run_does_not_look_at_them(run: RunFolder) -> None:

@@ -122,6 +122,18 @@ def test_a_first_step_that_compiles_belongs_to_the_start(
     assert kept.spent_s == {"steps": steps_s, "validation": validation_s, "saving": 0.0}
 
 
+def test_steps_that_an_earlier_start_left_out_are_counted() -> None:
+    """Also by a start that leaves out none, because it has another precision."""
+    scale, cpu = metrics.Scale(1, None, 1.0, 1, 1, None), torch.device("cpu")
+    lines = []
+    for skipped in (torch.tensor([0.0, 0.0]), torch.tensor([2.0, 1.0]), None):
+        kept = metrics.Metrics(scale, device=cpu, skipped_steps=3)
+        kept.note(metrics.StepResult(torch.zeros(()), torch.zeros(()), skipped))
+        line = kept.line(step=9, learning_rate=0.1)
+        lines.append((line["skipped_steps"], line.get("skipped_step")))
+    assert lines == [(3, None), (5, 8), (3, None)]
+
+
 @pytest.mark.parametrize(("kept_step", "repeated_s"), [(0, 30), (60, 30), (75, 15), (90, 0), (100, 0)])
 def test_what_was_copied_after_the_last_line_is_not_repeated(kept_step: int, repeated_s: float) -> None:
     """30 steps of a second after the line of step 60."""
