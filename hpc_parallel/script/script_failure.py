@@ -53,6 +53,7 @@ def record(
 
     log_start: the size of the error log when the script started; cgroup: as `failure.record_death` has it.
     """
+    of_memory = f"; out of memory in cgroup {cgroup}" if cgroup else ""
     lines = _recorded_traceback(folder, rank=world.rank)
     tail = _tail(folder.log(world.rank, "err"), start=log_start)
     if not lines and returncode in (_UNCAUGHT, -signal.SIGABRT):
@@ -61,7 +62,7 @@ def record(
     if name is None:
         last = next((line.strip() for line in reversed(tail) if line.strip()), "")
         message = f"the script ended with exit code {returncode}" + (f": {last}" if last else "")
-        message += _of_memory(message, cgroup=cgroup)
+        message += of_memory * bool(_KILLED.search(message))
         failure.record_reason(folder, world=world, kind=failure.ERROR, message=message, lines=tail)
         return
     place = users_line(lines)
@@ -71,16 +72,11 @@ def record(
         message = ", ".join(failed[-2:])
     sentence = (f"{short}: {message}" if message else short) + (f" ({place})" if place else "")
     sentence += ", then SIGABRT at its exit" if returncode == -signal.SIGABRT else ""
-    sentence += _of_memory(message, cgroup=cgroup)
+    sentence += of_memory * bool(_KILLED.search(message))  # of a DataLoader's worker, for example
     failure.record_reason(
         folder, world=world, kind=failure.kind_of_text(short, message), message=sentence, lines=lines,
         details={"where": place} if place else {},
     )  # fmt: skip
-
-
-def _of_memory(message: str, *, cgroup: str | None) -> str:
-    """The end of a line about a process of the script that was killed, such as a DataLoader's worker."""
-    return f"; out of memory in cgroup {cgroup}" if cgroup and _KILLED.search(message) else ""
 
 
 def was_aborted_at_exit(folder: RunFolder, *, rank: int, log_start: int) -> bool:
@@ -97,10 +93,9 @@ def was_aborted_at_exit(folder: RunFolder, *, rank: int, log_start: int) -> bool
 
 
 def last_traceback(lines: Sequence[str]) -> list[str]:
-    """The last traceback in the lines of a log, to the end of its message; empty without one.
+    """The last traceback in the lines of a log, to the last indented line of its message; empty without one.
 
-    Those of threads and of clean-up do not end the process, so they count only if there is no other. Lines of
-    a message count if they are indented, as in that of `load_state_dict`.
+    Those of threads and of clean-up do not end the process, so they count only if there is no other.
     """
     starts = [index for index, line in enumerate(lines) if _TRACEBACK.fullmatch(line)]
     ending = [index for index in starts if index == 0 or not _GOES_ON.match(lines[index - 1])]

@@ -44,9 +44,9 @@ _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and AMD
 def command_of(
     folder: RunFolder, config: Mapping[str, Any], *, rank: int, variables: Mapping[str, str]
 ) -> tuple[list[str], Path, Path | None]:
-    """The program with its arguments, its working directory, and what it would need to resume.
+    """The program with its arguments, its working directory, and what `script.resume_arguments` lack.
 
-    The last is a path of `script.resume_arguments` that does not exist. variables: those of `set_variables`.
+    variables: those of `set_variables`.
     """
     script, nodes, devices = config["script"], config["nodes"], config["gpus_per_node"]
     place = (variables["MASTER_ADDR"], variables["MASTER_PORT"])
