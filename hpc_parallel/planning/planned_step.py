@@ -95,7 +95,7 @@ def gradient_messages(division: Division, holding: Holding) -> int:
     """Gradients on their way to other devices, in addition to the gradients that the device keeps."""
     config, layout = division.config, division.layout
     numbers = [math.prod(division.gradient_shape(weight, holding)) for weight in division.optimized(holding)]
-    bucket = int(config.strategy.bucket_mb * MIB)
+    bucket = min(int(config.strategy.bucket_mb * MIB), sum(numbers) * weight_bytes(config))
     if config.strategy.execution == PARAMETER_SERVER:
         return 2 * max(bucket, max(numbers) * number_bytes(division.config))
     if config.strategy.execution != SPMD:
@@ -122,13 +122,13 @@ def has_buckets(division: Division) -> bool:
 def early_gradients(division: Division, holding: Holding, *, of_all: int, again: bool) -> int:
     """The gradients before the last backward pass of a step, if some exist then.
 
-    of_all: those at the end of this pass. again: there are earlier microbatches. Their gradients are beside
-    the buckets, and whole in a pipeline with fully_shard, which sums them after the last microbatch.
+    of_all: those at the end of this pass. again: there are earlier microbatches. In a pipeline, theirs are
+    beside the buckets, and whole with fully_shard, which sums them after the last microbatch.
     """
-    weights = division.optimized(holding)
-    if not again:
+    if not again or division.layout.pipeline == 1:
         return of_all
-    if division.layout.by_fully_shard and division.layout.pipeline > 1:
+    weights = division.optimized(holding)
+    if division.layout.by_fully_shard:
         numbers = sum(math.prod(division.unsliced_shape(weight, holding)) for weight in weights)
         return numbers * number_bytes(division.config)
     beside = [weight for weight in weights if has_buckets(division) and not division.distributed(weight)]

@@ -110,19 +110,22 @@ def received_by(stages: Iterable[Stage]) -> list[Tensor]:
 
 
 def peak_bytes(*overrides: str) -> int:
-    """Of the second step of a training on this rank, when the optimizer has its state."""
+    """Of the third step of a training on this rank: the optimizer has its state, torch made its buckets."""
     session = opened(*overrides)
     assembled, weights = session.assembled, session.assembled.named_parameters()
     optimizer = build_optimizer(weights, session.config.optimizer)
     batches = session.batches(session.data.train, seed=0)
-    assembled.forward_backward.train(*batches.at(0))
-    optimizer.step()
-    optimizer.zero_grad()
-    inputs, targets = batches.at(1)
-    held = [weight.detach() for weight in weights.values()]
+    for step in range(2):
+        assembled.forward_backward.train(*batches.at(step))
+        optimizer.step()
+        held = [numbers for weight in weights.values() for numbers in (weight.detach(), weight.grad)]
+        optimizer.zero_grad()
+    inputs, targets = batches.at(2)
     driver = assembled.forward_backward
     stages = driver._parts if isinstance(driver, PipelineDriver) else ()
-    with LiveBytes([*held, *optimizer.state().values(), *received_by(stages)]) as live:
+    live = LiveBytes([*held, *optimizer.state().values(), *received_by(stages)])
+    del held  # the gradients stay only in buckets
+    with live:
         assembled.forward_backward.train(inputs, targets)
     return live.peak
 
