@@ -110,17 +110,18 @@ def received_by(stages: Iterable[Stage]) -> list[Tensor]:
 
 
 def peak_bytes(*overrides: str) -> int:
-    """Of the third step of a training on this rank: the optimizer has its state, torch made its buckets."""
+    """Of a step of a training on this rank, when the optimizer has its state and torch has its buckets."""
     session = opened(*overrides)
     assembled, weights = session.assembled, session.assembled.named_parameters()
     optimizer = build_optimizer(weights, session.config.optimizer)
     batches = session.batches(session.data.train, seed=0)
-    for step in range(2):
-        assembled.forward_backward.train(*batches.at(step))
-        optimizer.step()
-        held = [numbers for weight in weights.values() for numbers in (weight.detach(), weight.grad)]
+    for _ in range(2):
         optimizer.zero_grad()
-    inputs, targets = batches.at(2)
+        assembled.forward_backward.train(*batches.at(0))
+    optimizer.step()
+    held = [numbers for weight in weights.values() for numbers in (weight.detach(), weight.grad)]
+    optimizer.zero_grad()
+    inputs, targets = batches.at(1)
     driver = assembled.forward_backward
     stages = driver._parts if isinstance(driver, PipelineDriver) else ()
     live = LiveBytes([*held, *optimizer.state().values(), *received_by(stages)])
