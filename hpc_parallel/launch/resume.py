@@ -59,6 +59,7 @@ FIXED = {  # keys that can't change, with the reason
 }
 
 BATCH, STEPS = "training.global_batch_size", "training.steps"
+VALIDATED = "training.validation_samples"
 SCHEDULE, WARMUP = "optimizer.schedule", "optimizer.warmup_steps"
 JUMP = 0.01  # of the learning rate; smaller changes are not named
 IMAGE_SHAPE = ("channels", "classes", "in_channels", "kernel_size")
@@ -260,6 +261,17 @@ def rate_jump(folder: RunFolder, config: RunConfig) -> str | None:
     return (
         f"the learning rate goes {rates}: {why}. "
         "optimizer.schedule=constant, and wsd before its decay, can be extended without a jump"
+    )
+
+
+def other_validation(folder: RunFolder, config: RunConfig) -> str | None:
+    """A line if the run continues with validations of another number of samples."""
+    before, now = integer(flatten(folder.read_config()).get(VALIDATED)), config.training.validation_samples
+    if before in (None, now) or config.training.validate_every is None:
+        return None
+    return (
+        f"{VALIDATED} was {before} and is {now}: the validation losses before and after the start can't be "
+        "compared. KeepBest and EarlyStopping compare them"
     )
 
 
