@@ -38,7 +38,7 @@ from hpc_parallel.record.find import near_runs, path_of
 from hpc_parallel.record.owner import living_owner
 from hpc_parallel.record.recorded_start import grants_trust, key_of, read_start
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
-from hpc_parallel.record.safe_read import DamagedError, parse_json
+from hpc_parallel.record.safe_read import DamagedError, parse_line
 from hpc_parallel.record.safetensors_header import read_header
 from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
 from hpc_parallel.record.values import flatten, integer, number, table, text
@@ -320,8 +320,8 @@ def trained_with(path: Path, *, trusted: bool) -> Mapping[str, Any]:
     """
     if not path.is_dir():
         about = read_header(path)[1]
-        model = parse_json(about.get("model", "{}"))
-        return {**table(parse_json(about.get("config", "{}"))), "model": model}
+        config, model = (parse_line(about.get(key, "").encode()) or {} for key in ("config", "model"))
+        return {**config, "model": model}
     if not is_run_folder(path):
         raise ValueError("the folder is not a run folder. Name a run folder or a .safetensors file")
     checkpoints = complete(RunFolder(path).checkpoints)
