@@ -268,8 +268,8 @@ def _notes_of_resume(config: RunConfig, values: Mapping[str, Any], folder: RunFo
 
     if problems := list(resume.find_problems(folder, values)):
         raise ConfigError(problems)
-    jump = resume.rate_jump(folder, config)
-    return [] if jump is None else [f"warning     {jump}"]
+    changes = (resume.rate_jump(folder, config), resume.other_validation(folder, config))
+    return [f"warning     {change}" for change in changes if change is not None]
 
 
 def _notes_of_weights(config: RunConfig, values: Mapping[str, Any]) -> list[str]:

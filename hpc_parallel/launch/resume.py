@@ -38,7 +38,7 @@ from hpc_parallel.record.find import near_runs, path_of
 from hpc_parallel.record.owner import living_owner
 from hpc_parallel.record.recorded_start import grants_trust, key_of, read_start
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
-from hpc_parallel.record.safe_read import DamagedError, parse_json
+from hpc_parallel.record.safe_read import DamagedError, parse_line
 from hpc_parallel.record.safetensors_header import read_header
 from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
 from hpc_parallel.record.values import flatten, integer, number, table, text
@@ -59,6 +59,7 @@ FIXED = {  # keys that can't change, with the reason
 }
 
 BATCH, STEPS = "training.global_batch_size", "training.steps"
+VALIDATED = "training.validation_samples"
 SCHEDULE, WARMUP = "optimizer.schedule", "optimizer.warmup_steps"
 JUMP = 0.01  # of the learning rate; smaller changes are not named
 IMAGE_SHAPE = ("channels", "classes", "in_channels", "kernel_size")
@@ -263,6 +264,17 @@ def rate_jump(folder: RunFolder, config: RunConfig) -> str | None:
     )
 
 
+def other_validation(folder: RunFolder, config: RunConfig) -> str | None:
+    """A line if the run continues with validations of another number of samples."""
+    before, now = integer(flatten(folder.read_config()).get(VALIDATED)), config.training.validation_samples
+    if before in (None, now) or config.training.validate_every is None:
+        return None
+    return (
+        f"{VALIDATED} was {before} and is {now}: the validation losses before and after the start can't be "
+        "compared. KeepBest and EarlyStopping compare them"
+    )
+
+
 def _ended_early(folder: RunFolder, *, callbacks: Any) -> str | None:
     """Why a callback ended the training; None if the new configuration has no callbacks."""
     try:
@@ -308,8 +320,8 @@ def trained_with(path: Path, *, trusted: bool) -> Mapping[str, Any]:
     """
     if not path.is_dir():
         about = read_header(path)[1]
-        model = parse_json(about.get("model", "{}"))
-        return {**table(parse_json(about.get("config", "{}"))), "model": model}
+        config, model = (parse_line(about.get(key, "").encode()) or {} for key in ("config", "model"))
+        return {**config, "model": model}
     if not is_run_folder(path):
         raise ValueError("the folder is not a run folder. Name a run folder or a .safetensors file")
     checkpoints = complete(RunFolder(path).checkpoints)

@@ -105,6 +105,22 @@ def test_a_schedule_that_goes_on_is_not_a_jump(
     assert any("the learning rate goes" in note for note in notes) == jumps
 
 
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [([], 0), (["training.validate_every=7"], 0), (["training.validation_samples=9"], 1),
+     (["training.validation_samples=9", "training.validate_every=null"], 0)],
+)  # fmt: skip
+def test_validations_of_another_number_of_samples_are_named(
+    started: RunFolder, words: list[str], number: int
+) -> None:
+    notes = prepared(*resumed(["resume=run", *words])).notes
+    line = (
+        "warning     training.validation_samples was 512 and is 9: the validation losses before and after "
+        "the start can't be compared. KeepBest and EarlyStopping compare them"
+    )
+    assert [note for note in notes if "validation" in note] == number * [line]
+
+
 def test_auto_is_the_newest_of_that_name(here: Path) -> None:
     for name in ("20260101-000000-ffff", "20260102-000000-0000", "20260101-120000-aaaa"):
         (here / "runs" / "mine" / name / "rendezvous").mkdir(parents=True)

@@ -145,6 +145,13 @@ def test_values_that_fit_but_mean_something_else_are_named(file: Path, run: RunF
         assert not [note for note in equal if "trained otherwise" in note]
 
 
+def test_a_file_of_another_program_may_say_anything_of_its_model(tmp_path: Path) -> None:
+    path = tmp_path / "other.safetensors"
+    save_file({"a": np.zeros(1)}, path, metadata={"model": "llama", "config": "[1]"})
+    notes = prepared("launcher=local", "launcher.snapshot=false", f"weights={path}").notes
+    assert not [note for note in notes if "weights" in note]
+
+
 def test_a_resumed_run_does_not_look_at_them(run: RunFolder) -> None:
     """It goes on from its own checkpoints: the file may be gone by then."""
     values = prepared("launcher=local", "launcher.snapshot=false").values
