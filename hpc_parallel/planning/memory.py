@@ -8,7 +8,7 @@ the backward pass ends, with all gradients and no activations.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import mul
 
@@ -217,7 +217,7 @@ class _MemoryPlanner:
         state, gradients = (owned * count for count in bytes_of_a_weight(self._config))
         passing = 0
         if self._kept is not None and holding.samples is not None:
-            passing = sum(self._passing(self._kept, holding).values())
+            passing = sum(self._passing(self._kept, holding, *self._fullest(self._kept, holding)).values())
         return state + (gradients + passing if self._has_gradients else max(gradients, passing))
 
     def planned(self, holding: Holding) -> Held:
@@ -263,43 +263,56 @@ class _MemoryPlanner:
             return
         always["cast weights"] = cast_weights(division, holding)
         always["gathered weights"] = gathered_weights(division, holding)
-        passing = {} if kept is None else self._passing(kept, holding)
+        live, waits = ((), ()) if kept is None else self._fullest(kept, holding)
+        passing = {} if kept is None else self._passing(kept, holding, live, waits)
         yield LOSS, always | passing | {"logits and loss": self._loss(holding)}
         if kept is not None:
-            parts = self._parts(holding)
-            under_way = gradients_under_way(division, holding, of_all=state.gradients, again=again)
-            always["gradients of the ends"] = head_gradient(division, holding, alone=not early)
-            always["buffers between stages"] = passing["buffers between stages"]
-            head, last = kept.head * (parts[-1].stop == len(kept.blocks)), kept.blocks[parts[-1].stop - 1]
-            waiting = passing["gradients of results"]
-            after = self._in_block(kept, holding, passing["activations"] - head, waiting)
-            # An average is under way from the second block on, when the last one's activations are gone.
-            yield AFTER, always | after | {"gradients in messages": max(0, under_way - last)}
-            first = self._in_block(kept, holding, kept.blocks[parts[0].start])
-            earlier = early or gradients_before_last(division, holding, of_all=state.gradients)
-            yield LAST_BLOCK, always | first | {"gradients": earlier, "gradients in messages": under_way}
-            end["buffers between stages"] = self._buffers(kept, holding.stages, (0,) * len(parts))
+            blocks = self._in_blocks(kept, holding, passing, live, of_all=state.gradients, early=early)
+            yield from ((moment, always | kinds) for moment, kinds in blocks)
+            end["buffers between stages"] = self._buffers(kept, holding.stages, (0,) * len(live))
         end["gradients of the ends"] = embedding_gradient(division, holding, again=again)
         yield END, always | end
 
-    def _passing(self, kept: Kept, holding: Holding) -> dict[str, int]:
-        """What a step keeps of its microbatches when most of them are live."""
-        live, waits = self._fullest(kept, holding)
+    def _in_blocks(
+        self, kept: Kept, holding: Holding, passing: dict[str, int], live: Counts, *, of_all: int, early: int
+    ) -> Iterator[tuple[str, dict[str, int]]]:
+        """Two moments at which the gradients of a block are computed. of_all, early: bytes of gradients."""
+        division, parts = self._division, self._parts(holding)
+        blocks, has_loss = [block for part in parts for block in part], parts[-1].stop == len(kept.blocks)
+        under_way = gradients_under_way(division, holding, of_all=of_all, again=self._microbatches > 1)
+        buffers = {"buffers between stages": passing["buffers between stages"]}
+        head = kept.head if has_loss and live[-1] else 0  # the loss is over
+        after = buffers | self._in_block(kept, blocks, passing["activations"] - head)
+        after["gradients of results"] += passing["gradients of results"]
+        after["gradients of the ends"] = head_gradient(division, holding, alone=not early)
+        # An average is under way from the second block on, when the last one's activations are gone.
+        after["gradients in messages"] = max(0, under_way - kept.blocks[blocks[-1]])
+        yield AFTER, after
+        activations = kept.stage(range(blocks[0], blocks[0] + 1))
+        if has_loss and len(blocks) == 1:
+            activations -= kept.head
+        last = buffers | self._in_block(kept, blocks[:1], activations)
+        last["gradients"] = early or gradients_before_last(division, holding, of_all=of_all)
+        last["gradients of the ends"] = head_gradient(division, holding, alone=False)
+        last["gradients in messages"] = under_way
+        yield LAST_BLOCK, last
+
+    def _passing(self, kept: Kept, holding: Holding, live: Counts, waits: Counts) -> dict[str, int]:
+        """What a step keeps of its microbatches, `live` and waiting ones of each stage."""
         return {
             "activations": sum(map(mul, live, self._activations(holding))),
             "gradients of results": sum(map(mul, waits, map(kept.waiting, self._parts(holding)))),
             "buffers between stages": self._buffers(kept, holding.stages, live),
         }
 
-    def _in_block(self, kept: Kept, holding: Holding, activations: int, waiting: int = 0) -> dict[str, int]:
-        """`activations` and gradients that wait, and what the fullest block has in its backward pass."""
-        blocks = [block for part in self._parts(holding) for block in part]
+    def _in_block(self, kept: Kept, blocks: Sequence[int], activations: int) -> dict[str, int]:
+        """`activations`, and what the fullest of the blocks has in its backward pass."""
         splits = schedule_of(self._config.strategy).splits_backward and self.layout.pipeline > 1
         gradients = [0] * len(kept.blocks) if splits else kept.gradients  # of results that wait already
         block = max(blocks, key=lambda block: kept.again(block) + gradients[block])
         return {
             "activations": activations, "recomputation": kept.again(block),
-            "gradients of results": waiting + gradients[block],
+            "gradients of results": gradients[block],
         }  # fmt: skip
 
     def _loss(self, holding: Holding) -> int:

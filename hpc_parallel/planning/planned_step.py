@@ -66,11 +66,15 @@ def head_gradient(division: Division, holding: Holding, *, alone: bool) -> int:
 
 
 def gradients_before_last(division: Division, holding: Holding, *, of_all: int) -> int:
-    """Of the bytes of all gradients, those that exist when only the first block and the stem are left."""
+    """Of the bytes of all gradients, those that exist when only the first block and the stem are left.
+
+    fully_shard sums those of the head at the end, too.
+    """
     weights = division.optimized(holding)
-    first = next(weight.part for weight in weights if weight.part != STEM)
-    sizes = [(weight.part, math.prod(weight.shape)) for weight in weights]
-    left = sum(size for part, size in sizes if part in (STEM, first))
+    last = {STEM, next(weight.part for weight in weights if weight.part != STEM)}
+    last |= {HEAD} if division.layout.by_fully_shard else set()
+    sizes = [(weight.part, math.prod(division.gradient_shape(weight, holding))) for weight in weights]
+    left = sum(size for part, size in sizes if part in last)
     return of_all - of_all * left // sum(size for _, size in sizes)
 
 
@@ -122,13 +126,13 @@ def has_buckets(division: Division) -> bool:
 def early_gradients(division: Division, holding: Holding, *, of_all: int, again: bool) -> int:
     """The gradients before the last backward pass of a step, if some exist then.
 
-    of_all: those at the end of this pass. again: there are earlier microbatches. In a pipeline, theirs are
-    beside the buckets, and whole with fully_shard, which sums them after the last microbatch.
+    of_all: those at the end of this pass. again: there are earlier microbatches. Their gradients are beside
+    the buckets, and whole in a pipeline with fully_shard, which sums them after the last microbatch.
     """
-    if not again or division.layout.pipeline == 1:
-        return of_all
     weights = division.optimized(holding)
-    if division.layout.by_fully_shard:
+    if not again:
+        return of_all
+    if division.layout.by_fully_shard and division.layout.pipeline > 1:
         numbers = sum(math.prod(division.unsliced_shape(weight, holding)) for weight in weights)
         return numbers * number_bytes(division.config)
     beside = [weight for weight in weights if has_buckets(division) and not division.distributed(weight)]

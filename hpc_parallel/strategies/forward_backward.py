@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -66,21 +65,14 @@ class Accumulate:
         self._microbatches = microbatches
         self._terms = terms
         self._without_averaging: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._bucketed: list[Parameter] = []  # whose gradients microbatches add up in buckets
-        self._buckets: list[tuple[Parameter, Tensor]] = []  # with their gradients of the step before
         if isinstance(runner, DistributedDataParallel):
             self._without_averaging = self._first_step_in_sync if runner.static_graph else runner.no_sync
-            if microbatches > 1 and not (runner.static_graph or runner.find_unused_parameters):
-                self._bucketed = [one for one in runner.parameters() if not isinstance(one, DTensor)]
         elif isinstance(runner, FSDPModule):
             self._without_averaging = self._inside_a_replica
         self._first = True
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the mean loss of this replica's batch `[batch, ...]`; adds its gradients to `.grad`."""
-        for parameter, view in self._buckets:
-            if parameter.grad is None:  # else torch would add up the microbatches beside the buckets
-                parameter.grad = view.zero_()
         terms = self._terms(targets)
         for auxiliary in self._auxiliary_losses:
             auxiliary.loss_terms = terms
@@ -97,7 +89,6 @@ class Accumulate:
                     loss.backward()
             losses.append(loss.detach())
         self._first = False
-        self._buckets = [(one, one.grad) for one in self._bucketed if one.grad is not None]
         return torch.stack(losses).sum()
 
     @torch.no_grad()

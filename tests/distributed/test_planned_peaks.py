@@ -43,6 +43,7 @@ OTHERS = [
     "strategy=fsdp nodes=2 training.global_batch_size=2 model.dim=256 model.ffn_dim=1024",
     "strategy=context nodes=2", "strategy=tensor nodes=2 strategy.sequence_parallel=false",
     "strategy=single training.global_batch_size=1", "strategy=single model.tied_head=false",
+    "strategy=single training.global_batch_size=1 model.tied_head=false model.vocab_size=8192",
     "strategy=data nodes=2 training.precision=bfloat16 training.microbatch_size=2",
     "strategy=hsdp nodes=4 strategy.shard=2 strategy.replicate=2",
     "strategy=tensor nodes=2 model.vocab_size=8192",
