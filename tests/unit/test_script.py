@@ -199,11 +199,16 @@ def test_a_script_that_is_no_part_of_a_group_is_warned_of(here: Path) -> None:
         ("python train.py --lr 1", "-- train.py."),
         ("/usr/bin/python3.12 -u -m train --lr 1", "-- -m train."),
         ("python3 -c 1 train.py", None),
+        ("bash -x run.sh --lr 1", "-- ./run.sh."),
+        ("/bin/sh jobs/run.sh", "-- jobs/run.sh."),
+        ("bash -lc run.sh", None),
         ("pythons train.py", None),
         ("train.py tool.py", None),
     ],
 )
-def test_a_python_that_is_typed_before_the_script_is_warned_of(line: str, suggestion: str | None) -> None:
+def test_an_interpreter_that_is_typed_before_the_script_is_warned_of(
+    line: str, suggestion: str | None
+) -> None:
     found = [text.rpartition("Try ")[2] for text in script_warnings(composed(LOCAL, "--", *line.split()))]
     assert found == ([] if suggestion is None else [suggestion])
 
