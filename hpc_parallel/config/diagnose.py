@@ -7,6 +7,7 @@ override alone, and runs the other checks on the configuration without the refus
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -195,7 +196,8 @@ def _explain(
         return f"{override}: the first line of {value}.yaml must be {first!r}, and its keys those of a run."
     values = value.split(",")
     if "Ambiguous value" in text or (len(values) > 1 and set(values) <= set(choices)):
-        return f"{override}: several values are a sweep. Try -m {override}, or one value: {key}={values[0]}."
+        sweep, one = shlex.quote(override), shlex.quote(f"{key}={values[0]}")
+        return f"{override}: several values are a sweep. Try -m {sweep}, or one value: {one}."
     if isinstance(error, YAMLError):
         return unreadable_file(error)
     plain = composer.compose(accepted)

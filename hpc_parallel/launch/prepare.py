@@ -370,7 +370,7 @@ def _kept_notes(script: ScriptConfig, *, snapshot: Snapshot | None) -> Iterator[
     for text in _paths(script).values():
         if snapshot is not None and _kept(text, snapshot) is None:
             folders = (why for path, why in snapshot.unkept.items() if absolute(text).is_relative_to(path))
-            reason = next(folders, "(git ignores it, or it is too large): later edits change the run")
+            reason = next(folders, "(elsewhere, ignored by git or too large): later edits change the run")
             yield f"not kept    {text} {reason}"
         elif snapshot is not None and mentions(absolute(text), _OWN_FILE):
             yield (

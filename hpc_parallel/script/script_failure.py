@@ -33,7 +33,10 @@ _UNCAUGHT = 1  # Python's exit code after an exception
 # torch writes "Original" before the traceback of a DataLoader's worker.
 _TRACEBACK = re.compile(r"\s*(Original )?Traceback \(most recent call last\):\s*")
 _GOES_ON = re.compile("Exception ignored |Exception in thread |Error in atexit")  # before a traceback
-_RANK = re.compile(r"^\[rank\d+\]: ?")  # torch puts this before each line of a traceback
+# torch puts the rank before each line of a traceback, and Python a margin before those of an exception group.
+_BEFORE = re.compile(r"^(\[rank\d+\]: ?)?(  \| |  \+ Exception Group (?=Traceback))?")
+_PART = "  +-+-"  # comes before the first exception of a group
+_NOISE = re.compile(r"\s|$|\[?[IWEF]\d+[ \]]|.* NCCL [A-Z]+ ")  # indented lines, and logs of torch and NCCL
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _EXCEPTION = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: (?P<text>.*))?$")
 _OF_TORCHRUN = re.compile(r"  (?:rank|exitcode) +: ")  # of a failed rank; that of the first failure is last
@@ -54,10 +57,10 @@ def record(
     log_start: the size of the error log when the script started; cgroup: as `failure.record_death` has it.
     """
     of_memory = f"; out of memory in cgroup {cgroup}" if cgroup else ""
-    lines = _recorded_traceback(folder, rank=world.rank)
+    lines, after = _recorded_traceback(folder, rank=world.rank), list[str]()
     tail = _tail(folder.log(world.rank, "err"), start=log_start)
     if not lines and returncode in (_UNCAUGHT, -signal.SIGABRT):
-        lines = last_traceback(tail)
+        lines, after = last_traceback(tail)
     name, message = exception_of(lines)
     if name is None:
         last = next((line.strip() for line in reversed(tail) if line.strip()), "")
@@ -68,10 +71,15 @@ def record(
     place = users_line(lines)
     short = name.rpartition(".")[2]
     if short == "ChildFailedError":  # the lines after this traceback say more
-        lines, failed = tail, [" ".join(line.split()) for line in tail if _OF_TORCHRUN.match(line)]
+        lines, after = tail, []
+        failed = [" ".join(line.split()) for line in tail if _OF_TORCHRUN.match(line)]
         message = ", ".join(failed[-2:])
     sentence = (f"{short}: {message}" if message else short) + (f" ({place})" if place else "")
-    sentence += ", then SIGABRT at its exit" if returncode == -signal.SIGABRT else ""
+    more = takewhile(lambda line: not _GOES_ON.match(line), after)
+    if returncode == -signal.SIGABRT:
+        sentence += ", then SIGABRT at its exit"
+    elif said := [line.strip() for line in more if not _NOISE.match(line)]:
+        sentence += f"; the log ends with: {said[-1]}"  # the script may have handled the exception
     sentence += of_memory * bool(_KILLED.search(message))  # of a DataLoader's worker, for example
     failure.record_reason(
         folder, world=world, kind=failure.kind_of_text(short, message), message=sentence, lines=lines,
@@ -87,26 +95,23 @@ def was_aborted_at_exit(folder: RunFolder, *, rank: int, log_start: int) -> bool
     lines = takewhile(
         lambda line: not line.startswith(_STACKS), _tail(folder.log(rank, "err"), start=log_start)
     )
-    written = [line for line in lines if line.strip() and not _ABORT.match(line)]
-    trace = last_traceback(written)
-    return bool(trace) and trace[-1] == written[-1]
+    trace, after = last_traceback([line for line in lines if line.strip() and not _ABORT.match(line)])
+    return bool(trace) and not after
 
 
-def last_traceback(lines: Sequence[str]) -> list[str]:
-    """The last traceback in the lines of a log, to the last indented line of its message; empty without one.
+def last_traceback(lines: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The last traceback in a log, to the last indented line of its message, and the lines after it.
 
     Those of threads and of clean-up do not end the process, so they count only if there is no other.
     """
     starts = [index for index, line in enumerate(lines) if _TRACEBACK.fullmatch(line)]
     ending = [index for index in starts if index == 0 or not _GOES_ON.match(lines[index - 1])]
     start = (ending or starts)[-1] if starts else _syntax_error(lines)
-    if start is None:
-        return []
-    for end in range(start + 1, len(lines)):
+    for end in range(start + 1, len(lines)) if start is not None else ():
         if _EXCEPTION.match(lines[end]):
-            more = takewhile(lambda line: line[:1].isspace() and line.strip(), lines[end + 1 :])
-            return [*lines[start : end + 1], *more]
-    return []
+            more = [*takewhile(lambda line: line[:1].isspace() and line.strip(), lines[end + 1 :])]
+            return [*lines[start : end + 1], *more], [*lines[end + 1 + len(more) :]]
+    return [], []
 
 
 def _syntax_error(lines: Sequence[str]) -> int | None:
@@ -122,7 +127,8 @@ def exception_of(lines: Sequence[str]) -> tuple[str | None, str]:
     """The class of the exception and its message, from the end of a traceback."""
     for number, line in reversed([*enumerate(lines, 1)]):
         if match := _EXCEPTION.match(line):
-            return match["name"], " ".join(" ".join([match["text"] or "", *lines[number:]]).split())
+            more = takewhile(lambda line: not line.startswith(_PART), lines[number:])
+            return match["name"], " ".join(" ".join([match["text"] or "", *more]).split())
     return None, ""
 
 
@@ -139,17 +145,17 @@ def _recorded_traceback(folder: RunFolder, *, rank: int) -> list[str]:
     with suppress(DamagedError, OSError):
         message = table((read_json(error_file(folder, rank=rank)) or {}).get("message"))
         stack = text(table(message.get("extraInfo")).get("py_callstack"))
-        return last_traceback((stack or "").splitlines())
+        return last_traceback((stack or "").splitlines())[0]
     return []
 
 
 def _tail(path: Path, *, start: int) -> list[str]:
-    """The last lines of a log that were written after its byte `start`, without torch's prefix."""
+    """The last lines of a log that were written after its byte `start`, without _BEFORE."""
     with suppress(OSError, DamagedError), open_regular(path) as file:
         end = file.seek(0, 2)
         file.seek(max(start, end - _TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()[-_MOST_LINES:]
-        return [_RANK.sub("", line) for line in lines]
+        return [_BEFORE.sub("", line) for line in lines]
     return []
 
 

@@ -112,6 +112,10 @@ TYPES = [
     wrong("launcher.setup=[a,b", "launcher.setup", "key=value"),
     wrong("'nodes=2 gpus_per_node=3'", "nodes=2", "key=value"),
     wrong("nodes=1,2", "nodes=1,2", "sweep", offers="nodes=1"),
+    wrong(
+        "'script.arguments.a=b c,d'",
+        "Try -m 'script.arguments.a=b c,d', or one value: 'script.arguments.a=b c'.",
+    ),
     wrong("strategy=data,pipeline", "several values are a sweep", offers="strategy=data"),
     wrong("nodes=2 strategy=pipeline strategy.pipeline=1", "uses one device", offers="strategy.pipeline=2"),
     wrong("--config-dir nowhere -m jobs=mine", "--config-dir nowhere: this folder does not exist"),

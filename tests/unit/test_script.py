@@ -199,11 +199,16 @@ def test_a_script_that_is_no_part_of_a_group_is_warned_of(here: Path) -> None:
         ("python train.py --lr 1", "-- train.py."),
         ("/usr/bin/python3.12 -u -m train --lr 1", "-- -m train."),
         ("python3 -c 1 train.py", None),
+        ("bash -x run.sh --lr 1", "-- ./run.sh."),
+        ("/bin/sh jobs/run.sh", "-- jobs/run.sh."),
+        ("bash -lc run.sh", None),
         ("pythons train.py", None),
         ("train.py tool.py", None),
     ],
 )
-def test_a_python_that_is_typed_before_the_script_is_warned_of(line: str, suggestion: str | None) -> None:
+def test_an_interpreter_that_is_typed_before_the_script_is_warned_of(
+    line: str, suggestion: str | None
+) -> None:
     found = [text.rpartition("Try ")[2] for text in script_warnings(composed(LOCAL, "--", *line.split()))]
     assert found == ([] if suggestion is None else [suggestion])
 
@@ -345,6 +350,16 @@ def test_simulated_nodes_share_the_visible_gpus(visible: str, node: int, expecte
         ("Traceback (most recent call last):\n  File \"{file}\", line 9, in <module>\n"
          "RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s): \"a\". \n[W1] exit\n",
          "error", 'RuntimeError: Error(s) in loading state_dict for Net: Missing key(s): "a". (train.py:9)'),
+        ("Traceback (most recent call last):\n  File \"{file}\", line 7, in <module>\nValueError: handled\n"
+         "no data: give --data\n[rank0]:[W1130 00:52:25.1 x.cpp:7] Warning: destroy\n",
+         "error", "ValueError: handled (train.py:7); the log ends with: no data: give --data"),
+        ("Traceback (most recent call last):\n  File \"{file}\", line 3, in f\nValueError: a\n\nDuring\n\n"
+         "  + Exception Group Traceback (most recent call last):\n  |   File \"{file}\", line 7, in f\n"
+         "  | ExceptionGroup: two went (2 sub-exceptions)\n  +-+---------------- 1 ----------------\n"
+         "    | Traceback (most recent call last):\n    |   File \"{file}\", line 3, in f\n"
+         "    | ValueError: a\n    +---------------- 2 ----------------\n    | TypeError: b\n"
+         "    +------------------------------------\n",
+         "error", "ExceptionGroup: two went (2 sub-exceptions) (train.py:7)"),
     ],
 )  # fmt: skip
 def test_the_cause_is_read_from_the_log(here: Path, log: str, kind: str, message: str) -> None:

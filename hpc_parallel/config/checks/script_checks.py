@@ -26,7 +26,8 @@ LAUNCHERS = (
     "torchrun", "srun", "mpirun", "mpiexec", "accelerate", "deepspeed", "-m torch.distributed.run",
     "-m torch.distributed.launch", "-m accelerate.commands.launch", "-m deepspeed.launcher.runner",
 )  # fmt: skip
-_PYTHON = re.compile(r"python[\d.]*")
+_INTERPRETER = re.compile(r"python[\d.]*|(ba|da|k|z)?sh")
+_GIVEN = re.compile(r"-\w*c|-m|.+\.(py|sh)")  # how an interpreter is told what to run
 # Words in a program that knows that it is one of several processes.
 _DISTRIBUTED = re.compile(
     rb"RANK|WORLD_SIZE|SLURM_|init_process_group|torch\.distributed|torchrun|accelerate|lightning|deepspeed"
@@ -48,7 +49,7 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
         return
     yield from _unread(overrides)
     started = f"-m {script.module}" if script.module else Path(script.command or "").name
-    if script.start != NODE and (launcher := {started, _run_by_python(script)} & set(LAUNCHERS)):
+    if script.start != NODE and (launcher := {started, _run_by_interpreter(script)} & set(LAUNCHERS)):
         yield (
             f"{launcher.pop()} starts processes itself, and hpc_parallel does that already: name the script "
             "alone, as in -- train.py, or try script.start=node, which starts it once for each node."
@@ -73,7 +74,7 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
 def script_warnings(config: RunConfig) -> Iterator[str]:
     """Warn about a script that may be intended, but is more often a mistake."""
     script, file = config.script, config.script.file
-    if program := _run_by_python(script):
+    if program := _run_by_interpreter(script):
         yield (
             f"{script.command} is a program here: what it runs is not checked, is not kept (later edits "
             f"change the run), and launcher.python does not choose it. Try -- {program}."
@@ -88,11 +89,13 @@ def script_warnings(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _run_by_python(script: ScriptConfig) -> str:
-    """`train.py` or `-m train` if the program is a Python with these words; empty for anything else."""
-    words = iter(script.words if _PYTHON.fullmatch(Path(script.command or "").name) else ())
-    first = next((word for word in words if word in ("-c", "-m") or word.endswith(".py")), "-c")
-    return " ".join([first, *islice(words, first == "-m")]) if first != "-c" else ""
+def _run_by_interpreter(script: ScriptConfig) -> str:
+    """`train.py`, `-m train` or `./run.sh` if an interpreter is to run this; empty for anything else."""
+    words = iter(script.words if _INTERPRETER.fullmatch(Path(script.command or "").name) else ())
+    first = next(filter(_GIVEN.fullmatch, words), "-c")
+    if first.endswith(".sh"):  # a program, which without a slash is looked up on the PATH
+        return os.path.join(os.path.dirname(first) or ".", os.path.basename(first))
+    return " ".join([first, *islice(words, first == "-m")]) if not first.endswith("c") else ""
 
 
 def _unread(overrides: Sequence[str]) -> Problems:
