@@ -88,7 +88,7 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     scale = scale_of(session, replicas=samples.validation.replicas)
     metrics = Metrics(
         scale, device=device, compiles=config.training.compile, energy=energy,
-        skipped_steps=skipped_before(folder),
+        skipped_steps=skipped_before(folder) if steps_done else 0,
     )  # fmt: skip
     profilers: Profilers = resolve_name(PROFILERS)(session, folder, metrics=metrics, steps_done=steps_done)
     observers = open_observers(
