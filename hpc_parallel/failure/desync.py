@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
+
+from hpc_parallel.failure.flight_recorder import BEFORE_STEPS
 
 Calls = Mapping[int, str]  # the newest collectives of a group on one rank: number -> name
 
@@ -17,9 +19,9 @@ class Desync:
 
     collective: str
     number: int  # sequence number in the group
-    ranks: tuple[int, ...]  # to blame, as global ranks
+    ranks: tuple[int, ...]  # to blame, as global ranks; empty if nothing says which
     waiting: tuple[int, ...]
-    message: str  # what the first of `ranks` did
+    message: str  # what the first of `ranks` did; what each did if nothing says which of them is to blame
 
     @property
     def details(self) -> dict[str, Any]:
@@ -59,17 +61,30 @@ def compare(collectives: Mapping[int, Sequence[Mapping[str, Any]]], *, world_siz
         # left theirs, the names alone decide.
         return rank in blocked, not breaks_sequence(used), not breaks_sequence(used, by_size=False)
 
-    return min(findings, key=innocence, default=None)
+    least = min(map(innocence, findings), default=None)
+    suspects = [finding for finding in findings if innocence(finding) == least]
+    if len({finding.ranks[0] for finding in suspects}) > 1 and suspects[0].ranks[0] in blocked:
+        told = "; ".join(f"rank {finding.ranks[0]}: {finding.message}" for finding in suspects)
+        message = f"ranks wait for each other, and no earlier step shows which is behind: {told}"
+        return replace(suspects[0], ranks=(), message=message)
+    return suspects[0] if suspects else None
 
 
 def breaks_sequence(groups: Sequence[Mapping[str, Any]], *, by_size: bool = True) -> bool:
-    """Whether a rank's last collective has never followed the collective before it in earlier steps."""
+    """Whether a rank's last collective has never followed the one before it, or the same phase of a step."""
     calls = sorted(
-        (time, group["group"], name, str(sizes) if by_size else "")
+        (time, group["group"], name, str(sizes) if by_size else "", phase)
         for group in groups
-        for _, name, sizes, time in group["calls"]
+        for _, name, sizes, time, phase in group["calls"]
+        if phase != BEFORE_STEPS
     )
-    kinds = [call[1:] for call in calls]
+    kinds: list[tuple[str, ...]] = []
+    latest = None
+    for _, *kind, phase in calls:
+        if phase != latest:  # what follows depends on the phase, not on the end of the phase before
+            kinds.append((str(phase).partition(" ")[0],))
+            latest = phase
+        kinds.append(tuple(kind))
     usual = {after for before, after in pairwise(kinds[:-1]) if before == kinds[-2]}
     return bool(usual) and kinds[-1] not in usual
 

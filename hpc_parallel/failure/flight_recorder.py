@@ -12,6 +12,7 @@ import io
 import json
 import os
 import pickle
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from hpc_parallel.machine.fabric import set_unset
 from hpc_parallel.record.run_folder import RunFolder
 
 MAX_CALLS = 32  # collectives per group in a rank's record
+BEFORE_STEPS = ""  # the phase of what a rank entered before its first step
 _DUMP_BYTES = 64 * 2**20  # a larger file is not a dump of ours
 # The current name -> the older name, which torch 2.11 to 2.13 still read; some have one name only.
 _VARIABLES = {
@@ -87,14 +89,15 @@ def dump_of(folder: RunFolder, *, rank: int) -> Path:
     return folder.logs / f"collectives-rank-{rank}"
 
 
-def entered() -> list[dict[str, Any]]:
+def entered(phases: Sequence[tuple[int, str]] = ()) -> list[dict[str, Any]]:
     """The newest collectives of this process, as `by_group` returns them; empty if torch has no record."""
     try:
         import torch.distributed as dist
 
         from hpc_parallel.torch_internals import process_groups
 
-        return by_group(recorded(), members=process_groups()) if dist.is_initialized() else []
+        known = dist.is_initialized()
+        return by_group(recorded(), members=process_groups(), phases=phases) if known else []
     except Exception as error:  # must not hide the failure that is being recorded
         print(f"the flight recorder can't be read: {type(error).__name__}: {error}", flush=True)
         return []
@@ -235,18 +238,27 @@ def _load(path: Path) -> Any:
 
 
 def by_group(
-    entries: Iterable[Mapping[str, Any]], *, members: Mapping[str, Sequence[int]]
+    entries: Iterable[Mapping[str, Any]],
+    *,
+    members: Mapping[str, Sequence[int]],
+    phases: Sequence[tuple[int, str]] = (),
 ) -> list[dict[str, Any]]:
     """Sort the entries by process group. A group has a name, its `ranks` (global) and its `calls` in order.
 
-    A call is [number, name, input sizes, time of entry in ns]. A group with two backends is listed as two
-    groups because each backend counts its own calls.
+    A call is [number, name, input sizes, time of entry in ns, phase of the training, such as `step 3`]. A
+    group with two backends is listed as two groups because each backend counts its own calls.
+
+    phases: `Progress.begun`. If it is empty, as for a dump, the phases of calls are None.
     """
+    begins = [time for time, _ in phases]
+    names: list[str | None] = [BEFORE_STEPS, *(phase for _, phase in phases)] if phases else [None]
     calls: dict[tuple[str, str], list[list[Any]]] = defaultdict(list)
     for entry in entries:
         if not entry.get("is_p2p"):
             backend, _, name = str(entry["profiling_name"]).rpartition(":")
-            call = [entry["collective_seq_id"], name, entry["input_sizes"], entry["time_created_ns"]]
+            began = entry["time_created_ns"]
+            phase = names[bisect_right(begins, began)]
+            call = [entry["collective_seq_id"], name, entry["input_sizes"], began, phase]
             calls[str(entry["process_group"][0]), backend].append(call)
     return [
         {"group": f"{group} {backend}", "ranks": list(members.get(group, ())), "calls": newest[-MAX_CALLS:]}

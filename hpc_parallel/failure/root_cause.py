@@ -118,6 +118,8 @@ def find_root_cause(records: Sequence[Record]) -> Record | None:
 def missing_rank(folder: RunFolder, *, cause: Record, records: Sequence[Record]) -> Record:
     """The rank to blame for a collective that did not complete, or `cause` if there is no such rank.
 
+    NOBODY if ranks wait for each other and nothing says which of them is behind.
+
     The ranks that waited have failed. The rank that they waited for may have no record. In this case, a
     record is built from what is known about it.
     """
@@ -128,6 +130,8 @@ def missing_rank(folder: RunFolder, *, cause: Record, records: Sequence[Record])
     finding = compare(_entered_collectives(folder, records), world_size=world_size)
     if finding is None:
         return cause
+    if not finding.ranks:
+        return replace(cause, rank=failure.NOBODY, message=finding.message, signal=None)
     rank = finding.ranks[0]
     blamed = next((record for record in records if record.rank == rank), None)
     steps = [

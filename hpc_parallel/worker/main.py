@@ -59,7 +59,7 @@ def main(run_folder: str) -> int:
     redirect(folder, rank=world.rank)
     # submitit makes Slurm send SIGUSR2 before the time limit. By default the signal ends the process at once.
     signal.signal(signal.SIGUSR2, stop.remember)
-    xids = None
+    xids, marks = None, Progress()
     try:
         config, values = read_config(folder.config)
         task: Callable[[TaskContext], object] = resolve_name(TASKS[config.task.name])
@@ -91,13 +91,12 @@ def main(run_folder: str) -> int:
             compiles=config.training.compile,
         )  # fmt: skip
         with watched as progress:
-            reports = config.task.name in WATCHED
-            marks = progress if reports else Progress()
+            marks = progress if config.task.name in WATCHED else marks
             task(TaskContext(config, values, folder, device, os.environ, marks))
         dist.destroy_process_group()
     except BaseException as error:
         failure.record_exception(
-            folder, world=world, error=error, collectives=flight_recorder.entered(),
+            folder, world=world, error=error, collectives=flight_recorder.entered(marks.begun),
             xids=xids.new() if xids is not None else (),
         )  # fmt: skip
         report(error)

@@ -883,7 +883,7 @@ def calls(
 ) -> dict[str, object]:
     return {
         "group": group, "ranks": list(ranks),
-        "calls": [[n, name, [[4]], 10 * n + int(group)] for n, name in enumerate(names, first)],
+        "calls": [[n, name, [[4]], 10 * n + int(group), None] for n, name in enumerate(names, first)],
     }  # fmt: skip
 
 
@@ -933,6 +933,43 @@ def test_of_two_that_wait_for_each_other_the_one_that_left_its_habit_is_to_blame
     assert swapped.ranks == (0,)
 
 
+def in_phases(words: str) -> list[dict[str, object]]:
+    """Groups 0 and 1 of ranks 0 and 1, as a record has them, from `step 1: 0-sum 1-sum; log 1: ...`."""
+    entries, phases = [], []
+    for part in words.split("; "):
+        phase, _, names = part.rpartition(": ")
+        if phase:
+            phases.append((100 * len(entries) - 50, phase))
+        for name in names.split():
+            group, kind = name.split("-")
+            entries.append({
+                "profiling_name": f"gloo:{kind}", "process_group": [group, "undefined"], "is_p2p": False,
+                "collective_seq_id": 1 + sum(entry["process_group"][0] == group for entry in entries),
+                "input_sizes": [[4]], "time_created_ns": 100 * len(entries),
+            })  # fmt: skip
+    return flight_recorder.by_group(entries, members={"0": (0, 1), "1": (0, 1)}, phases=phases)
+
+
+def test_collectives_of_the_start_are_no_habit_of_the_steps(folder: RunFolder) -> None:
+    """A start ends with a gather after a broadcast, and a step too; rank 1 leaves out the sum of group 1."""
+    first = "0-broadcast 0-gather; step 1: 1-sum"
+    later = f"{first} 0-sum; log 1: 0-gather 0-broadcast; step 2: "
+    habit = {0: in_phases(f"{later}1-sum"), 1: in_phases(f"{later}0-sum")}
+    assert compare(habit, world_size=2).ranks == (1,)
+    assert compare({0: habit[1], 1: habit[0]}, world_size=2).ranks == (0,)
+
+    # Nothing before the first step says which of the two is right, so neither is blamed.
+    for rank, start in ((0, first), (1, first.replace("1-sum", "0-sum"))):
+        error = RuntimeError("Timed out waiting 12000ms for recv operation to complete")
+        failure.record_exception(folder, world=world(rank), error=error, collectives=in_phases(start))
+    assert conclude(folder, returncode=1) == (
+        "the run hangs: ranks wait for each other, and no earlier step shows which is behind: rank 0: "
+        "missing from sum (collective 3), in which rank 1 waited; its last collective was gather 2; rank 1: "
+        "missing from sum (collective 1), in which rank 0 waited"
+    )
+    assert read_json(folder.failure)["rank"] is None
+
+
 def test_sizes_that_are_new_do_not_hide_who_left_its_habit() -> None:
     """The gather of figures grew by one; after it the sum of group 1 is usual, and rank 1 leaves it out."""
     order = ["gather 5", "1 sum", "0 sum", "gather 6", "0 broadcast", "1 sum", "0 sum", "gather 6"]
@@ -942,7 +979,7 @@ def test_sizes_that_are_new_do_not_hide_who_left_its_habit() -> None:
         for time, word in enumerate([*order, last]):
             first, second = word.split()
             group, name, size = ("0", first, second) if first == "gather" else (first, second, "4")
-            groups[group].append([len(groups[group]) + 1, name, [[int(size)]], time])
+            groups[group].append([len(groups[group]) + 1, name, [[int(size)]], time, None])
         return [{"group": group, "ranks": [0, 1], "calls": found} for group, found in groups.items()]
 
     assert compare({0: standing("1 sum"), 1: standing("0 sum")}, world_size=2).ranks == (1,)
@@ -954,7 +991,11 @@ def test_a_host_that_runs_ahead_does_not_blame_one_that_waits() -> None:
     last = {0: 15, 1: 60, 2: 14, 3: 60}
     standings = {
         rank: [
-            {"group": "0", "ranks": [], "calls": [[n, "all_reduce", [[4]], n] for n in range(1, count + 1)]}
+            {
+                "group": "0",
+                "ranks": [],
+                "calls": [[n, "all_reduce", [[4]], n, None] for n in range(1, count + 1)],
+            }
         ]
         for rank, count in last.items()
     }
