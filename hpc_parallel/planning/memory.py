@@ -19,10 +19,7 @@ from hpc_parallel.layout.holdings import FIRST, OTHER, Holding, Setup, first_hol
 from hpc_parallel.layout.layout import PARAMETER_SERVER, SPMD, Layout, layout_of
 from hpc_parallel.layout.model_weights import ModelWeights, sample_shape_of, weights_of
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
-from hpc_parallel.layout.step_facts import (
-    packs,
-    rounded_parts,
-)
+from hpc_parallel.layout.step_facts import packs, rounded_parts
 from hpc_parallel.planning.activations import Kept, kept_of
 from hpc_parallel.planning.pipeline_orders import Counts, fullest_moments
 from hpc_parallel.planning.planned_state import Division, StateBytes, States
@@ -217,7 +214,7 @@ class _MemoryPlanner:
         state, gradients = (owned * count for count in bytes_of_a_weight(self._config))
         passing = 0
         if self._kept is not None and holding.samples is not None:
-            passing = sum(self._passing(self._kept, holding, *self._fullest(self._kept, holding)).values())
+            passing = sum(self._passing(self._kept, holding)[0].values())
         return state + (gradients + passing if self._has_gradients else max(gradients, passing))
 
     def planned(self, holding: Holding) -> Held:
@@ -263,17 +260,16 @@ class _MemoryPlanner:
             return
         always["cast weights"] = cast_weights(division, holding)
         always["gathered weights"] = gathered_weights(division, holding)
-        live, waits = ((), ()) if kept is None else self._fullest(kept, holding)
-        passing = {} if kept is None else self._passing(kept, holding, live, waits)
+        passing, live = ({}, ()) if kept is None else self._passing(kept, holding)
         yield LOSS, always | passing | {"logits and loss": self._loss(holding)}
         if kept is not None:
-            blocks = self._in_blocks(kept, holding, passing, live, of_all=state.gradients, early=early)
+            blocks = self._backward_passes(kept, holding, passing, live, of_all=state.gradients, early=early)
             yield from ((moment, always | kinds) for moment, kinds in blocks)
             end["buffers between stages"] = self._buffers(kept, holding.stages, (0,) * len(live))
         end["gradients of the ends"] = embedding_gradient(division, holding, again=again)
         yield END, always | end
 
-    def _in_blocks(
+    def _backward_passes(
         self, kept: Kept, holding: Holding, passing: dict[str, int], live: Counts, *, of_all: int, early: int
     ) -> Iterator[tuple[str, dict[str, int]]]:
         """Two moments at which the gradients of a block are computed. of_all, early: bytes of gradients."""
@@ -282,7 +278,7 @@ class _MemoryPlanner:
         under_way = gradients_under_way(division, holding, of_all=of_all, again=self._microbatches > 1)
         buffers = {"buffers between stages": passing["buffers between stages"]}
         head = kept.head if has_loss and live[-1] else 0  # the loss is over
-        after = buffers | self._in_block(kept, blocks, passing["activations"] - head)
+        after = buffers | self._backward_pass(kept, blocks, passing["activations"] - head)
         after["gradients of results"] += passing["gradients of results"]
         after["gradients of the ends"] = head_gradient(division, holding, alone=not early)
         # An average is under way from the second block on, when the last one's activations are gone.
@@ -291,21 +287,31 @@ class _MemoryPlanner:
         activations = kept.stage(range(blocks[0], blocks[0] + 1))
         if has_loss and len(blocks) == 1:
             activations -= kept.head
-        last = buffers | self._in_block(kept, blocks[:1], activations)
+        last = buffers | self._backward_pass(kept, blocks[:1], activations)
         last["gradients"] = early or gradients_before_last(division, holding, of_all=of_all)
         last["gradients of the ends"] = head_gradient(division, holding, alone=False)
         last["gradients in messages"] = under_way
         yield LAST_BLOCK, last
 
-    def _passing(self, kept: Kept, holding: Holding, live: Counts, waits: Counts) -> dict[str, int]:
-        """What a step keeps of its microbatches, `live` and waiting ones of each stage."""
-        return {
-            "activations": sum(map(mul, live, self._activations(holding))),
-            "gradients of results": sum(map(mul, waits, map(kept.waiting, self._parts(holding)))),
+    def _passing(self, kept: Kept, holding: Holding) -> tuple[dict[str, int], Counts]:
+        """What a step keeps of its microbatches when it keeps most, and the live ones of each stage then."""
+        activations = self._activations(holding)
+        waiting = list(map(kept.waiting, self._parts(holding)))
+        moments = fullest_moments(
+            self._config.strategy, rank=min(holding.stages[0], self.layout.pipeline - 1),
+            ranks=self.layout.pipeline, microbatches=self._microbatches,
+        )  # fmt: skip
+        live, waits = max(
+            moments, key=lambda one: sum(map(mul, one[0], activations)) + sum(map(mul, one[1], waiting))
+        )
+        kinds = {
+            "activations": sum(map(mul, live, activations)),
+            "gradients of results": sum(map(mul, waits, waiting)),
             "buffers between stages": self._buffers(kept, holding.stages, live),
         }
+        return kinds, live
 
-    def _in_block(self, kept: Kept, blocks: Sequence[int], activations: int) -> dict[str, int]:
+    def _backward_pass(self, kept: Kept, blocks: Sequence[int], activations: int) -> dict[str, int]:
         """`activations`, and what the fullest of the blocks has in its backward pass."""
         splits = schedule_of(self._config.strategy).splits_backward and self.layout.pipeline > 1
         gradients = [0] * len(kept.blocks) if splits else kept.gradients  # of results that wait already
@@ -321,18 +327,6 @@ class _MemoryPlanner:
         gathers = holding.role == FIRST  # the outputs of all replicas
         samples = self._samples * (self.layout.data if gathers else 1)
         return loss_buffers(self._division, samples=samples, sample_shape=self._shape)
-
-    def _fullest(self, kept: Kept, holding: Holding) -> tuple[Counts, Counts]:
-        """The live and waiting microbatches of each stage at the fullest moment."""
-        activations = self._activations(holding)
-        waiting = list(map(kept.waiting, self._parts(holding)))
-        moments = fullest_moments(
-            self._config.strategy, rank=min(holding.stages[0], self.layout.pipeline - 1),
-            ranks=self.layout.pipeline, microbatches=self._microbatches,
-        )  # fmt: skip
-        return max(
-            moments, key=lambda one: sum(map(mul, one[0], activations)) + sum(map(mul, one[1], waiting))
-        )
 
     def _buffers(self, kept: Kept, stages: tuple[int, ...], live: Counts) -> int:
         """What stages receive and send, except for inputs that are counted as activations.

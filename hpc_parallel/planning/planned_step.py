@@ -129,9 +129,9 @@ def early_gradients(division: Division, holding: Holding, *, of_all: int, again:
     of_all: those at the end of this pass. again: there are earlier microbatches. Their gradients are beside
     the buckets, and whole in a pipeline with fully_shard, which sums them after the last microbatch.
     """
-    weights = division.optimized(holding)
     if not again:
         return of_all
+    weights = division.optimized(holding)
     if division.layout.by_fully_shard and division.layout.pipeline > 1:
         numbers = sum(math.prod(division.unsliced_shape(weight, holding)) for weight in weights)
         return numbers * number_bytes(division.config)
@@ -143,8 +143,9 @@ def early_gradients(division: Division, holding: Holding, *, of_all: int, again:
 def gradients_under_way(division: Division, holding: Holding, *, of_all: int, again: bool) -> int:
     """The gradients of other blocks that wait for their average while a block computes its own.
 
-    fully_shard sums those of a block, and those of a bucket are copied into it together (again: they are
-    among those of earlier microbatches). of_all: all gradients.
+    fully_shard sums those of a block. Those of a bucket are copied into it together.
+
+    of_all: the bytes of all gradients. again: there are earlier microbatches, so what a bucket has is counted.
     """
     config = division.config
     blocks, _ = _gathered(division, holding)
