@@ -50,9 +50,10 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
     yield from _unread(overrides)
     started = f"-m {script.module}" if script.module else Path(script.command or "").name
     if script.start != NODE and (launcher := {started, _run_by_interpreter(script)} & set(LAUNCHERS)):
+        own = next((word for word in script.words if word.endswith(".py")), "train.py")
         yield (
             f"{launcher.pop()} starts processes itself, and hpc_parallel does that already: name the script "
-            "alone, as in -- train.py, or try script.start=node, which starts it once for each node."
+            f"alone, as in -- {own}, or try script.start=node, which starts it once for each node."
         )
     elif script.file:
         yield from _file(config, script.file)
