@@ -145,7 +145,7 @@ def gradients_under_way(division: Division, holding: Holding, *, of_all: int, ag
 
     fully_shard sums those of a block. Those of a bucket are copied into it together.
 
-    of_all: the bytes of all gradients. again: there are earlier microbatches, so what a bucket has is counted.
+    of_all: the bytes of all gradients. again: earlier microbatches have gradients too, beside the buckets.
     """
     config = division.config
     blocks, _ = _gathered(division, holding)

@@ -120,7 +120,7 @@ def test_placeholders_are_filled_and_other_braces_stay() -> None:
         (("--", "./missing"), "script.command = ./missing does not exist."),
         (("--", "plain"), "a program of this folder is ./plain"),
         (("--", "no-such-program"), "is not on the PATH"),
-        (("--", "torchrun", "--nnodes", "2", "own/net.py"), "alone, as in -- own/net.py, or try script.start=node"),
+        (("--", "torchrun", "--nnodes", "2", "own/net.py"), "as in -- own/net.py, or try script.start=node"),
         (("--", "python", "-u", "-m", "torch.distributed.run", "train.py"), "run starts processes"),
         (("--", "-m", "torch.distributed.launch", "train.py"), "or try script.start=node"),
         (("script.start=nodes", "--", "train.py"), "Try script.start=node."),
