@@ -48,6 +48,11 @@ ALONE: dict[str, Sequence[str]] = {
     "350m, full, microbatches of 1": (
         *WIDE, "training.activation_checkpointing=full", "training.microbatch_size=1"
     ),
+    # Fullest in the backward pass of the first block: the gradients of 48 blocks, and few tokens.
+    "48 layers, full, few tokens": (
+        "model.layers=48", *WIDE[1:], "model.tied_head=false", "model.vocab_size=8192",
+        *long(length=512, samples=8), "training.activation_checkpointing=full"
+    ),
     "wide feed-forward": ("model.ffn_dim=6144",),
     "ungrouped heads": ("model.kv_heads=12",),
     "sgd": ("optimizer=sgd",),
