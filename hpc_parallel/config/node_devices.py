@@ -63,8 +63,10 @@ def devices_of_a_node(values: Mapping[str, Any]) -> int:
 def choose_launcher(kind: str) -> tuple[str, str]:
     """The launcher that `kind` means now, and the reason if `kind` is auto (else an empty text).
 
-    `auto` is the allocation that we are inside, else Slurm if it answers, else this machine. A job in the
+    `auto` is the allocation that we are inside, else Slurm if there is one, else this machine. A job in the
     environment that has ended is no allocation.
+
+    Raises ConfigError if Slurm's controller does not answer: this may be a login node.
     """
     if kind != AUTO:
         return kind, ""
@@ -76,8 +78,12 @@ def choose_launcher(kind: str) -> tuple[str, str]:
     stale = f"{reason}; " if os.environ.get("SLURM_JOB_ID") else ""
     if not client.is_installed():
         return "local", f"{stale}there is no sbatch on this machine"
-    if not client.answers():
-        return "local", f"{stale}sbatch is here, but Slurm's controller does not answer"
+    answers = client.answers()
+    if answers is None:
+        return "local", f"{stale}sbatch is here, but no controller of Slurm is configured"
+    if not answers:
+        rule = "can't be chosen now: Slurm's controller does not answer (`scontrol ping`)"
+        raise ConfigError([Problem("launcher", AUTO, rule, ("local", "slurm"))])
     return "slurm", f"{stale}sbatch is here and Slurm's controller answers"
 
 

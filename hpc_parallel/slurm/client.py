@@ -44,7 +44,7 @@ REFUSED = (
 )
 PASSED_ON = "of this shell: passed on to sbatch, because the job's configuration does not set the same flag"
 _SET_FLAG = re.compile(r"^#SBATCH\s+--([a-z-]+)", re.MULTILINE)
-_UP = re.compile(r"\bis UP\b")
+_UP, _DOWN = re.compile(r"\bis UP\b"), re.compile(r"\bis DOWN\b")
 UNANSWERED = 124  # as timeout(1) returns
 MISSING = 127  # as a shell returns
 CONTROL_S = 60.0  # the longest wait for a command that changes a job
@@ -135,19 +135,21 @@ def is_installed() -> bool:
     return shutil.which("sbatch") is not None
 
 
-def answers() -> bool:
-    """Whether Slurm's controller answers. It is asked at most once a minute."""
+def answers() -> bool | None:
+    """Whether Slurm's controller answers; None if none is configured. It is asked at most once a minute."""
     return _answers(which_slurm())
 
 
 @lru_cache(maxsize=1)
-def _answers(which: WhichSlurm) -> bool:
+def _answers(which: WhichSlurm) -> bool | None:
     return _ping(within_s=_FIRST_PING_S)
 
 
-def _ping(*, within_s: float) -> bool:
+def _ping(*, within_s: float) -> bool | None:
     answer = run("scontrol", "ping", waits_s=(within_s,))
-    return answer.returncode == 0 and _UP.search(answer.stdout) is not None
+    if answer.returncode == 0 and _UP.search(answer.stdout):
+        return True
+    return False if answer.returncode == UNANSWERED or _DOWN.search(answer.stdout) else None
 
 
 def which_slurm(environment: Mapping[str, str] = os.environ) -> WhichSlurm:

@@ -22,7 +22,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.values import step_id
 from hpc_parallel.run import main as run_main
-from hpc_parallel.slurm import allocation
+from hpc_parallel.slurm import allocation, client
 from hpc_parallel.slurm.allocation import Allocation, own_step, read_answer, variables_of_steps
 from hpc_parallel.slurm.node_room import Need, Room, RunPlace
 from hpc_parallel.sweep import pack_runs
@@ -118,7 +118,20 @@ def test_auto_is_the_allocation_and_not_one_that_has_ended(monkeypatch: pytest.M
     allocation._asked.cache_clear()
     assert choose_launcher("auto") == ("local", "already inside job 7, and Slurm does not answer about it")
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert "job 7" not in choose_launcher("auto")[1]
+    client._answers.cache_clear()
+    assert choose_launcher("auto") == ("local", "sbatch is here, but no controller of Slurm is configured")
+
+
+@pytest.mark.usefixtures("here")
+def test_nothing_starts_on_what_may_be_a_login_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID")
+    monkeypatch.setattr(client, "_FIRST_PING_S", 0.5)
+    for script in ("echo 'Slurmctld(primary) at head is DOWN'; exit 1", "exec sleep 60"):
+        Path("bin/scontrol").write_text(f"#!/bin/sh\n{script}\n")
+        client._answers.cache_clear()
+        with pytest.raises(ConfigError, match=r"controller does not answer .* Try launcher=local or laun"):
+            prepared("launcher=auto", *SMALL)
+    assert prepared("launcher=local", *SMALL).config.launcher.kind == "local"
 
 
 @pytest.mark.usefixtures("here")
