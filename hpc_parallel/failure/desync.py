@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -17,6 +17,7 @@ Calls = Mapping[int, str]  # the newest collectives of a group on one rank: numb
 class Desync:
     """The ranks to blame for a collective that did not complete."""
 
+    group: str
     collective: str
     number: int  # sequence number in the group
     ranks: tuple[int, ...]  # to blame, as global ranks; empty if nothing says which
@@ -28,13 +29,16 @@ class Desync:
         return {"collective": self.collective, "number": self.number, "missing": list(self.ranks)}
 
 
-def compare(collectives: Mapping[int, Sequence[Mapping[str, Any]]], *, world_size: int) -> Desync | None:
+def compare(
+    collectives: Mapping[int, Sequence[Mapping[str, Any]]], *, world_size: int, silent: Set[int] = frozenset()
+) -> Desync | None:
     """Find the first disagreement; None if all ranks with a record are at the same collectives.
 
     A member of the group may have no record because its process was ended while it waited. So it counts as
     missing only if no rank with a record is behind.
 
-    collectives: rank -> `flight_recorder.by_group`.
+    collectives: rank -> `flight_recorder.by_group`. silent: ranks without a record that had entered another
+    collective than their peers, so they are not missing.
     """
     groups: dict[str, dict[int, Calls]] = defaultdict(dict)
     members: dict[str, set[int]] = {}
@@ -43,67 +47,97 @@ def compare(collectives: Mapping[int, Sequence[Mapping[str, Any]]], *, world_siz
             name = group["group"]
             groups[name][rank] = {number: call for number, call, *_ in group["calls"]}
             members.setdefault(name, set()).update(group["ranks"] or range(world_size))
-    disagreeing = {
-        name: finding
-        for name, calls in groups.items()
-        if (finding := _mismatch(calls) or _missing(calls, members=members[name]))
-    }
-    findings = list(disagreeing.values())
+    findings: list[Desync] = []
+    for name, calls in groups.items():
+        findings += _mismatches(name, calls) or _missing(name, calls, members=members[name] - silent)
     # A rank that waits in another group's collective is itself blocked: blame the last rank of the chain.
     # If two ranks wait for each other, blame the one that left its usual sequence of collectives.
     blocked = {rank for finding in findings for rank in finding.waiting}
+    # Leave out the groups that agree: a group that is used rarely would break any usual sequence.
+    disagreeing = {finding.group for finding in findings}
 
-    def innocence(finding: Desync) -> tuple[bool, bool, bool]:
+    def innocence(finding: Desync) -> tuple[bool, ...]:
         rank = finding.ranks[0]
-        # Leave out the groups that agree: a group that is used rarely would break any usual sequence.
         used = [group for group in collectives.get(rank, ()) if group["group"] in disagreeing]
+        calls = _until(finding, used)
         # A new size breaks a sequence too (a message of figures has one more, for example). So if both ranks
         # left theirs, the names alone decide.
-        return rank in blocked, not breaks_sequence(used), not breaks_sequence(used, by_size=False)
+        breaks = breaks_sequence(calls), breaks_sequence(calls, by_size=False), _ends_a_phase_early(calls)
+        return rank in blocked, *(not one for one in breaks)
 
     least = min(map(innocence, findings), default=None)
     suspects = [finding for finding in findings if innocence(finding) == least]
     if len({finding.ranks[0] for finding in suspects}) > 1 and suspects[0].ranks[0] in blocked:
         told = "; ".join(f"rank {finding.ranks[0]}: {finding.message}" for finding in suspects)
-        message = f"ranks wait for each other, and no earlier step shows which is behind: {told}"
+        message = f"ranks wait for each other, and no earlier step shows which is right: {told}"
         return replace(suspects[0], ranks=(), message=message)
     return suspects[0] if suspects else None
 
 
-def breaks_sequence(groups: Sequence[Mapping[str, Any]], *, by_size: bool = True) -> bool:
-    """Whether a rank's last collective has never followed the one before it, or the same phase of a step."""
+def _until(finding: Desync, groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """The collectives of a rank since its first step, in order: time, group, name, sizes and phase.
+
+    The last one is that of the finding. If the rank did not enter this one, it is what it entered instead.
+    """
     calls = sorted(
-        (time, group["group"], name, str(sizes) if by_size else "", phase)
+        (time, group["group"], name, str(sizes), phase, number)
         for group in groups
-        for _, name, sizes, time, phase in group["calls"]
+        for number, name, sizes, time, phase in group["calls"]
         if phase != BEFORE_STEPS
     )
+    place = (finding.group, finding.number)
+    end = next((at for at, call in enumerate(calls, 1) if (call[1], call[-1]) == place), None)
+    return [call[:-1] for call in calls[:end]]
+
+
+def breaks_sequence(calls: Sequence[tuple[Any, ...]], *, by_size: bool = True) -> bool:
+    """Whether the last call has never followed the one before it, or the same phase of a step."""
     kinds: list[tuple[str, ...]] = []
     latest = None
-    for _, *kind, phase in calls:
+    for _, group, name, sizes, phase in calls:
         if phase != latest:  # what follows depends on the phase, not on the end of the phase before
             kinds.append((str(phase).partition(" ")[0],))
             latest = phase
-        kinds.append(tuple(kind))
+        kinds.append((group, name, sizes if by_size else ""))
     usual = {after for before, after in pairwise(kinds[:-1]) if before == kinds[-2]}
     return bool(usual) and kinds[-1] not in usual
 
 
-def _mismatch(calls: Mapping[int, Calls]) -> Desync | None:
-    """The first number at which ranks entered collectives of different names; the minority is to blame."""
+def _ends_a_phase_early(calls: Sequence[tuple[Any, ...]]) -> bool:
+    """Whether the last call begins a phase, and the one before it has never ended a phase of its kind."""
+    ends = {phase: kind for _, *kind, phase in calls}  # of each phase, in order
+    *earlier, latest = list(ends)[:-1] or [None]
+    if latest is None or calls[-2][-1] == calls[-1][-1]:
+        return False
+    usual = [ends[phase] for phase in earlier if phase.partition(" ")[0] == latest.partition(" ")[0]]
+    return bool(usual) and ends[latest] not in usual
+
+
+def _mismatches(group: str, calls: Mapping[int, Calls]) -> list[Desync]:
+    """The first number at which ranks entered collectives of different names: the minority is to blame.
+
+    One for each side if no side is larger.
+    """
     for number in sorted(set.intersection(*(set(rank_calls) for rank_calls in calls.values()))):
         names = Counter(rank_calls[number] for rank_calls in calls.values())
         if len(names) > 1:
-            right, _ = names.most_common(1)[0]
-            wrong = tuple(sorted(rank for rank in calls if calls[rank][number] != right))
-            waiting = tuple(sorted(set(calls) - set(wrong)))
-            other = calls[wrong[0]][number]
-            message = f"entered {other} where {name_ranks(waiting)} entered {right} (collective {number})"
-            return Desync(right, number, wrong, waiting=waiting, message=message)
-    return None
+            most = max(names.values())
+            return [
+                _mismatch(group, calls, number=number, right=right)
+                for right, count in names.items() if count == most
+            ]  # fmt: skip
+    return []
 
 
-def _missing(calls: Mapping[int, Calls], *, members: set[int]) -> Desync | None:
+def _mismatch(group: str, calls: Mapping[int, Calls], *, number: int, right: str) -> Desync:
+    wrong = tuple(sorted(rank for rank in calls if calls[rank][number] != right))
+    waiting = tuple(sorted(set(calls) - set(wrong)))
+    other = calls[wrong[0]][number]
+    message = f"entered {other} where {name_ranks(waiting)} entered {right} (collective {number})"
+    return Desync(group, right, number, wrong, waiting=waiting, message=message)
+
+
+def _missing(group: str, calls: Mapping[int, Calls], *, members: set[int]) -> list[Desync]:
     # NCCL's hosts only queue collectives, so those that wait for nothing run ahead of those that wait.
     last = {rank: max(rank_calls) for rank, rank_calls in calls.items()}
     behind = min(last.values())
@@ -113,7 +147,7 @@ def _missing(calls: Mapping[int, Calls], *, members: set[int]) -> Desync | None:
         missing, number = sorted(members - set(last)), behind
     waiting = tuple(sorted(rank for rank in last if last[rank] >= number))
     if not missing:
-        return None
+        return []
     name = calls[waiting[0]].get(number, "a collective that is no longer recorded")
     first = missing[0]
     previous = f"; its last collective was {calls[first][last[first]]} {last[first]}" if first in last else ""
@@ -121,7 +155,7 @@ def _missing(calls: Mapping[int, Calls], *, members: set[int]) -> Desync | None:
     message = (
         f"missing{others} from {name} (collective {number}), in which {name_ranks(waiting)} waited{previous}"
     )
-    return Desync(name, number, tuple(missing), waiting=waiting, message=message)
+    return [Desync(group, name, number, tuple(missing), waiting=waiting, message=message)]
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

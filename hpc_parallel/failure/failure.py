@@ -151,8 +151,8 @@ def record_death(
         kind, message = ERROR, f"ended with exit code {returncode} and wrote no reason"
     elif stopped:
         kind, message = STOPPED, f"ended by {name} after another rank's failure"
-    elif name == "SIGABRT" and (reason := _watchdogs_reason(folder, rank=world.rank)):
-        kind, message = reason  # NCCL's watchdog ends the process with SIGABRT
+    elif name == "SIGABRT" and (reason := _reason_of_abort(folder, rank=world.rank)):
+        kind, message = reason
     elif name == "SIGKILL" and cgroup is not None:
         kind, message = OUT_OF_MEMORY, f"killed by SIGKILL: out of memory in cgroup {cgroup}"
     else:
@@ -259,11 +259,11 @@ def _kind_of_one(error: BaseException) -> str:
     return ERROR
 
 
-def _watchdogs_reason(folder: RunFolder, *, rank: int) -> tuple[str, str] | None:
-    """The kind and the line of the rank's log in which NCCL's watchdog says why it ended the process.
+def _reason_of_abort(folder: RunFolder, *, rank: int) -> tuple[str, str] | None:
+    """The kind and the line of the rank's log in which NCCL's watchdog or gloo says why it ended the process.
 
     The line of a time-out comes first, because it says what the rank waited for. A remote error follows the
-    end of another rank. Returns None without such a line.
+    end of another rank. gloo ends a rank that receives more than it expects. None without such a line.
     """
     with contextlib.suppress(OSError, DamagedError):
         log = read_tail(folder.log(rank, "err"), limit_bytes=_LOG_END_BYTES)
@@ -272,10 +272,11 @@ def _watchdogs_reason(folder: RunFolder, *, rank: int) -> tuple[str, str] | None
         for pattern, kind, candidates in (
             (_TIMEOUT, COLLECTIVE_TIMEOUT, lines),
             (_LOST_PEER, LOST_PEER, of_nccl),
+            (_DESYNC, DESYNC, lines),
         ):
             for line in candidates:
                 if pattern.search(line):
-                    return kind, line.strip()[:_MESSAGE_CHARACTERS]
+                    return kind, line.strip().removeprefix("what():").strip()[:_MESSAGE_CHARACTERS]
     return None
 
 

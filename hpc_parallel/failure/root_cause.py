@@ -127,7 +127,9 @@ def missing_rank(folder: RunFolder, *, cause: Record, records: Sequence[Record])
         return cause
     per_node = _ranks_per_node(folder)
     world_size = folder.read_config()["nodes"] * per_node
-    finding = compare(_entered_collectives(folder, records), world_size=world_size)
+    entered = _entered_collectives(folder, records)
+    silent = {record.rank for record in records if record.kind == failure.DESYNC} - set(entered)
+    finding = compare(entered, world_size=world_size, silent=silent)
     if finding is None:
         return cause
     if not finding.ranks:

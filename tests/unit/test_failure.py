@@ -909,6 +909,28 @@ def test_a_rank_in_another_collective_is_named() -> None:
     assert finding.ranks == (3,)
 
 
+def test_of_two_in_different_collectives_the_one_that_left_its_habit_is_named() -> None:
+    """Each step is a sum and a gather; rank 1 leaves out a sum, and goes on until it waits."""
+    words = "step 1: 0-sum 0-gather; step 2: 0-sum 0-gather; step 3: "
+    right, wrong = in_phases(f"{words}0-sum 0-gather"), in_phases(f"{words}0-gather; step 4: 0-sum")
+    for named, ranks in ((1, {0: right, 1: wrong}), (0, {0: wrong, 1: right})):
+        finding = compare(ranks, world_size=2)
+        assert finding.ranks == (named,)
+        assert finding.message == f"entered gather where rank {1 - named} entered sum (collective 5)"
+    # Here a step ends after its sum, so the gather that follows in the phase of the line is no surprise.
+    steps = ("step 1: 0-sum 0-max", "log 1: 0-gather 0-vote", "step 2: 0-sum 0-max", "log 2: 0-gather")
+    words = "; ".join([*steps, "step 3: 0-sum"])
+    right, wrong = in_phases(f"{words} 0-max"), in_phases(f"{words}; log 3: 0-gather")
+    assert compare({0: right, 1: wrong}, world_size=2).ranks == (1,)
+    assert compare({0: wrong, 1: right}, world_size=2).ranks == (0,)
+    one = compare({0: in_phases("step 1: 0-sum"), 1: in_phases("step 1: 0-gather")}, world_size=2)
+    assert one.ranks == ()
+    assert one.message == (
+        "ranks wait for each other, and no earlier step shows which is right: rank 1: entered gather where "
+        "rank 0 entered sum (collective 1); rank 0: entered sum where rank 1 entered gather (collective 1)"
+    )
+
+
 def test_a_rank_that_waits_in_another_group_is_not_blamed() -> None:
     """0 waits for 1, which waits for 3 in a group of their own."""
     standings = {
@@ -963,7 +985,7 @@ def test_collectives_of_the_start_are_no_habit_of_the_steps(folder: RunFolder) -
         error = RuntimeError("Timed out waiting 12000ms for recv operation to complete")
         failure.record_exception(folder, world=world(rank), error=error, collectives=in_phases(start))
     assert conclude(folder, returncode=1) == (
-        "the run hangs: ranks wait for each other, and no earlier step shows which is behind: rank 0: "
+        "the run hangs: ranks wait for each other, and no earlier step shows which is right: rank 0: "
         "missing from sum (collective 3), in which rank 1 waited; its last collective was gather 2; rank 1: "
         "missing from sum (collective 1), in which rank 0 waited"
     )
@@ -1038,6 +1060,18 @@ def test_nccls_watchdog_names_the_missing_rank(folder: RunFolder) -> None:
     assert read_json(folder.failure)["details"]["missing"] == [6]
     failure.forget(folder, rank=6)
     assert not flight_recorder.dump_of(folder, rank=6).exists()
+
+
+def test_a_rank_that_gloo_ended_is_not_called_missing(folder: RunFolder) -> None:
+    """Either side may have left a collective out: gloo ends the one that receives more than it expects."""
+    why = "[enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 256 vs 8. Is there a mismatch?"
+    lines = f"terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  {why}\nAborted"
+    folder.log(1, "err").write_text(lines)
+    failure.record_death(folder, world=world(1), returncode=-6)
+    lost = RuntimeError("Read error: Connection reset by peer")
+    failure.record_exception(folder, world=world(0), error=lost, collectives=in_phases("step 1: 0-sum"))
+    assert conclude(folder, returncode=1) == f"rank 1 on n0 failed first: {why}; 1 follower"
+    assert read_json(folder.failure)["kind"] == "desync"
 
 
 @pytest.mark.parametrize(
