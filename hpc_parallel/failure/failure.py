@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from itertools import dropwhile, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,13 @@ _TIMEOUT = re.compile(
 )
 # gloo received a message of an unexpected size; torch compared the collectives (TORCH_DISTRIBUTED_DEBUG).
 _DESYNC = re.compile(r"op\.preamble\.length|detected mismatch between collectives", re.IGNORECASE)
+# What C++ and the C library write before they abort; Python's faulthandler writes the next line.
+_ABORT = re.compile(
+    r"\s*what\(\):\s*(.+)|(terminate called without .+|.+: Assertion .+ failed\."
+    r"|(?:free|malloc|realloc|munmap_chunk)\(\).+|double free .+|corrupted .+|.+ smashing detected.+)"
+)
+_ABORTED = "Fatal Python error: Aborted"
+_ABORT_LINES = 30  # of a message
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 _DISK = {errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS}
 _NO_SPACE = re.compile(
@@ -260,7 +268,7 @@ def _kind_of_one(error: BaseException) -> str:
 
 
 def _reason_of_abort(folder: RunFolder, *, rank: int) -> tuple[str, str] | None:
-    """The kind and the line of the rank's log in which NCCL's watchdog or gloo says why it ended the process.
+    """The kind and the line of the rank's log that says why NCCL's watchdog, gloo or C++ ended the process.
 
     The line of a time-out comes first, because it says what the rank waited for. A remote error follows the
     end of another rank. gloo ends a rank that receives more than it expects. None without such a line.
@@ -277,6 +285,10 @@ def _reason_of_abort(folder: RunFolder, *, rank: int) -> tuple[str, str] | None:
             for line in candidates:
                 if pattern.search(line):
                     return kind, line.strip().removeprefix("what():").strip()[:_MESSAGE_CHARACTERS]
+        before = islice(dropwhile(lambda line: not line.startswith(_ABORTED), lines), 1, _ABORT_LINES)
+        if why := next(filter(None, map(_ABORT.fullmatch, before)), None):
+            kind = OUT_OF_MEMORY if why[1] == "std::bad_alloc" else KILLED
+            return kind, f"killed by SIGABRT: {why[1] or why[2]}"[:_MESSAGE_CHARACTERS]
     return None
 
 

@@ -1098,6 +1098,23 @@ def test_an_abort_of_another_reason_is_no_follower(folder: RunFolder) -> None:
     assert (record.kind, record.message) == ("killed", "killed by SIGABRT")
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("terminate called after an instance of X\n  what():  std::bad_alloc", "std::bad_alloc"),
+        ("terminate called after an instance of X\n  what():  bad access\nCompile with DSA", "bad access"),
+        ("python: a.c:12: f: Assertion `x' failed.", "python: a.c:12: f: Assertion `x' failed."),
+        ("double free or corruption (out)", "double free or corruption (out)"),
+    ],
+)
+def test_an_abort_is_told_with_what_was_written_before_it(folder: RunFolder, text: str, why: str) -> None:
+    folder.log(1, "err").write_text(f"a warning\n{text}\nFatal Python error: Aborted\n\nThread 0x1\n")
+    failure.record_death(folder, world=world(1), returncode=-6)
+    (record,) = failure.records(folder)
+    assert (record.message, record.signal) == (f"killed by SIGABRT: {why}", "SIGABRT")
+    assert record.kind == ("out_of_memory" if "alloc" in why else "killed")
+
+
 def test_a_dump_that_would_run_code_is_refused(folder: RunFolder) -> None:
     class Evil:
         def __reduce__(self) -> object:
