@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.failure import flight_recorder, normal_end, oom
 from hpc_parallel.failure.error_place import place_of, step_of
+from hpc_parallel.failure.stacks import spot_of, stack_of_crash
 from hpc_parallel.machine.xids import describe
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
@@ -67,8 +68,9 @@ _ABORT = re.compile(
     r"\s*what\(\):\s*(.+)|(terminate called without .+|.+: Assertion .+ failed\."
     r"|(?:free|malloc|realloc|munmap_chunk)\(\).+|double free .+|corrupted .+|.+ smashing detected.+)"
 )
-_ABORTED = "Fatal Python error: Aborted"
+_ABORTED = re.compile("Fatal Python error: Aborted")
 _ABORT_LINES = 30  # of a message
+_CRASHES = {"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV"}  # faulthandler writes the stack of these
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 _DISK = {errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS}
 _NO_SPACE = re.compile(
@@ -165,7 +167,10 @@ def record_death(
         kind, message = OUT_OF_MEMORY, f"killed by SIGKILL: out of memory in cgroup {cgroup}"
     else:
         kind, message = KILLED, f"killed by {name}"
-    _write(folder, world=world, kind=kind, message=message, signal_name=name)
+    lines: list[str] = []
+    if kind == KILLED and name in _CRASHES and (lines := stack_of_crash(_log_end(folder, rank=world.rank))):
+        message += f" at {spot_of(lines)}"
+    _write(folder, world=world, kind=kind, message=message, signal_name=name, lines=lines)
 
 
 def record_reason(
@@ -273,23 +278,28 @@ def _reason_of_abort(folder: RunFolder, *, rank: int) -> tuple[str, str] | None:
     The line of a time-out comes first, because it says what the rank waited for. A remote error follows the
     end of another rank. gloo ends a rank that receives more than it expects. None without such a line.
     """
-    with contextlib.suppress(OSError, DamagedError):
-        log = read_tail(folder.log(rank, "err"), limit_bytes=_LOG_END_BYTES)
-        lines = log.decode(errors="replace").splitlines()[::-1]
-        of_nccl = [line for line in lines if "nccl" in line.lower()]
-        for pattern, kind, candidates in (
-            (_TIMEOUT, COLLECTIVE_TIMEOUT, lines),
-            (_LOST_PEER, LOST_PEER, of_nccl),
-            (_DESYNC, DESYNC, lines),
-        ):
-            for line in candidates:
-                if pattern.search(line):
-                    return kind, line.strip().removeprefix("what():").strip()[:_MESSAGE_CHARACTERS]
-        before = islice(dropwhile(lambda line: not line.startswith(_ABORTED), lines), 1, _ABORT_LINES)
-        if why := next(filter(None, map(_ABORT.fullmatch, before)), None):
-            kind = OUT_OF_MEMORY if why[1] == "std::bad_alloc" else KILLED
-            return kind, f"killed by SIGABRT: {why[1] or why[2]}"[:_MESSAGE_CHARACTERS]
+    lines = _log_end(folder, rank=rank).splitlines()[::-1]
+    of_nccl = [line for line in lines if "nccl" in line.lower()]
+    for pattern, kind, candidates in (
+        (_TIMEOUT, COLLECTIVE_TIMEOUT, lines),
+        (_LOST_PEER, LOST_PEER, of_nccl),
+        (_DESYNC, DESYNC, lines),
+    ):
+        for line in candidates:
+            if pattern.search(line):
+                return kind, line.strip().removeprefix("what():").strip()[:_MESSAGE_CHARACTERS]
+    before = islice(dropwhile(lambda line: not _ABORTED.match(line), lines), 1, _ABORT_LINES)
+    if why := next(filter(None, map(_ABORT.fullmatch, before)), None):
+        kind = OUT_OF_MEMORY if why[1] == "std::bad_alloc" else KILLED
+        return kind, f"killed by SIGABRT: {why[1] or why[2]}"[:_MESSAGE_CHARACTERS]
     return None
+
+
+def _log_end(folder: RunFolder, *, rank: int) -> str:
+    """The end of the rank's log of errors; empty if it can't be read."""
+    with contextlib.suppress(OSError, DamagedError):
+        return read_tail(folder.log(rank, "err"), limit_bytes=_LOG_END_BYTES).decode(errors="replace")
+    return ""
 
 
 def _write(

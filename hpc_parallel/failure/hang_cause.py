@@ -18,7 +18,7 @@ from hpc_parallel.failure.desync import name_ranks
 from hpc_parallel.failure.failure import Record
 from hpc_parallel.failure.flight_recorder import Collective
 from hpc_parallel.failure.hang_report import HangReport, read_reports
-from hpc_parallel.failure.supervisor import NATIVE
+from hpc_parallel.failure.stacks import NATIVE
 from hpc_parallel.record.run_folder import RunFolder
 
 # C code that waits for other ranks, or for the GPU of its own rank.

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 # The phases that a watchdog reports, in the order of a step. The lowest (step, phase) is furthest behind.
 PHASES = ("start", "data", "step", "log", "validate", "save", "done")
 READER = "read ahead"  # the name of the thread that reads the next batch (training/read_ahead.py)
-WAITS_FOR_REQUEST = "_read_requested"  # the innermost function of that thread while it reads nothing
 LOOKS = 10  # checks of a watchdog within the time-out
 PROBE_S = 4.0  # time-out of a connection to rank 0's host
 _NAME = re.compile(r"rank-(\d{1,7})\.hang\.json")
@@ -126,11 +125,6 @@ def alarm(folder: RunFolder, *, attempt: str) -> bool:
 def stacks(folder: RunFolder, rank: int) -> Path:
     """The file with a rank's Python stacks."""
     return folder.logs / f"rank-{rank}.stacks"
-
-
-def format_frame(file: str, line: int | None, name: str) -> str:
-    """Format a frame as `folder/file.py:12 in name`."""
-    return f"{'/'.join(Path(file).parts[-2:])}:{line} in {name}"
 
 
 def report_of(values: Mapping[str, Any]) -> HangReport | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import resource
 import signal
 import threading
@@ -18,15 +17,14 @@ from pathlib import Path
 
 from hpc_parallel.failure import failure, hang_report
 from hpc_parallel.failure.flight_recorder import DeviceProgress
-from hpc_parallel.failure.hang_report import WAITS_FOR_REQUEST, HangReport
+from hpc_parallel.failure.hang_report import HangReport
+from hpc_parallel.failure.stacks import reader_of, spot_of, stack_of
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
 
 PERIOD_S = 1.0  # between two calls of the checks of `watching`
 _DUMP_S = 5.0  # time-out for a process to write its stacks
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
-NATIVE = '  Binary file "'  # the beginning of a frame of C code
 
 
 class Supervisor:
@@ -162,41 +160,3 @@ def take_stacks(process: int, *, log: Path) -> str:
         file.seek(size)
         return file.read()
     return ""
-
-
-def stack_of(text: str) -> list[str]:
-    """The frames of the main thread, outermost first: faulthandler writes the oldest thread last."""
-    return next(reversed(stacks_of(text)), [])
-
-
-def reader_of(text: str) -> list[str]:
-    """The frames of the thread that reads the next batch; empty if it reads no batch now."""
-    for stack in stacks_of(text)[:-1]:
-        functions = [line.rpartition(" in ")[2] for line in stack]
-        if WAITS_FOR_REQUEST in functions[:-1]:
-            return stack
-    return []
-
-
-def stacks_of(text: str) -> list[list[str]]:
-    """The frames of each thread, outermost first. A thread without Python code is left out."""
-    stacks: list[list[str]] = []
-    in_stack = False
-    for line in text.splitlines():
-        is_frame = _FRAME.match(line) is not None or line.startswith(NATIVE)
-        if is_frame and in_stack:
-            stacks[-1].insert(0, line)
-        elif is_frame:
-            stacks.append([line])
-        in_stack = is_frame
-    return [stack for stack in stacks if any(map(_FRAME.match, stack))]
-
-
-def spot_of(stack: list[str]) -> str:
-    """The innermost frame outside torch, as text."""
-    frames = [match for line in stack if (match := _FRAME.match(line))]
-    outside_torch = [match for match in frames if "/torch/" not in match["file"]]
-    if not frames:
-        return "a place that could not be read"
-    innermost = (outside_torch or frames)[-1]
-    return hang_report.format_frame(innermost["file"], int(innermost["line"]), innermost["name"])

@@ -26,7 +26,8 @@ from torch.distributed import DistStoreError
 
 from hpc_parallel.failure import failure, hang_report
 from hpc_parallel.failure.flight_recorder import Collective, collective_of, device_progress, recorded
-from hpc_parallel.failure.hang_report import READER, WAITS_FOR_REQUEST, HangReport
+from hpc_parallel.failure.hang_report import READER, HangReport
+from hpc_parallel.failure.stacks import WAITS_FOR_REQUEST, format_frame
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import replacing
@@ -139,7 +140,7 @@ class _Watchdog:
             phase=phase,
             step=step,
             idle_s=idle_s,
-            where=hang_report.format_frame(innermost.filename, innermost.lineno, innermost.name),
+            where=format_frame(innermost.filename, innermost.lineno, innermost.name),
             stack="".join(traceback.format_list(stack)).splitlines(),
         )
         # The next lines may not return: a query of a GPU that hangs, or a network that is gone.

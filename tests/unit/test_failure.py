@@ -1115,6 +1115,24 @@ def test_an_abort_is_told_with_what_was_written_before_it(folder: RunFolder, tex
     assert record.kind == ("out_of_memory" if "alloc" in why else "killed")
 
 
+def test_a_crash_is_told_with_the_place_in_its_thread(folder: RunFolder) -> None:
+    stack = ['  File "/me/train.py", line 7 in <module>', '  File "/me/net.py", line 3 in forward']
+    threads = (
+        "Thread 0x1:",
+        '  File "/me/reader.py", line 1 in read',
+        "",
+        "Current thread 0x2:",
+        *stack[::-1],
+    )
+    text = "\n".join(["Fatal Python error: Segmentation fault", "", *threads, "", "Extension modules: x"])
+    for rank, code in ((1, -11), (2, -9)):  # nothing is written at SIGKILL: that was an earlier start
+        folder.log(rank, "err").write_text(text)
+        failure.record_death(folder, world=world(rank), returncode=code)
+    segfault, kill = failure.records(folder)
+    assert (segfault.message, segfault.traceback) == ("killed by SIGSEGV at me/net.py:3 in forward", stack)
+    assert (kill.message, kill.traceback) == ("killed by SIGKILL", [])
+
+
 def test_a_dump_that_would_run_code_is_refused(folder: RunFolder) -> None:
     class Evil:
         def __reduce__(self) -> object:

@@ -19,7 +19,8 @@ from hpc_parallel.failure import failure, hang_report, normal_end
 from hpc_parallel.failure.flight_recorder import Collective, DeviceProgress, device_progress
 from hpc_parallel.failure.hang_cause import cause_of
 from hpc_parallel.failure.hang_report import HangReport
-from hpc_parallel.failure.supervisor import Supervisor, spot_of, stack_of
+from hpc_parallel.failure.stacks import spot_of, stack_of
+from hpc_parallel.failure.supervisor import Supervisor
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.attempts import earlier_starts
 from hpc_parallel.record.run_folder import RunFolder

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.failure.supervisor import NATIVE, spot_of, stack_of, state_of
+from hpc_parallel.failure.stacks import NATIVE, spot_of, stack_of
+from hpc_parallel.failure.supervisor import state_of
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.script import py_spy

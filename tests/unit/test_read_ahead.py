@@ -15,7 +15,7 @@ import torch
 from hpc_parallel.data.dataset import DatasetData
 from hpc_parallel.data.generators import generator_states
 from hpc_parallel.data.sampler import Batch, Batches
-from hpc_parallel.failure.supervisor import reader_of, spot_of
+from hpc_parallel.failure.stacks import reader_of, spot_of
 from hpc_parallel.training.read_ahead import ReadAhead
 from hpc_parallel.user_code import UserCodeError, user_line
 from hpc_parallel.worker.watchdog import stack_in
