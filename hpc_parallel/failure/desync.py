@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from hpc_parallel.failure.flight_recorder import BEFORE_STEPS
+from hpc_parallel.failure.flight_recorder import BEFORE_STEPS, Call, Entered
 
-Calls = Mapping[int, str]  # the newest collectives of a group on one rank: number -> name
+Names = Mapping[int, str]  # the newest collectives of a group on one rank: number -> name
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Desync:
 
 
 def compare(
-    collectives: Mapping[int, Sequence[Mapping[str, Any]]], *, world_size: int, silent: Set[int] = frozenset()
+    collectives: Mapping[int, Sequence[Entered]], *, world_size: int, silent: Set[int] = frozenset()
 ) -> Desync | None:
     """Find the first disagreement; None if all ranks with a record are at the same collectives.
 
@@ -40,13 +40,13 @@ def compare(
     collectives: rank -> `flight_recorder.by_group`. silent: ranks without a record that had entered another
     collective than their peers, so they are not missing.
     """
-    groups: dict[str, dict[int, Calls]] = defaultdict(dict)
+    groups: dict[str, dict[int, Names]] = defaultdict(dict)
     members: dict[str, set[int]] = {}
     for rank, rank_groups in collectives.items():
         for group in rank_groups:
-            name = group["group"]
-            groups[name][rank] = {number: call for number, call, *_ in group["calls"]}
-            members.setdefault(name, set()).update(group["ranks"] or range(world_size))
+            if group.calls:
+                groups[group.group][rank] = {call.number: call.name for call in group.calls}
+                members.setdefault(group.group, set()).update(group.ranks or range(world_size))
     findings: list[Desync] = []
     for name, calls in groups.items():
         findings += _mismatches(name, calls) or _missing(name, calls, members=members[name] - silent)
@@ -58,7 +58,7 @@ def compare(
 
     def innocence(finding: Desync) -> tuple[bool, ...]:
         rank = finding.ranks[0]
-        used = [group for group in collectives.get(rank, ()) if group["group"] in disagreeing]
+        used = [group for group in collectives.get(rank, ()) if group.group in disagreeing]
         calls = _until(finding, used)
         # A new size breaks a sequence too (a message of figures has one more, for example). So if both ranks
         # left theirs, the names alone decide.
@@ -74,46 +74,42 @@ def compare(
     return suspects[0] if suspects else None
 
 
-def _until(finding: Desync, groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
-    """The collectives of a rank since its first step, in order: time, group, name, sizes and phase.
+def _until(finding: Desync, groups: Sequence[Entered]) -> list[tuple[str, Call]]:
+    """The collectives of a rank since its first step, in order, with their groups.
 
     The last one is that of the finding. If the rank did not enter this one, it is what it entered instead.
     """
-    calls = sorted(
-        (time, group["group"], name, str(sizes), phase, number)
-        for group in groups
-        for number, name, sizes, time, phase in group["calls"]
-        if phase != BEFORE_STEPS
-    )
+    calls = [(group.group, call) for group in groups for call in group.calls if call.phase != BEFORE_STEPS]
+    calls.sort(key=lambda item: item[1].time_ns)
     place = (finding.group, finding.number)
-    end = next((at for at, call in enumerate(calls, 1) if (call[1], call[-1]) == place), None)
-    return [call[:-1] for call in calls[:end]]
+    end = next((at for at, (group, call) in enumerate(calls, 1) if (group, call.number) == place), None)
+    return calls[:end]
 
 
-def breaks_sequence(calls: Sequence[tuple[Any, ...]], *, by_size: bool = True) -> bool:
+def breaks_sequence(calls: Sequence[tuple[str, Call]], *, by_size: bool = True) -> bool:
     """Whether the last call has never followed the one before it, or the same phase of a step."""
     kinds: list[tuple[str, ...]] = []
     latest = None
-    for _, group, name, sizes, phase in calls:
-        if phase != latest:  # what follows depends on the phase, not on the end of the phase before
-            kinds.append((str(phase).partition(" ")[0],))
-            latest = phase
-        kinds.append((group, name, sizes if by_size else ""))
+    for group, call in calls:
+        if call.phase != latest:  # what follows depends on the phase, not on the end of the phase before
+            kinds.append((str(call.phase).partition(" ")[0],))
+            latest = call.phase
+        kinds.append((group, call.name, call.sizes if by_size else ""))
     usual = {after for before, after in pairwise(kinds[:-1]) if before == kinds[-2]}
     return bool(usual) and kinds[-1] not in usual
 
 
-def _ends_a_phase_early(calls: Sequence[tuple[Any, ...]]) -> bool:
+def _ends_a_phase_early(calls: Sequence[tuple[str, Call]]) -> bool:
     """Whether the last call begins a phase, and the one before it has never ended a phase of its kind."""
-    ends = {phase: kind for _, *kind, phase in calls}  # of each phase, in order
-    *earlier, latest = list(ends)[:-1] or [None]
-    if latest is None or calls[-2][-1] == calls[-1][-1]:
+    ends = {call.phase or "": (group, call.name, call.sizes) for group, call in calls}  # in order
+    *earlier, latest = list(ends)[:-1] or [""]
+    if not latest or calls[-2][1].phase == calls[-1][1].phase:
         return False
     usual = [ends[phase] for phase in earlier if phase.partition(" ")[0] == latest.partition(" ")[0]]
     return bool(usual) and ends[latest] not in usual
 
 
-def _mismatches(group: str, calls: Mapping[int, Calls]) -> list[Desync]:
+def _mismatches(group: str, calls: Mapping[int, Names]) -> list[Desync]:
     """The first number at which ranks entered collectives of different names: the minority is to blame.
 
     One for each side if no side is larger.
@@ -129,7 +125,7 @@ def _mismatches(group: str, calls: Mapping[int, Calls]) -> list[Desync]:
     return []
 
 
-def _mismatch(group: str, calls: Mapping[int, Calls], *, number: int, right: str) -> Desync:
+def _mismatch(group: str, calls: Mapping[int, Names], *, number: int, right: str) -> Desync:
     wrong = tuple(sorted(rank for rank in calls if calls[rank][number] != right))
     waiting = tuple(sorted(set(calls) - set(wrong)))
     other = calls[wrong[0]][number]
@@ -137,7 +133,7 @@ def _mismatch(group: str, calls: Mapping[int, Calls], *, number: int, right: str
     return Desync(group, right, number, wrong, waiting=waiting, message=message)
 
 
-def _missing(group: str, calls: Mapping[int, Calls], *, members: set[int]) -> list[Desync]:
+def _missing(group: str, calls: Mapping[int, Names], *, members: set[int]) -> list[Desync]:
     # NCCL's hosts only queue collectives, so those that wait for nothing run ahead of those that wait.
     last = {rank: max(rank_calls) for rank, rank_calls in calls.items()}
     behind = min(last.values())

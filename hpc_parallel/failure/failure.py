@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.failure import flight_recorder, normal_end, oom
 from hpc_parallel.failure.error_place import place_of, step_of
+from hpc_parallel.failure.flight_recorder import Entered
 from hpc_parallel.failure.stacks import spot_of, stack_of_crash
 from hpc_parallel.machine.xids import describe
 from hpc_parallel.problems import ConfigError
@@ -103,7 +104,7 @@ class Record:
     time_ns: int
     traceback: list[str]
     details: dict[str, Any] = field(default_factory=dict)  # depends on the kind: asked_bytes, step, ...
-    collectives: list[dict[str, Any]] = field(default_factory=list)  # failure/flight_recorder.py
+    collectives: list[Entered] = field(default_factory=list)
 
 
 def record_exception(
@@ -111,7 +112,7 @@ def record_exception(
     *,
     world: World,
     error: BaseException,
-    collectives: Sequence[dict[str, Any]] = (),
+    collectives: Sequence[Entered] = (),
     xids: Sequence[int] = (),
 ) -> None:
     """Record why this rank failed and which collectives it had entered, unless it already has a record.
@@ -311,7 +312,7 @@ def _write(
     signal_name: str | None = None,
     lines: list[str] | None = None,
     details: dict[str, Any] | None = None,
-    collectives: list[dict[str, Any]] | None = None,
+    collectives: list[Entered] | None = None,
 ) -> None:
     path = _path(folder, world.rank)
     now_ns = time.time_ns()

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpc_parallel.machine.fabric import set_unset
 from hpc_parallel.record.run_folder import RunFolder
@@ -45,6 +45,25 @@ _DAMAGED = (
     EOFError,
     IndexError,
 )
+
+
+class Call(NamedTuple):
+    """A collective that a rank has entered."""
+
+    number: int  # in its group
+    name: str
+    sizes: str  # of its inputs
+    time_ns: int
+    phase: str | None  # of the training, such as `step 3`; None if it is not known
+
+
+@dataclass(frozen=True)
+class Entered:
+    """The newest collectives of a rank in one group, in order. Each backend of a group counts its own."""
+
+    group: str  # its name and the backend
+    ranks: list[int]  # global ranks of the members; empty if they are not known
+    calls: list[Call]
 
 
 @dataclass(frozen=True)
@@ -89,7 +108,7 @@ def dump_of(folder: RunFolder, *, rank: int) -> Path:
     return folder.logs / f"collectives-rank-{rank}"
 
 
-def entered(phases: Sequence[tuple[int, str]] = ()) -> list[dict[str, Any]]:
+def entered(phases: Sequence[tuple[int, str]] = ()) -> list[Entered]:
     """The newest collectives of this process, as `by_group` returns them; empty if torch has no record."""
     try:
         import torch.distributed as dist
@@ -217,7 +236,7 @@ def collective_of(entry: Mapping[str, Any]) -> Collective:
     )
 
 
-def read_dump(path: Path) -> list[dict[str, Any]]:
+def read_dump(path: Path) -> list[Entered]:
     """The collectives in a dump that torch has written; empty if there is no valid dump."""
     try:
         dump = _load(path)
@@ -242,26 +261,24 @@ def by_group(
     *,
     members: Mapping[str, Sequence[int]],
     phases: Sequence[tuple[int, str]] = (),
-) -> list[dict[str, Any]]:
-    """Sort the entries by process group. A group has a name, its `ranks` (global) and its `calls` in order.
+) -> list[Entered]:
+    """Sort the entries by process group and backend.
 
-    A call is [number, name, input sizes, time of entry in ns, phase of the training, such as `step 3`]. A
-    group with two backends is listed as two groups because each backend counts its own calls.
-
-    phases: `Progress.begun`. If it is empty, as for a dump, the phases of calls are None.
+    members: group -> its global ranks. phases: `Progress.begun`; if it is empty, as for a dump, the phases of
+    calls are None.
     """
     begins = [time for time, _ in phases]
     names: list[str | None] = [BEFORE_STEPS, *(phase for _, phase in phases)] if phases else [None]
-    calls: dict[tuple[str, str], list[list[Any]]] = defaultdict(list)
+    calls: dict[tuple[str, str], list[Call]] = defaultdict(list)
     for entry in entries:
         if not entry.get("is_p2p"):
             backend, _, name = str(entry["profiling_name"]).rpartition(":")
-            began = entry["time_created_ns"]
-            phase = names[bisect_right(begins, began)]
-            call = [entry["collective_seq_id"], name, entry["input_sizes"], began, phase]
+            began_ns = int(entry["time_created_ns"])
+            phase = names[bisect_right(begins, began_ns)]
+            call = Call(int(entry["collective_seq_id"]), name, str(entry["input_sizes"]), began_ns, phase)
             calls[str(entry["process_group"][0]), backend].append(call)
     return [
-        {"group": f"{group} {backend}", "ranks": list(members.get(group, ())), "calls": newest[-MAX_CALLS:]}
+        Entered(f"{group} {backend}", list(members.get(group, ())), newest[-MAX_CALLS:])
         for (group, backend), newest in calls.items()
     ]
 

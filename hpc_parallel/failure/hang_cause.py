@@ -11,12 +11,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from hpc_parallel.failure import failure, normal_end
-from hpc_parallel.failure.desync import name_ranks
+from hpc_parallel.failure.desync import compare, name_ranks
 from hpc_parallel.failure.failure import Record
-from hpc_parallel.failure.flight_recorder import Collective
+from hpc_parallel.failure.flight_recorder import Collective, Entered
 from hpc_parallel.failure.hang_report import HangReport, read_reports
 from hpc_parallel.failure.stacks import NATIVE
 from hpc_parallel.record.run_folder import RunFolder
@@ -78,6 +78,8 @@ def _blame(
         return verdict
     if any(report.is_script for report in reports):
         return _script_behind(reports)
+    if verdict := _in_another_collective(reports):
+        return verdict
     behind = min(reports, key=_order(reports))
     if _order(reports)(behind) == _order(reports)(ahead):
         if device := _device_with_fewer(reports):
@@ -115,6 +117,41 @@ def _nccl_behind(reports: Sequence[HangReport]) -> Verdict | None:
     else:
         message = _lasting(f"hangs {report.place}", report, f"{others}, which it has not queued")
     return _unless_contradicted(report, message, reports=reports, behind=[item[0] for item in behind])
+
+
+def _in_another_collective(reports: Sequence[HangReport]) -> Verdict | None:
+    """The rank that waits in another collective than its peers, if each rank waits in one.
+
+    A rank that left one out is ahead of those that wait for it, so the order of their places would blame one
+    of these. Returns None if all wait in the same one.
+    """
+    if not all(report.collective and not report.collective.complete for report in reports):
+        return None
+    by_rank = {report.rank: report for report in reports}
+    world_size = reports[0].world_size
+    absent = set(range(world_size)) - set(by_rank)  # their collectives are not known
+    finding = compare(_comparable(reports), world_size=world_size, silent=absent)
+    if finding is None:
+        return None
+    if not finding.ranks:
+        return None, _lasting(finding.message, reports[0], _places(reports))
+    blamed, other = by_rank[finding.ranks[0]], by_rank[finding.waiting[0]]
+    return blamed, _lasting(f"{finding.message}, {blamed.place}", blamed, f"others wait {other.place}")
+
+
+def _comparable(reports: Sequence[HangReport]) -> dict[int, list[Entered]]:
+    """Rank -> its groups with its collectives; of NCCL's, which hosts queue ahead, those that all queued."""
+    last: dict[str, int] = {}
+    for group in chain.from_iterable(report.entered for report in reports):
+        newest = max((call.number for call in group.calls), default=0)
+        last[group.group] = min(newest, last.get(group.group, newest))
+
+    def comparable(group: Entered) -> Entered:
+        if not group.group.endswith(" nccl"):
+            return group
+        return replace(group, calls=[call for call in group.calls if call.number <= last[group.group]])
+
+    return {report.rank: list(map(comparable, report.entered)) for report in reports}
 
 
 def _unanswered(reports: Sequence[HangReport], *, waiting: Mapping[int, Collective]) -> Verdict | None:
@@ -171,11 +208,15 @@ def _script_behind(reports: Sequence[HangReport]) -> Verdict:
         return None, _lasting("no rank is behind", behind, f"all stand {behind.place}")
     waits_for_gpu = _waits(behind) and any(_FOR_GPU.search(_native(report)) for report in reports)
     if waits_for_gpu or any(evidence(r) == evidence(behind) for r in suspects if r.where != behind.where):
-        places = {report.place: report.rank for report in reversed(reports)}
-        stand = ", ".join(f"rank {rank} {place}" for place, rank in reversed(places.items()))
-        return None, _lasting("nothing tells which rank is behind", behind, stand)
+        return None, _lasting("nothing tells which rank is behind", behind, _places(reports))
     place = Counter(report.place for report in others).most_common(1)[0][0]
     return behind, _lasting(f"hangs {behind.place}", behind, f"others wait {place}")
+
+
+def _places(reports: Sequence[HangReport]) -> str:
+    """Each place with the first rank that stands there."""
+    places = {report.place: report.rank for report in reversed(reports)}
+    return ", ".join(f"rank {rank} {place}" for place, rank in reversed(places.items()))
 
 
 def _waits(report: HangReport) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.failure import failure
-from hpc_parallel.failure.flight_recorder import Collective, DeviceProgress
+from hpc_parallel.failure.flight_recorder import Collective, DeviceProgress, Entered
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.record.typed import build
@@ -51,6 +51,7 @@ class HangReport:
     stack: list[str] = field(default_factory=list)
     collective: Collective | None = None
     device: DeviceProgress | None = None  # of a GPU with NCCL
+    entered: list[Entered] = field(default_factory=list)
     stopped: bool = False  # by SIGSTOP or a similar signal
     unreachable: str | None = None  # the address of rank 0, if a connection to it failed
     is_script: bool = False  # the rank runs a user's script, which has no phases

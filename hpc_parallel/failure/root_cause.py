@@ -6,11 +6,12 @@ import re
 from collections.abc import Container, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hpc_parallel.failure import failure, flight_recorder, normal_end
 from hpc_parallel.failure.desync import compare
 from hpc_parallel.failure.failure import Record
+from hpc_parallel.failure.flight_recorder import Entered
 from hpc_parallel.layout.layout import processes_per_node, recorded_strategy
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.slurm.short_forms import expand_numbers
@@ -163,7 +164,7 @@ def with_early_ends(folder: RunFolder, *, cause: Record) -> Record:
     return replace(cause, message=cause.message + normal_end.clause(ends))
 
 
-def _entered_collectives(folder: RunFolder, records: Sequence[Record]) -> dict[int, list[dict[str, Any]]]:
+def _entered_collectives(folder: RunFolder, records: Sequence[Record]) -> dict[int, list[Entered]]:
     """Rank -> the collectives in its record or else in its dump; ranks with neither are left out."""
     collectives = {}
     for record in records:

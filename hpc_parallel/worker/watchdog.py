@@ -25,7 +25,13 @@ import torch
 from torch.distributed import DistStoreError
 
 from hpc_parallel.failure import failure, hang_report
-from hpc_parallel.failure.flight_recorder import Collective, collective_of, device_progress, recorded
+from hpc_parallel.failure.flight_recorder import (
+    Collective,
+    by_group,
+    collective_of,
+    device_progress,
+    recorded,
+)
 from hpc_parallel.failure.hang_report import READER, HangReport
 from hpc_parallel.failure.stacks import WAITS_FOR_REQUEST, format_frame
 from hpc_parallel.machine.world import World
@@ -34,6 +40,7 @@ from hpc_parallel.record.safe_write import replacing
 from hpc_parallel.record.typed import read_record
 from hpc_parallel.start.rendezvous import Published
 from hpc_parallel.strategies.groups import SAVING
+from hpc_parallel.torch_internals import process_groups
 from hpc_parallel.training.observers import Progress
 
 _POLL_S = 0.2
@@ -145,7 +152,9 @@ class _Watchdog:
         )
         # The next lines may not return: a query of a GPU that hangs, or a network that is gone.
         hang_report.write_report(self.folder, self.hang_report)
-        self.hang_report = replace(self.hang_report, unreachable=self._unreachable(), **collectives())
+        self.hang_report = replace(
+            self.hang_report, unreachable=self._unreachable(), **collectives(self.progress)
+        )
         hang_report.write_report(self.folder, self.hang_report)
         print(f"no progress for {idle_s:.0f} s: {self.hang_report.place}", file=sys.stderr, flush=True)
 
@@ -181,16 +190,21 @@ def stack_in(phase: str) -> traceback.StackSummary:
     return traceback.extract_stack(reader)
 
 
-def collectives() -> dict[str, Any]:
+def collectives(progress: Progress) -> dict[str, Any]:
     """The fields of a report that torch's flight recorder knows; empty without a recorder or an entry.
 
     TORCH_FR_BUFFER_SIZE=0 turns it off.
     """
     try:
         entries = recorded()
+        entered = by_group(entries, members=process_groups(), phases=[*progress.begun])
     except (AttributeError, RuntimeError, ValueError):  # some builds of torch have no recorder
         return {}
-    return {"collective": last_collective(entries), "device": device_progress(entries)} if entries else {}
+    if not entries:
+        return {}
+    return {
+        "collective": last_collective(entries), "device": device_progress(entries), "entered": entered
+    }  # fmt: skip
 
 
 def last_collective(entries: Sequence[Mapping[str, Any]]) -> Collective:

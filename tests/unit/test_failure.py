@@ -26,6 +26,7 @@ from hpc_parallel.failure.conclude_run import conclude, find_root_cause
 from hpc_parallel.failure.desync import compare
 from hpc_parallel.failure.error_place import located, mark_step
 from hpc_parallel.failure.failure import Record
+from hpc_parallel.failure.flight_recorder import Call, Entered
 from hpc_parallel.failure.summary import OPTIMIZER_SPEEDLESS, SPEEDLESS, computed_as
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine.world import World
@@ -878,13 +879,9 @@ def test_slurm_ends_a_rank_for_its_memory(folder: RunFolder) -> None:
     assert read_json(folder.failure)["kind"] == "out_of_memory"
 
 
-def calls(
-    *names: str, first: int = 1, group: str = "0", ranks: Sequence[int] = (0, 1, 2, 3)
-) -> dict[str, object]:
-    return {
-        "group": group, "ranks": list(ranks),
-        "calls": [[n, name, [[4]], 10 * n + int(group), None] for n, name in enumerate(names, first)],
-    }  # fmt: skip
+def calls(*names: str, first: int = 1, group: str = "0", ranks: Sequence[int] = (0, 1, 2, 3)) -> Entered:
+    made = [Call(n, name, "4", 10 * n + int(group), None) for n, name in enumerate(names, first)]
+    return Entered(group, list(ranks), made)
 
 
 def test_a_rank_missing_from_a_collective_is_named() -> None:
@@ -955,7 +952,7 @@ def test_of_two_that_wait_for_each_other_the_one_that_left_its_habit_is_to_blame
     assert swapped.ranks == (0,)
 
 
-def in_phases(words: str) -> list[dict[str, object]]:
+def in_phases(words: str) -> list[Entered]:
     """Groups 0 and 1 of ranks 0 and 1, as a record has them, from `step 1: 0-sum 1-sum; log 1: ...`."""
     entries, phases = [], []
     for part in words.split("; "):
@@ -996,13 +993,13 @@ def test_sizes_that_are_new_do_not_hide_who_left_its_habit() -> None:
     """The gather of figures grew by one; after it the sum of group 1 is usual, and rank 1 leaves it out."""
     order = ["gather 5", "1 sum", "0 sum", "gather 6", "0 broadcast", "1 sum", "0 sum", "gather 6"]
 
-    def standing(last: str) -> list[dict[str, object]]:
-        groups: dict[str, list[list[object]]] = {"0": [], "1": []}
+    def standing(last: str) -> list[Entered]:
+        groups: dict[str, list[Call]] = {"0": [], "1": []}
         for time, word in enumerate([*order, last]):
             first, second = word.split()
             group, name, size = ("0", first, second) if first == "gather" else (first, second, "4")
-            groups[group].append([len(groups[group]) + 1, name, [[int(size)]], time, None])
-        return [{"group": group, "ranks": [0, 1], "calls": found} for group, found in groups.items()]
+            groups[group].append(Call(len(groups[group]) + 1, name, size, time, None))
+        return [Entered(group, [0, 1], found) for group, found in groups.items()]
 
     assert compare({0: standing("1 sum"), 1: standing("0 sum")}, world_size=2).ranks == (1,)
     assert compare({1: standing("1 sum"), 0: standing("0 sum")}, world_size=2).ranks == (0,)
@@ -1011,20 +1008,11 @@ def test_sizes_that_are_new_do_not_hide_who_left_its_habit() -> None:
 def test_a_host_that_runs_ahead_does_not_blame_one_that_waits() -> None:
     """Rank 0 needs the result of the 15th all-reduce, ranks 1 and 3 queue more of them; rank 2 has 14."""
     last = {0: 15, 1: 60, 2: 14, 3: 60}
-    standings = {
-        rank: [
-            {
-                "group": "0",
-                "ranks": [],
-                "calls": [[n, "all_reduce", [[4]], n, None] for n in range(1, count + 1)],
-            }
-        ]
-        for rank, count in last.items()
-    }
+    standings = {rank: [calls(*["all_reduce"] * count, ranks=())] for rank, count in last.items()}
     finding = compare(standings, world_size=4)
     assert (finding.ranks, finding.waiting, finding.number) == ((2,), (0, 1, 3), 15)
-    for groups in standings.values():  # a record keeps the newest
-        groups[0]["calls"] = groups[0]["calls"][-32:]
+    for (group,) in standings.values():  # a record keeps the newest
+        del group.calls[:-32]
     assert compare({rank: standings[rank] for rank in (1, 2, 3)}, world_size=4) == replace(
         finding, waiting=(1, 3), collective="a collective that is no longer recorded",
         message="missing from a collective that is no longer recorded (collective 15), in which ranks 1, 3 "

@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import DistStoreError, TCPStore
 
 from hpc_parallel.failure import failure, hang_report, normal_end
-from hpc_parallel.failure.flight_recorder import Collective, DeviceProgress, device_progress
+from hpc_parallel.failure.flight_recorder import Call, Collective, DeviceProgress, Entered, device_progress
 from hpc_parallel.failure.hang_cause import cause_of
 from hpc_parallel.failure.hang_report import HangReport
 from hpc_parallel.failure.stacks import spot_of, stack_of
@@ -221,6 +221,49 @@ def test_a_gpu_that_hangs_is_named_although_all_hosts_wait_in_one_call(folder: R
     )
 
 
+def entered(*last: tuple[str, str], backend: str) -> dict[str, list[Entered]]:
+    """Two steps in one group; last: the names and phases of the newest collectives."""
+    earlier = [("sum", "step 56"), ("max", "step 56"), ("gather", "log 56"), ("sum", "step 57")]
+    calls = [Call(n, name, "4", n, phase) for n, (name, phase) in enumerate([*earlier, *last], 1)]
+    return {"entered": [Entered(f"0 {backend}", [0, 1, 2, 3], calls)]}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_rank_that_left_a_collective_out_is_named(folder: RunFolder, backend: str) -> None:
+    """It is ahead of those that wait for it."""
+    right = entered(("max", "step 57"), ("gather", "log 57"), backend=backend)
+    wrong = {**LOG, **entered(("gather", "log 57"), backend=backend)}
+    assert blamed(folder, but={0: right, 1: right, 2: right, 3: wrong}) == (
+        "3 on n3: entered gather where ranks 0, 1, 2 entered max (collective 5), in the metrics of step 57 "
+        "at metrics.py:7 in line for 300 s; others wait in step 57 at step.py:9 in run"
+    )
+    # Of two against two, the one whose step ended too early.
+    assert blamed(folder, but={0: right, 1: wrong, 2: right, 3: wrong}).startswith("1 on n1: entered gather")
+    assert blamed(folder, but={0: wrong, 1: right, 2: wrong, 3: right}).startswith("0 on n1: entered gather")
+    # A rank that waits in no collective makes all others wait.
+    computes = {**right, "collective": ENDED, "where": "loss.py:2 in mine"}
+    line = blamed(folder, but={0: right, 1: computes, 2: right, 3: wrong})
+    assert line.startswith("1 on n1: hangs in step 57 at loss.py:2 in mine for 300 s; others wait in")
+
+
+def test_a_host_that_queues_ahead_on_its_gpu_leaves_nothing_out(folder: RunFolder) -> None:
+    told = [entered(*[("max", "step 57")] * count, backend="nccl") for count in (1, 9, 50, 2)]
+    assert blamed(folder, but=dict(enumerate(told))).startswith("0 on n1: no rank is behind")
+
+
+def test_two_that_wait_for_each_other_in_the_first_step_are_both_told(folder: RunFolder) -> None:
+    """Ranks 1 to 3 wait for rank 0 in their sum, and rank 0 for rank 3 in a group of these two."""
+    first = Call(1, "sum", "4", 1, "step 57")
+    told = {rank: {"entered": [Entered("0 gloo", [0, 1, 2, 3], [first])]} for rank in (1, 2, 3)}
+    ends = {0: {"entered": [Entered("1 gloo", [0, 3], [first])], "where": "ends.py:4 in tie"}}
+    assert blamed(folder, but=told | ends) == (
+        "-1 on n1: ranks wait for each other, and no earlier step shows which is right: rank 3: missing from "
+        "sum (collective 1), in which rank 0 waited; rank 0: missing from sum (collective 1), in which ranks "
+        "1, 2, 3 waited for 300 s; rank 0 in step 57 at ends.py:4 in tie, rank 1 in step 57 at step.py:9 in "
+        "run"
+    )
+
+
 def test_without_times_of_starts_the_last_completed_collective_tells(folder: RunFolder) -> None:
     """TORCH_NCCL_ENABLE_TIMING=0, so that no entry is ever `started`."""
     waits = device_progress([entry(880, "completed"), entry(881, "scheduled")])
@@ -249,8 +292,15 @@ def test_parts_of_a_report_may_be_anything(folder: RunFolder) -> None:
     hang_report.write_report(folder, replace(WAITS, device=progress))
     assert hang_report.read_reports(folder, attempt="a") == [replace(WAITS, device=progress)]
     values = asdict(WAITS) | {"collective": {"name": 1}, "device": [2], "stack": [3, "x"], "stopped": "no"}
+    values["entered"] = [
+        1,
+        {"group": "0 gloo"},
+        {"group": "1", "ranks": ["a"], "calls": [[1], ["a", 2, 3, 4, 5]]},
+    ]
     (folder.logs / "rank-0.hang.json").write_text(json.dumps(values))
-    assert hang_report.read_reports(folder, attempt="a") == [replace(WAITS, collective=None, stack=["x"])]
+    assert hang_report.read_reports(folder, attempt="a") == [
+        replace(WAITS, collective=None, stack=["x"], entered=[Entered("1", [], [])])
+    ]
 
 
 class CountedStore:
