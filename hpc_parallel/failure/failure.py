@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_parallel.failure import flight_recorder, normal_end, oom
 from hpc_parallel.failure.error_place import place_of, step_of
 from hpc_parallel.failure.flight_recorder import Entered
-from hpc_parallel.failure.stacks import spot_of, stack_of_crash
+from hpc_parallel.failure.stacks import place_of_crash
 from hpc_parallel.machine.xids import describe
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
@@ -169,8 +169,9 @@ def record_death(
     else:
         kind, message = KILLED, f"killed by {name}"
     lines: list[str] = []
-    if kind == KILLED and name in _CRASHES and (lines := stack_of_crash(_log_end(folder, rank=world.rank))):
-        message += f" at {spot_of(lines)}"
+    if kind in (KILLED, DESYNC) and name in _CRASHES:
+        where, lines = place_of_crash(_log_end(folder, rank=world.rank))
+        message += where
     _write(folder, world=world, kind=kind, message=message, signal_name=name, lines=lines)
 
 

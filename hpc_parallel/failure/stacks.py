@@ -25,10 +25,16 @@ def reader_of(text: str) -> list[str]:
     return []
 
 
-def stack_of_crash(text: str) -> list[str]:
-    """The frames of the thread in which the last fatal error of `text` happened; empty if Python ran none."""
-    crash = text.rpartition("Fatal Python error: ")[2].partition("Current thread ")[2]
-    return stack_of(crash.partition("\n\n")[0])
+def place_of_crash(text: str) -> tuple[str, list[str]]:
+    """Where the last fatal error of `text` happened, as a clause, and the frames; empty if there is none.
+
+    If it happened in a thread of C code, the clause says where the main thread was.
+    """
+    _, error, crash = text.rpartition("Fatal Python error: ")
+    if frames := stack_of(crash.partition("Current thread ")[2].partition("\n\n")[0]):
+        return f" at {spot_of(frames)}", frames
+    frames = stack_of(crash) if error else []
+    return f"; its main thread was at {spot_of(frames)}" if frames else "", frames
 
 
 def stacks_of(text: str) -> list[list[str]]:

@@ -1053,12 +1053,14 @@ def test_nccls_watchdog_names_the_missing_rank(folder: RunFolder) -> None:
 def test_a_rank_that_gloo_ended_is_not_called_missing(folder: RunFolder) -> None:
     """Either side may have left a collective out: gloo ends the one that receives more than it expects."""
     why = "[enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 256 vs 8. Is there a mismatch?"
-    lines = f"terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  {why}\nAborted"
-    folder.log(1, "err").write_text(lines)
+    text = f"terminate called\n  what():  {why}\nFatal Python error: Aborted\n\nThread 0x1:"
+    folder.log(1, "err").write_text(f'{text}\n  File "/me/net.py", line 3 in forward\n')
     failure.record_death(folder, world=world(1), returncode=-6)
     lost = RuntimeError("Read error: Connection reset by peer")
     failure.record_exception(folder, world=world(0), error=lost, collectives=in_phases("step 1: 0-sum"))
-    assert conclude(folder, returncode=1) == f"rank 1 on n0 failed first: {why}; 1 follower"
+    assert conclude(folder, returncode=1) == (
+        f"rank 1 on n0 failed first: {why}; its main thread was at me/net.py:3 in forward; 1 follower"
+    )
     assert read_json(folder.failure)["kind"] == "desync"
 
 
