@@ -85,7 +85,7 @@ def _blame(
         if device := _device_with_fewer(reports):
             return device
         summary = f"no rank is behind and rank 0 answers, but all stand {ahead.place}"
-        return behind, f"{summary} for {behind.idle_s:.0f} s{_last(ahead)}"
+        return None, f"{summary} for {behind.idle_s:.0f} s{_last(ahead)}"
     return behind, _lasting(f"hangs {behind.place}", behind, _others(ahead))
 
 

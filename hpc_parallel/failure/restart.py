@@ -265,10 +265,11 @@ def _why_not(ends: Sequence[attempts.End], *, counts: Mapping[str, int], limits:
         used = f"launcher.max_restarts={limits.max_restarts} are used up"
         return used if limits.max_restarts else ""
     before = next((other for other in reversed(ends[:-1]) if _kind(other) == "failure"), None)
-    if before is None or None in (end.rank, end.step) or _place(before) != _place(end):
+    knows_place = end.rank is not None or end.how in (failure.HANG, failure.COLLECTIVE_TIMEOUT)
+    if before is None or end.step is None or not knows_place or _place(before) != _place(end):
         return None
     reason = f"it failed so twice after step {end.step}, so it does not start again"
-    if before.host != end.host:
+    if end.host is None or before.host != end.host:
         return reason
     return f"{reason}. If {end.host} is to blame, try launcher.exclude={end.host}"
 

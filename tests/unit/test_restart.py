@@ -75,6 +75,7 @@ TABLE = [  # how the starts ended; what is allowed; what follows in a job
     # Twice at the same place: a new start would end there too.
     (f"{KILLED}, {KILLED}", {}, "end", f"{SAME}. If n2 is to blame, try launcher.exclude=n2"),
     (f"{KILLED}, killed 1@n3 30", {}, "end", SAME),
+    ("hang - 30, hang - 30", {}, "end", SAME),
     (f"{KILLED}, killed 2@n3 30", {}, "in place", "2 of 3"),
     (f"{KILLED}, hang 1@n3 30", {}, "in place", "2 of 3"),
     ("killed 1@n2 -, killed 1@n3 -", {}, "in place", "2 of 3"),  # a script that logs no steps
