@@ -84,7 +84,9 @@ def _blame(
     if _order(reports)(behind) == _order(reports)(ahead):
         if device := _device_with_fewer(reports):
             return device
-        summary = f"no rank is behind and rank 0 answers, but all stand {ahead.place}"
+        is_one = len({report.place for report in reports}) == 1
+        stand = f"all stand {ahead.place}" if is_one else f"they stand apart: {_places(reports)}"
+        summary = f"no rank is behind and rank 0 answers, but {stand}"
         return None, f"{summary} for {behind.idle_s:.0f} s{_last(ahead)}"
     return behind, _lasting(f"hangs {behind.place}", behind, _others(ahead))
 

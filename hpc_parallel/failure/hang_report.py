@@ -27,6 +27,8 @@ PHASES = ("start", "data", "step", "log", "validate", "save", "done")
 READER = "read ahead"  # the name of the thread that reads the next batch (training/read_ahead.py)
 LOOKS = 10  # checks of a watchdog within the time-out
 PROBE_S = 4.0  # time-out of a connection to rank 0's host
+# The innermost frame, or its line of code, of a send or receive, which torch does not record for gloo.
+_FOR_RANKS = re.compile(r"/torch/distributed/|\.wait\(\)")
 _NAME = re.compile(r"rank-(\d{1,7})\.hang\.json")
 _MOST_RANKS = 10**6  # a report that names more is not ours
 _SLACK_S = 5.0  # for a probe, and for a file that another host sees late
@@ -58,11 +60,12 @@ class HangReport:
 
     @property
     def position(self) -> tuple[int, int, bool]:
-        """Smaller is further behind. Within a phase, a rank outside a collective makes the others wait."""
+        """Smaller is further behind. Within a phase, a rank that waits for no other makes the others wait."""
         if self.phase is None or self.step is None:
             return (-1, -1, False)
         in_collective = self.collective is not None and not self.collective.complete
-        return (self.step, PHASES.index(self.phase), in_collective)
+        waits = in_collective or any(map(_FOR_RANKS.search, self.stack[-2:]))
+        return (self.step, PHASES.index(self.phase), waits)
 
     @property
     def place(self) -> str:

@@ -116,6 +116,17 @@ def test_a_skipped_collective_names_who_skipped_it(
     )
 
 
+@pytest.mark.processes
+def test_a_rank_that_others_wait_for_in_a_receive_is_named(failing: Failing) -> None:
+    """torch records no send or receive of gloo."""
+    found = failing(*PIPELINE, "cluster.hang_timeout_s=8", *harm("sleep", at=4 + 1, victim=1))
+    assert re.fullmatch(
+        rf"rank 1 on {HOST} failed first: hangs in step 2 at tests/models.py:\d+ in _sleep for 8 s; others "
+        r"wait in step 2 at strategies/pipeline.py:\d+ in _run; 1 follower",
+        found["line"],
+    )
+
+
 @pytest.mark.full
 @pytest.mark.processes
 def test_a_rank_that_never_reports_is_named(failing: Failing) -> None:

@@ -36,6 +36,11 @@ WAITS = HangReport(
     collective=Collective("all_reduce", "default_pg", 881, complete=False),
 )  # fmt: skip
 ENDED = Collective("all_reduce", "default_pg", 880, complete=True)
+# A rank in a send or receive; torch does not record these for gloo.
+FRAME = ['  File "/me/net.py", line 3, in forward', "    time.sleep(9)"]
+RECEIVES = ['  File "/site/torch/distributed/distributed_c10d.py", line 9, in recv', "    x()"]
+P2P: dict[str, object] = {"collective": ENDED, "stack": RECEIVES, "where": "pipe.py:5 in run"}
+RING = {**P2P, "stack": [FRAME[0], "    work.wait()"], "where": "ring.py:7 in get"}
 OTHERS = "others wait in step 57 at step.py:9 in run (all_reduce 881 of default_pg)"
 
 
@@ -71,6 +76,12 @@ def blamed(folder: RunFolder, *, but: dict[int, dict[str, object]], silent: tupl
          f"1 on n1: hangs in step 57 at loss.py:2 in mine for 300 s; {OTHERS}"),
         ({1: {"collective": replace(ENDED, complete=False)}},  # one collective behind
          f"1 on n1: hangs in step 57 at step.py:9 in run for 300 s; {OTHERS}"),
+        ({0: P2P, 1: P2P, 2: {**P2P, "stack": FRAME, "where": "net.py:3 in forward"}, 3: RING},
+         "2 on n2: hangs in step 57 at net.py:3 in forward for 300 s; others wait in step 57 at pipe.py:5 in "
+         "run"),
+        ({0: P2P, 1: P2P, 2: P2P, 3: RING},
+         "-1 on n1: no rank is behind and rank 0 answers, but they stand apart: rank 0 in step 57 at pipe.py:"
+         "5 in run, rank 3 in step 57 at ring.py:7 in get for 300 s"),
         ({2: {"phase": None, "step": None, "stopped": True}},
          f"2 on n2: stopped by a signal (state T) at step.py:9 in run; {OTHERS}"),
         ({3: {"phase": None, "step": None}},
