@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from hpc_parallel.config.script import is_script
 from hpc_parallel.failure import failure, flight_recorder, normal_end
 from hpc_parallel.failure.desync import compare
 from hpc_parallel.failure.failure import Record
@@ -156,12 +157,19 @@ def missing_rank(folder: RunFolder, *, cause: Record, records: Sequence[Record])
 def with_early_ends(folder: RunFolder, *, cause: Record) -> Record:
     """Name the ranks that had ended normally, if other ranks then waited for a peer or lost one.
 
-    They may have ended too early, but the lost peer may also be another rank. So they are not blamed.
+    The ranks of a script may have ended too early, but the lost peer may also be another rank, so they are
+    not blamed. Those of our tasks end only after the summary is written, and this run has none.
     """
     if cause.kind not in (failure.LOST_PEER, failure.COLLECTIVE_TIMEOUT, failure.HANG):
         return cause
     ends = normal_end.ended_ranks(folder, attempt=cause.attempt)
-    return replace(cause, message=cause.message + normal_end.clause(ends))
+    if not ends or is_script(folder.read_config()):
+        return replace(cause, message=cause.message + normal_end.clause(ends))
+    first = min(ends, key=lambda end: end.time)
+    message = f"ended with exit code 0 while others waited for it: {cause.message}"
+    node = first.rank // _ranks_per_node(folder)
+    blamed = replace(cause, rank=first.rank, host=first.host, node=node, kind=failure.ERROR, message=message)
+    return replace(blamed, traceback=[], details={}, signal=None)
 
 
 def _entered_collectives(folder: RunFolder, records: Sequence[Record]) -> dict[int, list[Entered]]:

@@ -546,14 +546,22 @@ def test_an_exit_code_0_completes_a_script_only_if_its_rank_0_ran(
     [({}, ""), ({1: "a"}, "; rank 1 on n0 had ended with exit code 0"), ({1: "earlier"}, ""),
      ({1: "a", 3: "a"}, "; ranks 1, 3 had ended with exit code 0")],
 )  # fmt: skip
+@pytest.mark.parametrize("task", ["script", "train"])
 def test_a_rank_that_ended_early_is_named_where_others_lost_a_peer(
-    folder: RunFolder, message: str, kind: str, ended: dict[int, str], clause: str
+    folder: RunFolder, message: str, kind: str, ended: dict[int, str], clause: str, task: str
 ) -> None:
+    """That of a script may be right; a training's ranks end when it is complete."""
+    folder.config.write_text(yaml.safe_dump(folder.read_config() | {"task": {"name": task}}))
     for rank, attempt in ended.items():
         normal_end.record(folder, world=world(rank, attempt=attempt))
     failure.record_exception(folder, world=world(0), error=RuntimeError(message))
     line = conclude(folder, returncode=1)
-    assert line == f"rank 0 on n0 failed first: RuntimeError: {message}{clause}"
+    if task == "train" and clause:
+        why = f"ended with exit code 0 while others waited for it: RuntimeError: {message}"
+        assert line == f"rank 1 on n0 failed first: {why}; 1 follower"
+        kind = "error"
+    else:
+        assert line == f"rank 0 on n0 failed first: RuntimeError: {message}{clause}"
     assert read_json(folder.failure)["kind"] == kind
 
 
