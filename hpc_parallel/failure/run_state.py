@@ -51,7 +51,8 @@ def _state(run: RecordedRun, job: Job | None, by_job: Mapping[Job, JobState]) ->
         if reason := elsewhere(run.owner):
             outcome = _outcome(run)
             return State(UNKNOWN, reason, job=job.id) if outcome is None else _ended(run, outcome)
-        return replace(_of_job(run, by_job[job]), job=job.id, left_s=by_job[job].left_s)
+        state = _of_job(run, by_job[job])
+        return replace(state, job=job.id, left_s=None if state.ended else by_job[job].left_s)
 
     return despite_damage(
         build, lambda reason: State(DAMAGED, reason, ended=True, job=job.id if job else None)

@@ -21,7 +21,7 @@ import pytest
 from hpc_parallel.__main__ import main
 from hpc_parallel.failure import end_runs
 from hpc_parallel.failure.run_state import states
-from hpc_parallel.record import owner
+from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
@@ -241,6 +241,22 @@ def test_the_end_of_a_job_is_seen(
     assert ("scancel", "12") in slurm.calls
 
 
+def test_a_job_that_waits_for_its_next_start_can_be_cancelled(slurm: Slurm, tmp_path: Path) -> None:
+    """Its batch script, which would record the end, has ended before."""
+    folder = started(tmp_path / "1")
+    attempts.end(folder, how="preempted")
+    write_json(folder.summary, {"outcome": "preempted"})
+    write_json(folder.stopped, {"signal": "SIGTERM", "step": 12, "how": "preempted", "line": "saved"})
+    owner.hand_to_job(folder, job(NEW))
+    scripts = f"12|12|{folder.batch_script}\n"
+    slurm.answers = {"squeue": PENDING, "scripts": scripts, "scancel": NOTHING, "after": CANCELLED}
+    assert main(["cancel", "--yes", str(folder.path)]) == 0
+    summary, stopped = (json.loads(file.read_text()) for file in (folder.summary, folder.stopped))
+    assert (summary["outcome"], summary["steps"], summary["job_ids"]) == ("cancelled", 30, ["12"])
+    assert (stopped["how"], stopped["line"]) == ("cancelled", "cancelled before its next start")
+    assert [end.how for end in attempts.recent_ends(folder)] == ["preempted"]  # one end for each start
+
+
 @pytest.mark.parametrize(
     ("output", "cluster"),
     [
@@ -366,7 +382,7 @@ QUESTIONS: list[tuple[Callable[[], Any], str, Text, Any]] = [
     (lambda: limits.hosts_of("main"), "sinfo", HOSTS, {"n1", "n2"}),
     (lambda: limits.hosts_of("main"), "sinfo", LOUD + HOSTS, {"n1", "n2"}),
     (lambda: limits.hosts_of("main"), "sinfo", DOWN, set()),
-    (limits.partitions, "sinfo", LOUD + SINFO, ["big (1 nodes)", "main (3 nodes)"]),
+    (limits.partitions, "sinfo", LOUD + SINFO, ["big (1 node)", "main (3 nodes)"]),
     (limits.partitions, "sinfo", DOWN, []),
     (lambda: job_fields("12")["EndTime"], "scontrol", RECORD.format("RUNNING"), "2026-11-27T11:00:00"),
     (lambda: job_fields("12")["JobState"], "scontrol", LOUD + RECORD.format("RUNNING"), "RUNNING"),
