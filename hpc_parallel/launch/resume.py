@@ -35,6 +35,7 @@ from hpc_parallel.problems import ConfigError, Problem, Problems, nearest, quote
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.find import near_runs, path_of
+from hpc_parallel.record.names import command_on
 from hpc_parallel.record.owner import living_owner
 from hpc_parallel.record.recorded_start import grants_trust, key_of, read_start
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
@@ -208,7 +209,8 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
     if not steps and (active := _living_owner(folder)) is not None:
         yield f"resume = {folder.path} is going on already, as {active}."
     elif not steps:
-        yield f"resume = {folder.path} has no checkpoint, so it can't continue. Try the same line without it."
+        anew = command_on(folder.path, "rerun")
+        yield f"resume = {folder.path} has no checkpoint, so it can't continue. Try {anew} for a new run."
     elif steps[0] >= settings["training.steps"]:
         rule = f"are already done: the newest checkpoint is of step {steps[0]}"
         yield Problem("training.steps", settings["training.steps"], rule, (2 * steps[0],))

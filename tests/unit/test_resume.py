@@ -192,7 +192,8 @@ def test_no_run_and_no_checkpoint(started: RunFolder, capsys: pytest.CaptureFixt
     assert f"is not a run folder. Try resume={started.path}" in capsys.readouterr().err
     (started.checkpoints / "step-40" / "complete").unlink()
     assert main(["resume=run"]) == 2
-    assert "has no checkpoint" in capsys.readouterr().err
+    anew = "has no checkpoint, so it can't continue. Try python -m hpc_parallel rerun run for a new run."
+    assert anew in capsys.readouterr().err
     owner.take(started)
     assert main(["resume=run"]) == 2
     assert f"is going on already, as process {os.getpid()}.\n" in capsys.readouterr().err
