@@ -194,13 +194,7 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
         return
     settings = flatten(values)
     is_script = settings["task.name"] == TASK
-    for fixed, reason in (FIXED if not is_script else {"task.name": "it is no script"}).items():
-        for key in sorted(before.keys() | settings.keys()):
-            added = key == fixed and key not in before  # a newer version has added the key
-            fits = added or before.get(key) == settings.get(key)
-            if (key == fixed or key.startswith(f"{fixed}.")) and not fits:
-                rule = f"differs from the run to resume: {reason}"
-                yield Problem(key, settings.get(key), rule, (before.get(key),))
+    yield from _fixed_problems(before, settings, is_script=is_script)
     if is_script:  # a script has its own checkpoints
         return
     if ended := _ended_early(folder, callbacks=values["training"].get("callbacks")):
@@ -214,6 +208,25 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
     elif steps[0] >= settings["training.steps"]:
         rule = f"are already done: the newest checkpoint is of step {steps[0]}"
         yield Problem("training.steps", settings["training.steps"], rule, (2 * steps[0],))
+
+
+def _fixed_problems(before: Mapping[str, Any], settings: Mapping[str, Any], *, is_script: bool) -> Problems:
+    """The recorded and the new values that differ, but may not."""
+    fixed_keys = {"task.name": "it is no script"} if is_script else FIXED
+    targets = {f"{group}._target_" for group in ("model", "data", "optimizer")}
+    others = {key.partition(".")[0] for key in targets & before.keys() if before[key] != settings.get(key)}
+    for fixed, reason in fixed_keys.items():
+        for key in sorted(before.keys() | settings.keys()):
+            added = key == fixed and key not in before  # a newer version has added the key
+            fits = added or before.get(key) == settings.get(key)
+            if not (key == fixed or key.startswith(f"{fixed}.")) or fits:
+                continue
+            rule, group = "differs from the run to resume", key.partition(".")[0]
+            if group not in others:
+                yield Problem(key, settings.get(key), f"{rule}: {reason}", (before.get(key),))
+            elif key in targets:  # its other keys have no meaning for the run
+                rule += f", which has {before.get(key)}: {reason}. Leave out what changes {group}"
+                yield Problem(key, settings.get(key), rule)
 
 
 def _living_owner(folder: RunFolder) -> str | None:
