@@ -23,7 +23,7 @@ from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.find import find_run
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.names import label
-from hpc_parallel.record.rank_output import is_noise
+from hpc_parallel.record.rank_output import is_noise, job_outputs
 from hpc_parallel.record.recorded import RecordedRun, read_run
 from hpc_parallel.record.safe_read import MIB, DamagedError, list_folder, open_regular
 from hpc_parallel.shell import command_parser, run_command
@@ -180,10 +180,8 @@ def _logged(run: RecordedRun) -> list[LogFile]:
 
 def _before(run: RecordedRun) -> list[LogFile]:
     """The local agent's log, and the output of the newest job."""
-    job = run.job_ids[-1] if run.job_ids else None
-    names = sorted(entry.name for entry in list_folder(run.folder.slurm))
-    outputs = [name for name in names if job and name.startswith(job) and name.endswith(".out")]
-    paths = [run.folder.logs / "agent.err", *(run.folder.slurm / name for name in outputs)]
+    outputs = job_outputs(run.folder, run.job_ids[-1]) if run.job_ids else []
+    paths = [run.folder.logs / "agent.err", *outputs]
     return [LogFile(path, None, "out") for path in paths if os.path.lexists(path)]
 
 

@@ -32,7 +32,7 @@ from hpc_parallel.record.metrics_file import (
     loss_figure,
 )
 from hpc_parallel.record.names import RUN_COMMAND, command_on, from_here
-from hpc_parallel.record.rank_output import WARNS, OutputTail, is_noise
+from hpc_parallel.record.rank_output import NO_OUTPUT, WARNS, OutputTail, is_noise, job_outputs
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder, read_phase
 from hpc_parallel.record.safe_read import read_tail, size_of
@@ -328,12 +328,13 @@ def conclude_job(folder: RunFolder, job_id: str, state: JobState) -> None:
     """
     if not owner.is_job(folder, job_id):
         return
-    logs = sorted(folder.slurm.glob(f"{job_id}*.out"))
+    logs = job_outputs(folder, job_id)
     text = read_tail(logs[0]).decode(errors="replace") if logs else ""
+    unseen = f"; {NO_OUTPUT}" if state.state == "FAILED" and not logs else ""
     conclude(
         folder,
         returncode=0 if state.state == "COMPLETED" else 1,
-        text=f"{text}\nSlurm says of job {job_id}: {state}",
+        text=f"{text}\nSlurm says of job {job_id}: {state}{unseen}",
         cancelled=True if state.state == "CANCELLED" else None,
         environment={"SLURM_JOB_ID": job_id},
     )

@@ -30,7 +30,7 @@ from hpc_parallel.slurm.client import MISSING, UNANSWERED
 from hpc_parallel.slurm.jobs import Job, job_fields, job_state, job_states, never_starting
 from hpc_parallel.slurm.submit import SiteRefusedError, job_in
 from hpc_parallel.slurm.submitit_executor import Executor
-from tests.recorded_runs import finished, started
+from tests.recorded_runs import finished, prepared, started
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,23 @@ def test_the_state_of_a_run(
         owner.hand_to_job(folder, job(age_s))
         (found,) = states([read_run(folder.path)])
         assert (found.name, found.ended) == (expected, expected in ENDED_RUNS)
+
+
+def test_a_job_that_failed_without_output_may_not_see_the_folder(slurm: Slurm, tmp_path: Path) -> None:
+    """Slurm's own word for it, JobLaunchFailure, is in the queue only for some minutes."""
+    slurm.answers = {"squeue": INVALID, "sacct": COMPLETED.replace("COMPLETED", "FAILED")}
+    folder = prepared(tmp_path / "1")
+    owner.hand_to_job(folder, job(OLD))
+    unseen = "failed (its job has no output: do the hosts see the run folder?)"
+    assert list(map(str, states([read_run(folder.path)]))) == [unseen]
+    folder.slurm.mkdir(exist_ok=True)
+    (folder.slurm / "12_submission.sh").touch()
+    assert list(map(str, states([read_run(folder.path)]))) == [unseen]
+    (folder.slurm / "12_0_log.out").touch()
+    assert list(map(str, states([read_run(folder.path)]))) == ["failed"]
+    (folder.slurm / "12_0_log.out").unlink()
+    owner.queue_in_job(folder, job(OLD))  # a packed job has its output elsewhere
+    assert list(map(str, states([read_run(folder.path)]))) == ["failed"]
 
 
 ENDED_RUNS = ("completed", "failed", "cancelled", "out_of_memory", "gone", "broken off")
