@@ -23,7 +23,7 @@ from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.find import find_run
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.names import label
-from hpc_parallel.record.rank_output import is_noise, job_outputs
+from hpc_parallel.record.rank_output import is_noise
 from hpc_parallel.record.recorded import RecordedRun, read_run
 from hpc_parallel.record.safe_read import MIB, DamagedError, list_folder, open_regular
 from hpc_parallel.shell import command_parser, run_command
@@ -180,7 +180,7 @@ def _logged(run: RecordedRun) -> list[LogFile]:
 
 def _before(run: RecordedRun) -> list[LogFile]:
     """The local agent's log, and the output of the newest job."""
-    outputs = job_outputs(run.folder, run.job_ids[-1]) if run.job_ids else []
+    outputs = run.folder.job_outputs(run.job_ids[-1]) if run.job_ids else []
     paths = [run.folder.logs / "agent.err", *outputs]
     return [LogFile(path, None, "out") for path in paths if os.path.lexists(path)]
 

@@ -9,7 +9,6 @@ from typing import TypeVar
 
 from hpc_parallel.record.endings import STARTS_AGAIN
 from hpc_parallel.record.owner import elsewhere, process_lives
-from hpc_parallel.record.rank_output import NO_OUTPUT, job_outputs
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.slurm.allocation import step_runs
 from hpc_parallel.slurm.jobs import FORGOTTEN, SILENT, Inquiry, Job, JobState, job_states, scripts_in_queue
@@ -18,6 +17,7 @@ T = TypeVar("T")
 RUNNING, WAITING, UNKNOWN, NOT_STARTED = "running", "pending", "unknown", "not started"
 BROKEN_OFF, DAMAGED = "broken off", "damaged"
 NO_ANSWER, ITS_TURN = "Slurm does not answer", "its turn in a sweep"  # reasons
+NO_OUTPUT = "its job has no output: do the hosts see the run folder?"
 SUMMED_UP = ("completed", "failed", STARTS_AGAIN, "cancelled", "pruned")  # outcomes of `summary.json`
 
 
@@ -106,8 +106,8 @@ def _of_job(run: RecordedRun, job: JobState) -> State:
         return State(word, "" if job.reason in ("", "None") else job.reason)
     if outcome is None and word == "completed":  # the batch script succeeded, but the run did not
         return State(BROKEN_OFF, "its job ended without a summary", ended=True)
-    is_alone = word == "failed" and outcome is None and packed is None
-    if is_alone and run.job and not job_outputs(run.folder, run.job.id):
+    is_alone = word == "failed" and outcome is None and not packed
+    if is_alone and run.job and not run.folder.job_outputs(run.job.id):
         return State(word, NO_OUTPUT, ended=True)
     if outcome in (None, STARTS_AGAIN):  # Slurm may end a job before it restarts
         return State(word if word != "completed" else str(outcome), ended=True)

@@ -18,6 +18,7 @@ from rich.progress import Progress, TaskID
 from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.failure.conclude_run import cancelled_by, conclude
 from hpc_parallel.failure.failure import CONFIGURATION, signal_name
+from hpc_parallel.failure.run_state import NO_OUTPUT
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import printable, quoted
 from hpc_parallel.record import owner
@@ -32,7 +33,7 @@ from hpc_parallel.record.metrics_file import (
     loss_figure,
 )
 from hpc_parallel.record.names import RUN_COMMAND, command_on, from_here
-from hpc_parallel.record.rank_output import NO_OUTPUT, WARNS, OutputTail, is_noise, job_outputs
+from hpc_parallel.record.rank_output import WARNS, OutputTail, is_noise
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder, read_phase
 from hpc_parallel.record.safe_read import read_tail, size_of
@@ -328,7 +329,7 @@ def conclude_job(folder: RunFolder, job_id: str, state: JobState) -> None:
     """
     if not owner.is_job(folder, job_id):
         return
-    logs = job_outputs(folder, job_id)
+    logs = folder.job_outputs(job_id)
     text = read_tail(logs[0]).decode(errors="replace") if logs else ""
     unseen = f"; {NO_OUTPUT}" if state.state == "FAILED" and not logs else ""
     conclude(

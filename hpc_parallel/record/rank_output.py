@@ -9,15 +9,7 @@ from pathlib import Path
 
 from hpc_parallel.problems import printable
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import (
-    DamagedError,
-    list_folder,
-    open_regular,
-    read_head,
-    read_tail,
-    size_of,
-    status_of,
-)
+from hpc_parallel.record.safe_read import DamagedError, open_regular, read_head, read_tail, size_of, status_of
 
 _MOST_BYTES = 16 * 1024  # in one read
 _MOST_CHARACTERS = 500  # of a line
@@ -28,14 +20,6 @@ WARNS, _MOST_WARNINGS = "WARNING: ", 20
 _HOST_NAME = re.compile(
     r"(\[rank\d+\]:)?\[W[^\]]*\] \[c10d\] The hostname of the client socket cannot be retrieved\. err=-?\d+"
 )
-
-NO_OUTPUT = "its job has no output: do the hosts see the run folder?"  # of a job that failed
-
-
-def job_outputs(folder: RunFolder, job_id: str) -> list[Path]:
-    """The files into which Slurm has written the output of a job of the run."""
-    names = sorted(entry.name for entry in list_folder(folder.slurm))
-    return [folder.slurm / name for name in names if name.startswith(job_id) and name.endswith(".out")]
 
 
 class OutputTail:
