@@ -224,6 +224,18 @@ def test_a_job_that_failed_without_output_may_not_see_the_folder(slurm: Slurm, t
     assert list(map(str, states([read_run(folder.path)]))) == ["failed"]
 
 
+def test_a_refused_account_is_answered_with_those_of_the_user(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("getpass.getuser", lambda: "me")
+    slurm.answers = {"sacctmgr": ASSOCIATIONS, "sinfo": NOTHING}
+    refused = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination"
+    said = f"Slurm refused the job; nothing was submitted.\n  {refused}"
+    assert submit.refusal_message(refused) == f"{said}\n  Your accounts: bio, physics."
+    slurm.answers = {"sacctmgr": NO_DATABASE, "sinfo": NOTHING}
+    assert submit.refusal_message(refused) == said
+
+
 ENDED_RUNS = ("completed", "failed", "cancelled", "out_of_memory", "gone", "broken off")
 COMPLETING = RUNNING.replace("RUNNING", "COMPLETING")
 CANCELLED = RUNNING.replace("RUNNING", "CANCELLED")
