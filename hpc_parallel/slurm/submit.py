@@ -152,7 +152,7 @@ def refusal_message(text: str) -> str:
     """Slurm's error lines, plus the partitions or the accounts that the user could name instead."""
     lines = [line for line in text.splitlines() if line.startswith("sbatch:")] or text.splitlines()
     message = "Slurm refused the job; nothing was submitted.\n  " + "\n  ".join(lines)
-    if re.search("partition|node", text, re.IGNORECASE) and (names := partitions()):
+    if re.search("partition|node(?! name)", text, re.IGNORECASE) and (names := partitions()):
         message += f"\n  Partitions here: {', '.join(names)}."
     if "account" in text.lower() and (found := associations_of(getpass.getuser())):
         message += f"\n  Your accounts: {', '.join(association.account for association in found)}."

@@ -236,6 +236,16 @@ def test_a_refused_account_is_answered_with_those_of_the_user(
     assert submit.refusal_message(refused) == said
 
 
+def test_a_refused_host_is_not_answered_with_partitions(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "partitions", lambda: ["main (4 nodes)"])
+    host = "sbatch: error: Batch job submission failed: Invalid node name specified"
+    size = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
+    said = [submit.refusal_message(text).splitlines()[2:] for text in (host, size)]
+    assert said == [[], ["  Partitions here: main (4 nodes)."]]
+
+
 ENDED_RUNS = ("completed", "failed", "cancelled", "out_of_memory", "gone", "broken off")
 COMPLETING = RUNNING.replace("RUNNING", "COMPLETING")
 CANCELLED = RUNNING.replace("RUNNING", "CANCELLED")
