@@ -250,9 +250,10 @@ def _conclude_stop(
     line = f"{reasons[how]}: {kept}"
     if how != restart.CANCELLED and not restarts:
         line += f"; {decision.why}"
-        without_rank(kind=_KINDS[how], message=line, line=line).write(folder)
     if stopped.step is not None and not restarts:
         line += _advice(folder)
+    if how != restart.CANCELLED and not restarts:
+        without_rank(kind=_KINDS[how], message=line, line=line).write(folder)
     outcome = STARTS_AGAIN if restarts else "cancelled" if how == restart.CANCELLED else "failed"
     write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     replace(stopped, how=how, line=line).write(folder)

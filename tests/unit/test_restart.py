@@ -58,7 +58,7 @@ def ends(text: str) -> list[End]:
 
 
 SAME = "it failed so twice after step 30, so it does not start again"
-USED = "launcher.max_restarts=3 are used up"
+USED = "launcher.max_restarts=3 is used up"
 KILLED = "killed 1@n2 30"
 PLACES = ["killed 1@n2 30", "hang 2@n3 40", "killed 3@n4 50", "lost_peer 0@n1 60"]
 TABLE = [  # how the starts ended; what is allowed; what follows in a job
@@ -99,7 +99,7 @@ TABLE = [  # how the starts ended; what is allowed; what follows in a job
     ("cancelled - 30", {}, "end", ""),
     ("preempted - 30", {"max_requeues": 0, "max_restarts": 0}, "requeue", ""),
     ("time_limit - 30, time_limit - 40", {}, "requeue", ""),
-    ("time_limit - 30, time_limit - 40, time_limit - 50", {}, "end", "launcher.max_requeues=2 are used up"),
+    ("time_limit - 30, time_limit - 40, time_limit - 50", {}, "end", "launcher.max_requeues=2 is used up"),
     ("requeued - -", {}, "requeue", ""),
     ("time_limit - 0", {"continues": False}, "end",
      "try a longer launcher.time_minutes or a smaller task.seconds"),
