@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 _FEW = 64
 _ESCAPED_BYTE = re.compile(r"\\udc([89a-f][0-9a-f])")  # as repr writes a byte that is no UTF-8
-_PLAIN_PATH = re.compile(r"/[\w./-]*", re.ASCII)
+_PLAIN_PATH = re.compile(r"(?!-)[\w.-]*/[\w./-]*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,16 @@ def quoted(text: object) -> str:
 
 
 def excluding(hosts: Sequence[str]) -> str:
-    """The override that leaves out these hosts, as a shell takes it. Hydra needs a list to be quoted."""
+    """The override that leaves out these hosts, as a shell takes it."""
     names = ",".join(hosts)
-    return f"launcher.exclude={names}" if set(names).isdisjoint(",[") else f"\"launcher.exclude='{names}'\""
+    return (
+        f"launcher.exclude={names}" if set(names).isdisjoint(",[") else with_comma("launcher.exclude", names)
+    )
+
+
+def with_comma(key: str, value: str) -> str:
+    """An override of one text with commas or brackets, as a shell takes it: Hydra needs it to be quoted."""
+    return f"\"{key}='{value}'\""
 
 
 def alternatives(texts: Sequence[str]) -> str:

@@ -180,10 +180,8 @@ def _logged(run: RecordedRun) -> list[LogFile]:
 
 def _before(run: RecordedRun) -> list[LogFile]:
     """The local agent's log, and the output of the newest job."""
-    job = run.job_ids[-1] if run.job_ids else None
-    names = sorted(entry.name for entry in list_folder(run.folder.slurm))
-    outputs = [name for name in names if job and name.startswith(job) and name.endswith(".out")]
-    paths = [run.folder.logs / "agent.err", *(run.folder.slurm / name for name in outputs)]
+    outputs = run.folder.job_outputs(run.job_ids[-1]) if run.job_ids else []
+    paths = [run.folder.logs / "agent.err", *outputs]
     return [LogFile(path, None, "out") for path in paths if os.path.lexists(path)]
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
 from hpc_parallel.problems import Problem, alternatives, nearest
+from hpc_parallel.record.names import RUNS
 from hpc_parallel.record.recorded import find_runs
 from hpc_parallel.record.safe_write import write_bytes, write_text
 from hpc_parallel.shell import command_parser, complain
@@ -81,6 +82,8 @@ def find_problems(folders: Sequence[Path]) -> Iterator[Problem | str]:
 
 
 def _near(folder: Path) -> list[str]:
+    if (named := RUNS / os.path.relpath(folder)).is_dir():  # by its label, as `status` takes it
+        return [str(named)]
     try:
         names = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()]
     except OSError:

@@ -29,10 +29,13 @@ from hpc_parallel.problems import printable
 from hpc_parallel.record.find import Match, find_all, newest_first, unique_runs
 from hpc_parallel.record.metrics_file import MetricsLine, duration, figure, per_second
 from hpc_parallel.record.names import RUNS, label
+from hpc_parallel.record.owner import Owner, process_lives
 from hpc_parallel.record.rank_output import last_output
 from hpc_parallel.record.recorded import RecordedRun, find_runs, read_run
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.stage_file import StageRecord, read_stages
 from hpc_parallel.record.sweep_folder import Sweep, sweep_of
+from hpc_parallel.record.typed import read_if_possible
 from hpc_parallel.record.values import integer, number, table
 from hpc_parallel.report.run_lines import slow_lines
 from hpc_parallel.shell import command_parser, run_command
@@ -241,7 +244,7 @@ def _notes(rows: Sequence[RunRow], named: Sequence[Match]) -> list[str]:
     lines = [f"{row.run}: {row.failure}" for row in rows if row.failure]
     for target in named:
         if target.path is not None and (sweep := sweep_of(target.path)) is not None:
-            lines += _of_sweep(rows, sweep)
+            lines += _of_sweep(rows, sweep, holder=read_if_possible(Owner, RunFolder(target.path).owner))
             lines += _of_stages(rows, read_stages(target.path))
     return lines
 
@@ -263,14 +266,16 @@ def _of_stages(rows: Sequence[RunRow], stages: Sequence[StageRecord]) -> list[st
     return lines
 
 
-def _of_sweep(rows: Sequence[RunRow], sweep: Sweep) -> list[str]:
-    """The runs of a sweep that have no folder, and its combinations that can't run."""
+def _of_sweep(rows: Sequence[RunRow], sweep: Sweep, *, holder: Owner | None) -> list[str]:
+    """The runs of a sweep that have no folder, and its combinations that can't run. holder: who starts it."""
     idle = {row.path for row in rows if row.state == NOT_STARTED and row.nodes is None}
-    not_started = [run for run in sweep.runs if str(run.run_dir) in idle]
+    starts = holder is not None and process_lives(holder) is not False
+    why = "not started yet" if starts else "not started, or its folder is gone"
     return [
         *(
-            f"not started, or its folder is gone: {sweep.distinct_overrides(run.overrides)}"
-            for run in not_started
+            f"{'its folder is gone' if run.job_id else why}: {sweep.distinct_overrides(run.overrides)}"
+            for run in sweep.runs
+            if str(run.run_dir) in idle
         ),
         *(
             f"left out: {sweep.distinct_overrides(combination.overrides)}: {' '.join(combination.problems)}"

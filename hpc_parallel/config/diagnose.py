@@ -45,9 +45,10 @@ from hpc_parallel.config.places import OWN_SITES
 from hpc_parallel.config.resolve import REQUIRED, as_switch, flat, missing_keys, resolve, unknown_keys
 from hpc_parallel.config.typed_config import choices_of, kind_of, rule_of
 from hpc_parallel.layout.layout import layout_of
-from hpc_parallel.problems import ConfigError, Problem, alternatives, nearest, spell
+from hpc_parallel.problems import ConfigError, Problem, alternatives, nearest, spell, with_comma
 
 PLUGINS = {"hydra/sweeper": "sweeper", "hydra/launcher": "launcher"}
+LISTS_OF_SLURM = ("launcher.exclude", "launcher.partition", "launcher.extra.")  # a comma is part of the value
 MOST_FILES = 3  # that a message proposes
 _FILE_NAME = re.compile(r"\w[\w.-]*")
 
@@ -196,8 +197,7 @@ def _explain(
         return f"{override}: the first line of {value}.yaml must be {first!r}, and its keys those of a run."
     values = value.split(",")
     if "Ambiguous value" in text or (len(values) > 1 and set(values) <= set(choices)):
-        sweep, one = shlex.quote(override), shlex.quote(f"{key}={values[0]}")
-        return f"{override}: several values are a sweep. Try -m {sweep}, or one value: {one}."
+        return _several_values(override)
     if isinstance(error, YAMLError):
         return unreadable_file(error)
     plain = composer.compose(accepted)
@@ -328,6 +328,15 @@ def _legal_override(override: str, *, plain: DictConfig) -> str:
         near = _near(plain, key=key, value=value)
         return f"{key}={spell(near[0]) if near else 'VALUE'}"
     return override
+
+
+def _several_values(override: str) -> str:
+    key, _, value = override.partition("=")
+    sweep, one = shlex.quote(override), shlex.quote(f"{key}={value.partition(',')[0]}")
+    advice = f"Try -m {sweep}, or one value: {one}"
+    if key.lstrip("+").startswith(LISTS_OF_SLURM) and set(value).isdisjoint("'\"$`\\!"):
+        advice = f"For Slurm, they are one: {with_comma(key, value)}. To sweep them: -m {sweep}"
+    return f"{override}: several values are a sweep. {advice}."
 
 
 def _type_in_schema(plain: DictConfig, key: str) -> str:

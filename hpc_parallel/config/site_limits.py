@@ -78,8 +78,9 @@ def _of_a_node(config: RunConfig, most: Limits, where: str) -> Iterator[str]:
     if most.cpus is not None and most.cpus < needed:
         key = f"launcher.cpus_per_device={launcher.cpus_per_device}"
         largest = f"the largest node of {where} has {most.cpus}"
-        legal = f"Try launcher.cpus_per_device={max(1, most.cpus // devices)}."
-        yield f"{key}: {devices} devices need {needed} CPUs, and {largest}. {legal}"
+        fewer = f"gpus_per_node={most.cpus} launcher.cpus_per_device=1"
+        legal = f"launcher.cpus_per_device={most.cpus // devices}" if devices <= most.cpus else fewer
+        yield f"{key}: a node needs {needed} CPUs, and {largest}. Try {legal}."
 
 
 def limits_of(config: RunConfig) -> Limits:

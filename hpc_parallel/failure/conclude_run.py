@@ -132,6 +132,14 @@ def conclude(
     return line
 
 
+def conclude_waiting(folder: RunFolder, *, environment: Mapping[str, str]) -> None:
+    """Conclude a run that was cancelled before its next start; its newest start has recorded its end."""
+    line = "cancelled before its next start" + (_advice(folder) if complete(folder.checkpoints) else "")
+    if (stopped := Stop.read(folder)) is not None:
+        replace(stopped, how=restart.CANCELLED, line=line).write(folder)
+    write_json(folder.summary, _summary(folder, outcome="cancelled", environment=environment))
+
+
 def _was_starting(folder: RunFolder, *, returncode: int, text: str, environment: Mapping[str, str]) -> bool:
     """Whether the time limit of a packed job, or its warning, ended a run whose ranks were starting."""
     if not is_packed(folder) or not attempts.is_starting(folder):
@@ -242,9 +250,10 @@ def _conclude_stop(
     line = f"{reasons[how]}: {kept}"
     if how != restart.CANCELLED and not restarts:
         line += f"; {decision.why}"
-        without_rank(kind=_KINDS[how], message=line, line=line).write(folder)
     if stopped.step is not None and not restarts:
         line += _advice(folder)
+    if how != restart.CANCELLED and not restarts:
+        without_rank(kind=_KINDS[how], message=line, line=line).write(folder)
     outcome = STARTS_AGAIN if restarts else "cancelled" if how == restart.CANCELLED else "failed"
     write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     replace(stopped, how=how, line=line).write(folder)

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_parallel.failure.conclude_run import conclude
+from hpc_parallel.failure.conclude_run import conclude, conclude_waiting
 from hpc_parallel.failure.packed_job import is_left_by_all
 from hpc_parallel.failure.run_state import NO_ANSWER, NOT_STARTED, UNKNOWN, WAITING, State, waits
+from hpc_parallel.record.endings import STARTS_AGAIN
 from hpc_parallel.record.names import label
 from hpc_parallel.record.owner import elsewhere, end_process, refusal, withdraw
 from hpc_parallel.record.recorded import RecordedRun, read_run
@@ -205,16 +206,20 @@ def _has_turn(run: RecordedRun) -> bool:
 def _conclude(
     cancelled: Sequence[Target], by_id: Mapping[str, JobState], *, warn: Callable[[str], None]
 ) -> None:
-    """Record that a job was cancelled before it started, because such a job can't record this itself."""
+    """Record that a job was cancelled before a start, because such a job can't record this itself."""
     for target in cancelled:
         ended = target.state.name == WAITING and by_id[str(target.job)].ended
-        has_summary = os.path.lexists(target.run.folder.summary)
-        if ended and not has_summary and not target.run.attempts.started:
+        waits_again = target.run.totals.outcome == STARTS_AGAIN
+        is_new = not os.path.lexists(target.run.folder.summary) and not target.run.attempts.started
+        if ended and (is_new or waits_again):
             _write_summary(target.run, environment={"SLURM_JOB_ID": str(target.job)}, warn=warn)
 
 
 def _write_summary(run: RecordedRun, *, environment: Mapping[str, str], warn: Callable[[str], None]) -> None:
     try:
-        conclude(run.folder, returncode=1, cancelled=True, environment=environment)
+        if run.totals.outcome == STARTS_AGAIN:
+            conclude_waiting(run.folder, environment=environment)
+        else:
+            conclude(run.folder, returncode=1, cancelled=True, environment=environment)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # its files are damaged
         warn(f"{label(run.path)} has ended, but its summary.json could not be written: {error!r}")

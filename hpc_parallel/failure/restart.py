@@ -203,7 +203,7 @@ def _decided(
         if end.how == TIME_LIMIT and not continues:  # a new start would only reach the limit again
             return Decision(END, f"try a longer {limits.time_key} or a smaller task.seconds")
         if counts[end.how] > limits.max_requeues:  # the count includes this end
-            return Decision(END, f"launcher.max_requeues={limits.max_requeues} are used up")
+            return Decision(END, f"launcher.max_requeues={limits.max_requeues} is used up")
         return Decision(REQUEUE)
     if (refusal := _why_not(ends, counts=counts, limits=limits)) is not None:
         return Decision(END, refusal)
@@ -262,7 +262,7 @@ def _why_not(ends: Sequence[attempts.End], *, counts: Mapping[str, int], limits:
     if _without_ranks(end) and not limits.start:
         return ""
     if counts["failure"] > limits.max_restarts:
-        used = f"launcher.max_restarts={limits.max_restarts} are used up"
+        used = f"launcher.max_restarts={limits.max_restarts} is used up"
         return used if limits.max_restarts else ""
     before = next((other for other in reversed(ends[:-1]) if _kind(other) == "failure"), None)
     knows_place = end.rank is not None or end.how in (failure.HANG, failure.COLLECTIVE_TIMEOUT)

@@ -17,6 +17,7 @@ T = TypeVar("T")
 RUNNING, WAITING, UNKNOWN, NOT_STARTED = "running", "pending", "unknown", "not started"
 BROKEN_OFF, DAMAGED = "broken off", "damaged"
 NO_ANSWER, ITS_TURN = "Slurm does not answer", "its turn in a sweep"  # reasons
+NO_OUTPUT = "its job has no output: do the hosts see the run folder?"
 SUMMED_UP = ("completed", "failed", STARTS_AGAIN, "cancelled", "pruned")  # outcomes of `summary.json`
 
 
@@ -51,7 +52,8 @@ def _state(run: RecordedRun, job: Job | None, by_job: Mapping[Job, JobState]) ->
         if reason := elsewhere(run.owner):
             outcome = _outcome(run)
             return State(UNKNOWN, reason, job=job.id) if outcome is None else _ended(run, outcome)
-        return replace(_of_job(run, by_job[job]), job=job.id, left_s=by_job[job].left_s)
+        state = _of_job(run, by_job[job])
+        return replace(state, job=job.id, left_s=None if state.ended else by_job[job].left_s)
 
     return despite_damage(
         build, lambda reason: State(DAMAGED, reason, ended=True, job=job.id if job else None)
@@ -104,6 +106,9 @@ def _of_job(run: RecordedRun, job: JobState) -> State:
         return State(word, "" if job.reason in ("", "None") else job.reason)
     if outcome is None and word == "completed":  # the batch script succeeded, but the run did not
         return State(BROKEN_OFF, "its job ended without a summary", ended=True)
+    is_alone = word == "failed" and outcome is None and not packed
+    if is_alone and run.job and not run.folder.job_outputs(run.job.id):
+        return State(word, NO_OUTPUT, ended=True)
     if outcome in (None, STARTS_AGAIN):  # Slurm may end a job before it restarts
         return State(word if word != "completed" else str(outcome), ended=True)
     return _ended(run, str(outcome), by="" if word in SUMMED_UP else word)

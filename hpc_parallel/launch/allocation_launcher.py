@@ -40,7 +40,8 @@ def script_of(run: PreparedRun, *, place: RunPlace) -> str:
 
 def place_of(run: PreparedRun) -> str:
     """Where the run is, in words. Raises ConfigError if the allocation has ended."""
-    where = f"runs in {required()} on {','.join(hosts_here(run))}"
+    hosts = required().hosts if run.config.sweep.pack == "auto" else hosts_here(run)
+    where = f"runs in {required()} on {','.join(hosts)}"
     return f"{where}; launcher=slurm submits a job of its own instead"
 
 

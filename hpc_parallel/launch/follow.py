@@ -18,6 +18,7 @@ from rich.progress import Progress, TaskID
 from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.failure.conclude_run import cancelled_by, conclude
 from hpc_parallel.failure.failure import CONFIGURATION, signal_name
+from hpc_parallel.failure.run_state import NO_OUTPUT
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import printable, quoted
 from hpc_parallel.record import owner
@@ -328,12 +329,13 @@ def conclude_job(folder: RunFolder, job_id: str, state: JobState) -> None:
     """
     if not owner.is_job(folder, job_id):
         return
-    logs = sorted(folder.slurm.glob(f"{job_id}*.out"))
+    logs = folder.job_outputs(job_id)
     text = read_tail(logs[0]).decode(errors="replace") if logs else ""
+    unseen = f"; {NO_OUTPUT}" if state.state == "FAILED" and not logs else ""
     conclude(
         folder,
         returncode=0 if state.state == "COMPLETED" else 1,
-        text=f"{text}\nSlurm says of job {job_id}: {state}",
+        text=f"{text}\nSlurm says of job {job_id}: {state}{unseen}",
         cancelled=True if state.state == "CANCELLED" else None,
         environment={"SLURM_JOB_ID": job_id},
     )

@@ -35,6 +35,7 @@ from hpc_parallel.problems import ConfigError, Problem, Problems, nearest, quote
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.find import near_runs, path_of
+from hpc_parallel.record.names import command_on
 from hpc_parallel.record.owner import living_owner
 from hpc_parallel.record.recorded_start import grants_trust, key_of, read_start
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
@@ -193,13 +194,7 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
         return
     settings = flatten(values)
     is_script = settings["task.name"] == TASK
-    for fixed, reason in (FIXED if not is_script else {"task.name": "it is no script"}).items():
-        for key in sorted(before.keys() | settings.keys()):
-            added = key == fixed and key not in before  # a newer version has added the key
-            fits = added or before.get(key) == settings.get(key)
-            if (key == fixed or key.startswith(f"{fixed}.")) and not fits:
-                rule = f"differs from the run to resume: {reason}"
-                yield Problem(key, settings.get(key), rule, (before.get(key),))
+    yield from _fixed_problems(before, settings, is_script=is_script)
     if is_script:  # a script has its own checkpoints
         return
     if ended := _ended_early(folder, callbacks=values["training"].get("callbacks")):
@@ -208,10 +203,30 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
     if not steps and (active := _living_owner(folder)) is not None:
         yield f"resume = {folder.path} is going on already, as {active}."
     elif not steps:
-        yield f"resume = {folder.path} has no checkpoint, so it can't continue. Try the same line without it."
+        anew = command_on(folder.path, "rerun")
+        yield f"resume = {folder.path} has no checkpoint, so it can't continue. Try {anew} for a new run."
     elif steps[0] >= settings["training.steps"]:
         rule = f"are already done: the newest checkpoint is of step {steps[0]}"
         yield Problem("training.steps", settings["training.steps"], rule, (2 * steps[0],))
+
+
+def _fixed_problems(before: Mapping[str, Any], settings: Mapping[str, Any], *, is_script: bool) -> Problems:
+    """The recorded and the new values that differ, but may not."""
+    fixed_keys = {"task.name": "it is no script"} if is_script else FIXED
+    targets = {f"{group}._target_" for group in ("model", "data", "optimizer")}
+    others = {key.partition(".")[0] for key in targets & before.keys() if before[key] != settings.get(key)}
+    for fixed, reason in fixed_keys.items():
+        for key in sorted(before.keys() | settings.keys()):
+            added = key == fixed and key not in before  # a newer version has added the key
+            fits = added or before.get(key) == settings.get(key)
+            if not (key == fixed or key.startswith(f"{fixed}.")) or fits:
+                continue
+            rule, group = "differs from the run to resume", key.partition(".")[0]
+            if group not in others:
+                yield Problem(key, settings.get(key), f"{rule}: {reason}", (before.get(key),))
+            elif key in targets:  # its other keys have no meaning for the run
+                rule += f", which has {before.get(key)}: {reason}. Leave out what changes {group}"
+                yield Problem(key, settings.get(key), rule)
 
 
 def _living_owner(folder: RunFolder) -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.problems import printable
-from hpc_parallel.record.safe_read import DamagedError, read_head, read_text, read_yaml
+from hpc_parallel.record.safe_read import DamagedError, list_folder, read_head, read_text, read_yaml
 from hpc_parallel.record.safe_write import write_text
 
 _MOST_PHASE_BYTES = 100
@@ -94,6 +94,11 @@ class RunFolder:
     def log(self, rank: int, stream: str) -> Path:
         """The log of a rank. stream: out or err."""
         return self.logs / f"rank-{rank}.{stream}"
+
+    def job_outputs(self, job_id: str) -> list[Path]:
+        """The files into which Slurm has written the output of a job of the run."""
+        names = sorted(entry.name for entry in list_folder(self.slurm))
+        return [self.slurm / name for name in names if name.startswith(job_id) and name.endswith(".out")]
 
     def nccl_log(self, rank: int | str) -> Path:
         """NCCL's messages about its start; see `machine/nccl_log.py`."""

@@ -114,7 +114,7 @@ def share_of_a_gpu(*, partition: str | None, gpu_type: str | None) -> NodeShare:
 def partitions() -> list[str]:
     """This site's partitions with their sizes; empty if sinfo does not answer."""
     sizes = _nodes_by_partition(list(node_kinds()))
-    return sorted(f"{name} ({count} nodes)" for name, count in sizes.items())
+    return sorted(f"{name} ({count} node{'s' * (count > 1)})" for name, count in sizes.items())
 
 
 def hosts_of(partition: str) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import sys
@@ -24,6 +25,7 @@ from hpc_parallel.slurm.client import (
 )
 from hpc_parallel.slurm.jobs import Job, by_cluster, scripts_in_queue
 from hpc_parallel.slurm.limits import partitions
+from hpc_parallel.slurm.records import associations_of
 
 ANSWER_S = 60.0  # after a lost answer, how long to ask the controller whether it has the job
 _JOB = re.compile(r"^(?:Submitted batch job )?(\d+)(?:(?:;| on cluster )(\S+))?\s*$", re.MULTILINE)
@@ -147,11 +149,13 @@ def _jobs_of(scripts: Path, *, until: float | None = None) -> list[str] | None:
 
 
 def refusal_message(text: str) -> str:
-    """Slurm's error lines, plus the site's partitions if the error is about a partition or its size."""
+    """Slurm's error lines, plus the partitions or the accounts that the user could name instead."""
     lines = [line for line in text.splitlines() if line.startswith("sbatch:")] or text.splitlines()
     message = "Slurm refused the job; nothing was submitted.\n  " + "\n  ".join(lines)
-    if re.search("partition|node", text, re.IGNORECASE) and (names := partitions()):
+    if re.search("partition|node(?! name)", text, re.IGNORECASE) and (names := partitions()):
         message += f"\n  Partitions here: {', '.join(names)}."
+    if "account" in text.lower() and (found := associations_of(getpass.getuser())):
+        message += f"\n  Your accounts: {', '.join(association.account for association in found)}."
     if re.search("generic resource|gres|--gpus", text, re.IGNORECASE):
         message += "\n  Try cluster=gres if the site needs --gres, or cluster=cpu if it has no GPUs."
     return message

@@ -76,8 +76,8 @@ class Earlier:
         more = f" and {len(labels) - _MAX_NAMES} more" if len(labels) > _MAX_NAMES else ""
         raise ConfigError([
             f"sweep.resume = {self.folder}: {len(labels)} of its {len(self.sweep.runs)} runs are not in this "
-            f"command ({'; '.join(labels[:_MAX_NAMES])}{more}). Every earlier run must stay in the sweep: "
-            "add values to the swept keys, or start a new sweep without sweep.resume."
+            f"command ({'; '.join(labels[:_MAX_NAMES])}{more}). Every earlier run must stay in the sweep, "
+            "and only where it takes place may change: add values to the swept keys, or start a new sweep."
         ])  # fmt: skip
 
     def state(self, run: SweepRun) -> EarlierState:

@@ -52,7 +52,7 @@ def start(plan: SweepPlan) -> int:
         print(f"nothing is missing in {plan.folder}")
         return DONE
     kind = plan.runs[0].run.config.launcher.kind
-    launcher, choice = launcher_of(plan.runs[0].run)
+    launcher, choice = launcher_of(max(plan.runs, key=lambda planned: planned.run.config.nodes).run)
     if plan.runs[0].run.config.dry_run:
         return preview(plan, kind=kind, launcher=launcher)
     if plan.earlier is None and (problems := folder_problems(plan.folder)):

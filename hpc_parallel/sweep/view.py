@@ -201,8 +201,8 @@ def _of_earlier_runs(plan: SweepPlan) -> list[str]:
     continued = sum(planned.run.config.resume is not None for planned in again)
     gone = sum(not os.path.isdir(planned.before.run_dir) for planned in again if planned.before is not None)
     counts = Counter(kept.state for kept in plan.kept)
-    counts.update({"from its checkpoint": continued, "from the start": len(again) - continued - gone})
-    counts.update({"from the start, because its folder is not there": gone})
+    counts.update({"from a checkpoint": continued, "from the start": len(again) - continued - gone})
+    counts.update({"from the start, without a folder": gone})
     texts = [f"{count} {text}" for text, count in counts.items() if count]
     return [f"earlier runs: {', '.join(texts)}"] if texts else []
 

@@ -117,6 +117,12 @@ TYPES = [
         "Try -m 'script.arguments.a=b c,d', or one value: 'script.arguments.a=b c'.",
     ),
     wrong("strategy=data,pipeline", "several values are a sweep", offers="strategy=data"),
+    wrong(
+        "launcher.exclude=n1,n2 +launcher.extra.nodelist=n3,n4",
+        "For Slurm, they are one: \"launcher.exclude='n1,n2'\". To sweep them: -m launcher.exclude=n1,n2.",
+        "For Slurm, they are one: \"+launcher.extra.nodelist='n3,n4'\".",
+    ),
+    wrong("+launcher.setup_too=a,b", "Try -m +launcher.setup_too=a,b, or one value: +launcher.setup_too=a."),
     wrong("nodes=2 strategy=pipeline strategy.pipeline=1", "uses one device", offers="strategy.pipeline=2"),
     wrong("--config-dir nowhere -m jobs=mine", "--config-dir nowhere: this folder does not exist"),
     wrong("'name=${nope}'", "name", "nope"),

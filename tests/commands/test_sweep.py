@@ -321,7 +321,7 @@ def test_resume_takes_more_values_and_leaves_no_run_out(
     capsys.readouterr()
     shutil.move(first.runs[1].run_dir, here / "elsewhere")
     assert main(["-m", f"sweep.resume={folder}", "dry_run=true"]) == 0
-    assert ", 1 from the start, because its folder is not there\n" in capsys.readouterr().out
+    assert ", 1 from the start, without a folder\n" in capsys.readouterr().out
     for words, labels in (("seed=2,3", "seed=1"), ("training.steps=7", "seed=1; seed=2")):
         assert main(["-m", f"sweep.resume={folder}", words]) == 2
         said = f"{labels.count('seed')} of its 2 runs are not in this command ({labels})"

@@ -163,6 +163,14 @@ def test_a_report_takes_the_place_of_a_report_only(runs: Path, capsys: pytest.Ca
     assert [path.name for path in mine.iterdir()] == ["index.html"]
 
 
+def test_a_label_of_status_is_found(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runs.parent)
+    assert report("data-1") == 2
+    assert capsys.readouterr().err.endswith(f"{runs.parent}/data-1 is not there. Try runs/data-1.\n")
+
+
 def test_all_errors_are_reported_at_once(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -281,7 +281,7 @@ def test_new_starts_end_after_the_allowed_number(home: Path) -> None:
     outcome, line = ended(home)
     assert outcome == "failed"
     assert "the script asks for a new start: it ended with exit code 75" in (line or "")
-    assert "launcher.max_requeues=1 are used up" in (line or "")
+    assert "launcher.max_requeues=1 is used up" in (line or "")
 
 
 @pytest.mark.full

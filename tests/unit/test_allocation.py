@@ -244,6 +244,18 @@ def test_a_step_is_never_a_whole_job() -> None:
     assert [step_id(text) for text in ("7.3", "7", "7.batch", "7_1.0", "--me", 7.3)] == ["7.3", *[None] * 5]
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("words", "hosts"), [((), "n1,n2"), (("sweep.pack=auto",), "n1,n2,n4")])
+def test_a_sweep_names_all_hosts_that_it_uses(
+    words: tuple[str, ...], hosts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its first run takes one host; srun of this Slurm fails at once."""
+    assert run_main(["-m", *SMALL, "device=cpu", "launcher.cpus_per_device=1", "nodes=1,2", *words]) == 1
+    line = "sweep of 2 runs; launcher allocation: runs in job 7 (the allocation you are in) on"
+    assert f"{line} {hosts}; launcher=slurm" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("here")
 def test_a_packed_sweep_gets_places_on_the_hosts_of_the_allocation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

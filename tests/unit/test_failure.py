@@ -349,6 +349,18 @@ def test_a_task_that_can_not_continue_keeps_its_rows_and_is_not_requeued(
     assert summary["outcome"] == outcome
 
 
+def test_the_last_time_limit_says_what_to_type(folder: RunFolder) -> None:
+    """In failure.json too, whose line `status` shows."""
+    config = folder.read_config()
+    config["launcher"] |= {"max_requeues": 0}
+    folder.config.write_text(json.dumps(config))
+    write_json(folder.stopped, {"signal": "SIGUSR2", "step": 30})
+    line = conclude(folder, returncode=1, environment={})
+    why = "the time limit of 60 min was near: saved at step 30; launcher.max_requeues=0 is used up"
+    assert line == f"{why}; go on with resume={folder.path}"
+    assert read_json(folder.failure)["line"] == line
+
+
 def test_the_advice_for_a_packed_run_is_the_limit_of_its_job(folder: RunFolder) -> None:
     owner.queue_in_job(folder, Job("7"))
     attempts.begin(folder, step=0, environment={})

@@ -95,7 +95,7 @@ def conclude(folder: RunFolder, way: str, *words: str) -> int:
 
 
 IN_PLACE = "the ranks start again in the same job, on the same hosts, 1 of 1"
-USED = "launcher.max_requeues=1 are used up; go on with resume={}"
+USED = "launcher.max_requeues=1 is used up; go on with resume={}"
 TABLE = [  # how each start of a run ends, and what is told
     (["completed"], [COMPLETED]),
     (["killed"], [f"restart, in place: {DIED}; {IN_PLACE}"]),

@@ -364,6 +364,8 @@ def test_status_and_cancel_see_runs_and_not_their_job(
     owner.wait_again(queue[2])
     turn = "pending (its turn in job 7)"
     assert names(queue) == ["running", "failed", turn, turn, turn]
+    left_s = [state.left_s for state in states([read_run(folder.path) for folder in queue])]
+    assert left_s == [60, None, 60, 60, 60]
     assert command(["cancel", "run0", "run1", "run3", "--yes"]) == 0
     assert "run1 has ended: failed" in capsys.readouterr().err
     assert events(here, "scancel") == ["--ctld --signal=TERM 7.3"]  # never the job
@@ -382,6 +384,13 @@ def test_the_last_cancel_takes_a_waiting_job_out_of_the_queue(here: Path, queue:
     assert events(here, "scancel") == []
     assert command(["cancel", "run4", "--yes"]) == 0
     assert events(here, "scancel") == ["7"]
+
+
+def test_a_run_that_waits_for_another_turn_can_be_cancelled(here: Path, queue: list[RunFolder]) -> None:
+    write_json(queue[0].summary, {"outcome": "preempted"})
+    assert command(["cancel", "run0", "--yes"]) == 0
+    assert names(queue[:1]) == ["cancelled"]
+    assert json.loads(queue[0].summary.read_text())["outcome"] == "cancelled"
 
 
 def test_runs_on_this_machine_share_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def ends(text: str) -> list[End]:
 
 
 SAME = "it failed so twice after step 30, so it does not start again"
-USED = "launcher.max_restarts=3 are used up"
+USED = "launcher.max_restarts=3 is used up"
 KILLED = "killed 1@n2 30"
 PLACES = ["killed 1@n2 30", "hang 2@n3 40", "killed 3@n4 50", "lost_peer 0@n1 60"]
 TABLE = [  # how the starts ended; what is allowed; what follows in a job
@@ -100,7 +100,7 @@ TABLE = [  # how the starts ended; what is allowed; what follows in a job
     ("cancelled - 30", {}, "end", ""),
     ("preempted - 30", {"max_requeues": 0, "max_restarts": 0}, "requeue", ""),
     ("time_limit - 30, time_limit - 40", {}, "requeue", ""),
-    ("time_limit - 30, time_limit - 40, time_limit - 50", {}, "end", "launcher.max_requeues=2 are used up"),
+    ("time_limit - 30, time_limit - 40, time_limit - 50", {}, "end", "launcher.max_requeues=2 is used up"),
     ("requeued - -", {}, "requeue", ""),
     ("time_limit - 0", {"continues": False}, "end",
      "try a longer launcher.time_minutes or a smaller task.seconds"),
@@ -306,7 +306,8 @@ INFER = ("launcher=script", "task=infer")  # which starts anew
         ("spares=1", INFER, NO_RESTART),
         ("spares=-1", ("launcher=script",), "must be at least 0"),
         ("standby=true", ("launcher=local",), NO_JOB),
-        ("standby=true", ("launcher=script", "training.checkpoint_every=null"), NO_RESTART),
+        ("standby=true", ("launcher=script", "training.checkpoint_every=null"),
+         f"{NO_RESTART}, and a training without checkpoints needs training.checkpoint_every first"),
         ("standby=true", ("launcher=script", "task=script", "script.command=bash", RESUMES),
          "is for our own training: your script imports torch itself"),
         ("standby=true", ("launcher=script", "+cluster.srun.input=none"),

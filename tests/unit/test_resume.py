@@ -151,7 +151,6 @@ def test_auto_looks_where_the_same_line_would_write(words: list[str], name: str,
         ("data.sequence_length=64", "data.sequence_length=128"),
         ("seed=1", "seed=0"),
         ("training.global_batch_size=32", "training.global_batch_size=16"),
-        ("optimizer=sgd", "optimizer._target_=torch.optim.AdamW"),
         ("task=infer", "task.name=train"),
         ("training.steps=40", "training.steps=80"),
     ],
@@ -163,6 +162,23 @@ def test_settings_of_samples_and_weights_must_not_change(
     assert main(["resume=run", word, "dry_run=true"]) == 2
     assert f"Try {legal}" in capsys.readouterr().err
     assert sorted(started.path.rglob("*")) == before
+
+
+def test_another_class_is_one_problem(started: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    """The keys of the other class mean nothing for the run, so none of them is advised."""
+    words = ("model=convnet", "data=digits", "optimizer=muon")
+    assert main(["resume=run", *words, "dry_run=true"]) == 2
+    rows = (
+        ("optimizer", "torch.optim.Muon", "torch.optim.AdamW", "its state would not fit"),
+        ("model", "models.convnet.ConvNet", "models.transformer.Transformer", "its weights would not fit"),
+        ("data", "data.images.DigitsData", "data.text.TextData", "the order of samples would not continue"),
+    )
+    told = capsys.readouterr().err.replace(" hpc_parallel.", " ").splitlines()[1:]
+    assert sorted(told) == sorted(
+        f"  {group}._target_ = {new} differs from the run to resume, which has {old}: {why}. "
+        f"Leave out what changes {group}."
+        for group, new, old, why in rows
+    )
 
 
 def test_all_that_is_wrong_at_once(started: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +208,8 @@ def test_no_run_and_no_checkpoint(started: RunFolder, capsys: pytest.CaptureFixt
     assert f"is not a run folder. Try resume={started.path}" in capsys.readouterr().err
     (started.checkpoints / "step-40" / "complete").unlink()
     assert main(["resume=run"]) == 2
-    assert "has no checkpoint" in capsys.readouterr().err
+    anew = "has no checkpoint, so it can't continue. Try python -m hpc_parallel rerun run for a new run."
+    assert anew in capsys.readouterr().err
     owner.take(started)
     assert main(["resume=run"]) == 2
     assert f"is going on already, as process {os.getpid()}.\n" in capsys.readouterr().err

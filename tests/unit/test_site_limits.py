@@ -144,8 +144,11 @@ def test_warnings(words: tuple[str, ...], warning: str, capsys: pytest.CaptureFi
          "Try another launcher.partition, or cluster.gpus=false.\n"),
         (("gpus_per_node=4", "launcher.partition=cores", "cluster=cpu"), ""),
         (("gpus_per_node=4", "launcher.partition=cores", "cluster=cpu", "launcher.cpus_per_device=5"),
-         "warning     launcher.cpus_per_device=5: 4 devices need 20 CPUs, and the largest node of partition "
+         "warning     launcher.cpus_per_device=5: a node needs 20 CPUs, and the largest node of partition "
          "cores has 16. Try launcher.cpus_per_device=4.\n"),
+        (("gpus_per_node=18", "launcher.partition=cores", "cluster=cpu", "launcher.cpus_per_device=1"),
+         "warning     launcher.cpus_per_device=1: a node needs 18 CPUs, and the largest node of partition "
+         "cores has 16. Try gpus_per_node=16 launcher.cpus_per_device=1.\n"),
     ],
 )  # fmt: skip
 def test_warnings_of_gpus_and_cores(

@@ -21,7 +21,7 @@ import pytest
 from hpc_parallel.__main__ import main
 from hpc_parallel.failure import end_runs
 from hpc_parallel.failure.run_state import states
-from hpc_parallel.record import owner
+from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
@@ -30,7 +30,7 @@ from hpc_parallel.slurm.client import MISSING, UNANSWERED
 from hpc_parallel.slurm.jobs import Job, job_fields, job_state, job_states, never_starting
 from hpc_parallel.slurm.submit import SiteRefusedError, job_in
 from hpc_parallel.slurm.submitit_executor import Executor
-from tests.recorded_runs import finished, started
+from tests.recorded_runs import finished, prepared, started
 
 
 @dataclass(frozen=True)
@@ -207,6 +207,45 @@ def test_the_state_of_a_run(
         assert (found.name, found.ended) == (expected, expected in ENDED_RUNS)
 
 
+def test_a_job_that_failed_without_output_may_not_see_the_folder(slurm: Slurm, tmp_path: Path) -> None:
+    """Slurm's own word for it, JobLaunchFailure, is in the queue only for some minutes."""
+    slurm.answers = {"squeue": INVALID, "sacct": COMPLETED.replace("COMPLETED", "FAILED")}
+    folder = prepared(tmp_path / "1")
+    owner.hand_to_job(folder, job(OLD))
+    unseen = "failed (its job has no output: do the hosts see the run folder?)"
+    assert list(map(str, states([read_run(folder.path)]))) == [unseen]
+    folder.slurm.mkdir(exist_ok=True)
+    (folder.slurm / "12_submission.sh").touch()
+    assert list(map(str, states([read_run(folder.path)]))) == [unseen]
+    (folder.slurm / "12_0_log.out").touch()
+    assert list(map(str, states([read_run(folder.path)]))) == ["failed"]
+    (folder.slurm / "12_0_log.out").unlink()
+    owner.queue_in_job(folder, job(OLD))  # a packed job has its output elsewhere
+    assert list(map(str, states([read_run(folder.path)]))) == ["failed"]
+
+
+def test_a_refused_account_is_answered_with_those_of_the_user(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("getpass.getuser", lambda: "me")
+    slurm.answers = {"sacctmgr": ASSOCIATIONS, "sinfo": NOTHING}
+    refused = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination"
+    said = f"Slurm refused the job; nothing was submitted.\n  {refused}"
+    assert submit.refusal_message(refused) == f"{said}\n  Your accounts: bio, physics."
+    slurm.answers = {"sacctmgr": NO_DATABASE, "sinfo": NOTHING}
+    assert submit.refusal_message(refused) == said
+
+
+def test_a_refused_host_is_not_answered_with_partitions(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "partitions", lambda: ["main (4 nodes)"])
+    host = "sbatch: error: Batch job submission failed: Invalid node name specified"
+    size = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
+    said = [submit.refusal_message(text).splitlines()[2:] for text in (host, size)]
+    assert said == [[], ["  Partitions here: main (4 nodes)."]]
+
+
 ENDED_RUNS = ("completed", "failed", "cancelled", "out_of_memory", "gone", "broken off")
 COMPLETING = RUNNING.replace("RUNNING", "COMPLETING")
 CANCELLED = RUNNING.replace("RUNNING", "CANCELLED")
@@ -239,6 +278,22 @@ def test_the_end_of_a_job_is_seen(
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["asked"], row["reason"]) == (reason is None, reason)
     assert ("scancel", "12") in slurm.calls
+
+
+def test_a_job_that_waits_for_its_next_start_can_be_cancelled(slurm: Slurm, tmp_path: Path) -> None:
+    """Its batch script, which would record the end, has ended before."""
+    folder = started(tmp_path / "1")
+    attempts.end(folder, how="preempted")
+    write_json(folder.summary, {"outcome": "preempted"})
+    write_json(folder.stopped, {"signal": "SIGTERM", "step": 12, "how": "preempted", "line": "saved"})
+    owner.hand_to_job(folder, job(NEW))
+    scripts = f"12|12|{folder.batch_script}\n"
+    slurm.answers = {"squeue": PENDING, "scripts": scripts, "scancel": NOTHING, "after": CANCELLED}
+    assert main(["cancel", "--yes", str(folder.path)]) == 0
+    summary, stopped = (json.loads(file.read_text()) for file in (folder.summary, folder.stopped))
+    assert (summary["outcome"], summary["steps"], summary["job_ids"]) == ("cancelled", 30, ["12"])
+    assert (stopped["how"], stopped["line"]) == ("cancelled", "cancelled before its next start")
+    assert [end.how for end in attempts.recent_ends(folder)] == ["preempted"]  # one end for each start
 
 
 @pytest.mark.parametrize(
@@ -367,7 +422,7 @@ QUESTIONS: list[tuple[Callable[[], Any], str, Text, Any]] = [
     (lambda: limits.hosts_of("main"), "sinfo", HOSTS, {"n1", "n2"}),
     (lambda: limits.hosts_of("main"), "sinfo", LOUD + HOSTS, {"n1", "n2"}),
     (lambda: limits.hosts_of("main"), "sinfo", DOWN, set()),
-    (limits.partitions, "sinfo", LOUD + SINFO, ["big (1 nodes)", "main (3 nodes)"]),
+    (limits.partitions, "sinfo", LOUD + SINFO, ["big (1 node)", "main (3 nodes)"]),
     (limits.partitions, "sinfo", DOWN, []),
     (lambda: job_fields("12")["EndTime"], "scontrol", RECORD.format("RUNNING"), "2026-11-27T11:00:00"),
     (lambda: job_fields("12")["JobState"], "scontrol", LOUD + RECORD.format("RUNNING"), "RUNNING"),

@@ -18,10 +18,11 @@ from hpc_parallel.commands.status import _page, _table, rows_of
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.metrics_file import duration
 from hpc_parallel.record.recorded import read_run
+from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, write_sweep
 from hpc_parallel.slurm.jobs import Job, JobState, _parsed
-from tests.recorded_runs import failed, finished, foreign, half_written, living, own, prepared, started
+from tests.recorded_runs import GONE, failed, finished, foreign, half_written, living, own, prepared, started
 
 PIPELINE = ("strategy=pipeline", "nodes=2", "training.steps=100")
 _events: list[str] | None = None
@@ -238,6 +239,26 @@ def test_a_sweep_in_its_own_order(tmp_path: Path, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "1 completed, 1 failed" in out
     assert "left out: nodes=3 strategy=x: nodes = 3 is odd.\n" in out
+
+
+def test_runs_of_a_sweep_without_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = RunFolder(tmp_path / "sweep")
+    sweep.path.mkdir()
+    runs = tuple(
+        SweepRun((f"seed={seed}",), tmp_path / f"runs/a/{seed}", nodes=1, gpus_per_node=1, job_id=job)
+        for seed, job in ((1, None), (2, "7_1"))
+    )
+    write_sweep(sweep.path, Sweep(("-m",), "2026-11-22T01:00:00+00:00", None, runs, ()))
+
+    def told() -> list[str]:
+        assert main(["status", str(sweep.path)]) == 0
+        return capsys.readouterr().out.splitlines()[-2:]
+
+    assert told() == ["not started, or its folder is gone: seed=1", "its folder is gone: seed=2"]
+    owner.take(sweep)  # a command that starts the runs
+    assert told() == ["not started yet: seed=1", "its folder is gone: seed=2"]
+    write_json(sweep.owner, GONE)  # a command that was killed
+    assert told()[0] == "not started, or its folder is gone: seed=1"
 
 
 def test_a_stranger_in_place_of_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

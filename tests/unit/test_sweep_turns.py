@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,12 +23,14 @@ from hpc_parallel.__main__ import main as command
 from hpc_parallel.failure.end_runs import Target, end_runs
 from hpc_parallel.failure.run_state import states
 from hpc_parallel.launch import local_launcher
+from hpc_parallel.launch.resume import value_of
 from hpc_parallel.record import owner
 from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import read_sweep
 from hpc_parallel.run import main
+from hpc_parallel.sweep.earlier import resume_command
 from tests.recorded_runs import prepared
 
 pytestmark = pytest.mark.processes
@@ -206,6 +209,18 @@ def test_only_the_holder_releases_a_sweep(here: Path) -> None:
     write_json(folder.owner, {"host": "elsewhere", "pid": 1, "began": "x"})
     owner.release(folder)
     assert folder.owner.exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "typed"),
+    [("runs/sweeps/20261130-0321", "sweep.resume=runs/sweeps/20261130-0321"),
+     ("a b/1", "\"sweep.resume='a b/1'\""), ("mine", "\"sweep.resume='mine'\"")],
+)  # fmt: skip
+def test_the_command_that_resumes_a_sweep_names_it(place: str, typed: str) -> None:
+    command_line = resume_command(Path(place).absolute())
+    assert shlex.split(command_line) == ["python", "-m", "hpc_parallel.run", "-m", *shlex.split(typed)]
+    assert value_of(shlex.split(command_line)[-1]) == place
+    assert ("'" in command_line) == ("'" in typed)
 
 
 @pytest.mark.parametrize("word", ["sweep.resume=/a/(b", "resume=/a/(b"])

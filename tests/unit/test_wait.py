@@ -33,8 +33,18 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PreparedRun:
 def test_a_job_that_ends_without_output_is_concluded(run: PreparedRun) -> None:
     hand_to_job(run.folder, Job("34"))
     assert follow.wait_for_job(run, Job("34")) == 1
-    assert json.loads(run.folder.failure.read_text())["kind"] == "start"
+    failure = json.loads(run.folder.failure.read_text())
+    said = "Slurm says of job 34: failed (NonZeroExitCode)"
+    unseen = "its job has no output: do the hosts see the run folder?"
+    assert (failure["kind"], failure["message"]) == ("start", f"exit code 1: {said}; {unseen}")
     assert json.loads(run.folder.summary.read_text())["outcome"] == "failed"
+
+
+def test_the_output_of_a_job_is_found(run: PreparedRun) -> None:
+    (run.folder.slurm / "34_0_log.out").write_text("module: command not found\n")
+    hand_to_job(run.folder, Job("34"))
+    assert follow.wait_for_job(run, Job("34")) == 1
+    assert "its job has no output" not in run.folder.failure.read_text()
 
 
 def test_a_job_that_completed_without_a_summary_is_concluded(

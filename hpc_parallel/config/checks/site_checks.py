@@ -135,6 +135,8 @@ def _spares(config: RunConfig) -> Problems:
             yield Problem(f"launcher.{key}", value, rule, (off,))
         elif not launcher.max_restarts:
             rule = "has no use: launcher.max_restarts=0 lets no start follow a failure"
+            if config.task.name == "train" and config.training.checkpoint_every is None:
+                rule += ", and a training without checkpoints needs training.checkpoint_every first"
             yield Problem(f"launcher.{key}", value, rule, (off,))
     if launcher.standby and config.task.name == TASK:
         rule = "is for our own training: your script imports torch itself"
