@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from hpc_parallel.config.script import TORCHRUN
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.layout.schedules import file_of
 from hpc_parallel.problems import ConfigError, Problem
@@ -108,6 +110,8 @@ def _write_files(run: PreparedRun, copied: Snapshot | None, git_state: GitState 
     _require_readable(run, text)
     write_text(run.folder.config, text)
     _write_smaller(run, text)
+    if TORCHRUN in (run.config.cluster.start, run.config.script.start):
+        write_text(run.folder.torchrun_secret, secrets.token_hex())
     provenance = origin(
         run.folder, overrides=run.overrides, config_dir=run.config_dir, snapshot=run.snapshot,
         command=run.command, state=git_state,

@@ -228,7 +228,7 @@ class ForeignObjectError(RuntimeError):
     def __init__(self) -> None:
         super().__init__(
             "another process sent an object in place of a rank: it is not signed with this start's secret, "
-            "and was not loaded. Other users of these hosts can connect to gloo's ports. Try to start the "
+            "and was not loaded. Other users of these hosts can connect to its ports. Try to start the "
             "run again; if the same happens, ask the administrators who connects."
         )
 
@@ -249,28 +249,43 @@ def require_signatures(secret: bytes) -> None:
         def dump(self, value: Any) -> None:
             content = io.BytesIO()
             _PICKLER(content).dump(value)
-            self._file.write(hmac.digest(secret, content.getvalue(), "sha256") + content.getvalue())
+            self._file.write(sign(secret, content.getvalue()))
 
     class Verifying:
         def __init__(self, file: BinaryIO) -> None:
             self._file = file
 
         def load(self) -> Any:
-            mac, content = self._file.read(_MAC_BYTES), self._file.read()
-            if not hmac.compare_digest(mac, hmac.digest(secret, content, "sha256")):
-                raise ForeignObjectError
-            return _UNPICKLER(io.BytesIO(content)).load()
+            return _UNPICKLER(io.BytesIO(verify(secret, self._file.read()))).load()
 
     distributed_c10d._pickler = Signing  # type: ignore[assignment]
     distributed_c10d._unpickler = Verifying  # type: ignore[assignment]
 
 
+def sign(secret: bytes, content: bytes) -> bytes:
+    """The message for `verify`: an HMAC-SHA256 and the content."""
+    return hmac.digest(secret, content, "sha256") + content
+
+
+def verify(secret: bytes, message: bytes) -> bytes:
+    """The content of a message. Raises ForeignObjectError if it is not signed with the secret."""
+    mac, content = message[:_MAC_BYTES], message[_MAC_BYTES:]
+    if not hmac.compare_digest(mac, hmac.digest(secret, content, "sha256")):
+        raise ForeignObjectError
+    return content
+
+
 def _require_hooks() -> None:
     """Raise RuntimeError unless these functions of torch use these names. No other function uses them."""
-    for function, hook in (("_object_to_tensor", "_pickler"), ("_tensor_to_object", "_unpickler")):
-        code = getattr(getattr(distributed_c10d, function, None), "__code__", None)
-        if code is None or hook not in code.co_names:
-            raise RuntimeError(
-                "this torch pickles objects between ranks in a way that hpc_parallel does not know, so it "
-                "can't verify who sent them. Try torch 2.11 to 2.13."
-            )
+    require_names(getattr(distributed_c10d, "_object_to_tensor", None), "_pickler")
+    require_names(getattr(distributed_c10d, "_tensor_to_object", None), "_unpickler")
+
+
+def require_names(function: Any, *names: str) -> None:
+    """Raise RuntimeError unless a function of torch uses these names."""
+    code = getattr(function, "__code__", None)
+    if code is None or not {*names} <= {*code.co_names}:
+        raise RuntimeError(
+            "this torch pickles objects between processes in a way that hpc_parallel does not know, so it "
+            "can't verify who sent them. Try torch 2.11 to 2.13."
+        )

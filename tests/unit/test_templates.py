@@ -94,8 +94,8 @@ SRUN = ["srun", "--cpus-per-task=3", "--distribution=block:block", "--kill-on-ba
 NODES = ["srun", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=6", "--distribution=block:block",
          "--kill-on-bad-exit=1", "--wait=0"]  # fmt: skip
 TORCHRUN = ["bash", "-c", 'trap "" TERM USR2; exec "$@"', "torchrun"]
-MODULE = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
-          "--rdzv-id=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$hpc_parallel_start",
+MODULE = ["-m", "hpc_parallel.job", "torchrun", "RUN", "--nnodes=2", "--nproc-per-node=2",
+          "--rdzv-backend=c10d", "--rdzv-id=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$hpc_parallel_start",
           "--rdzv-endpoint=$hpc_parallel_firsti:29511", "--module", *RANK[2:]]  # fmt: skip
 EARLY = ["sh", "-c", 'trap "" USR2; exec "$@"', "rank"]  # the rank sets its own handler
 MPIRUN = ["mpirun", "-np", "4", "--mca", "btl", "^openib", *EARLY]
