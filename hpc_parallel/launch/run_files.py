@@ -84,7 +84,7 @@ def _claim_folder(run: PreparedRun) -> None:
     """Make this process the owner of the folder, and set aside the files of an earlier start."""
     path = run.folder.path
     if not run.resumes:
-        _require_trusted(run, next(place for place in (path, *path.parents) if os.path.lexists(place)))
+        _require_trusted(run, path)
         run.folder.create()
     try:
         owner.claim(run.folder)

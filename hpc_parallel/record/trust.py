@@ -70,14 +70,15 @@ def _is_roots_in_a_container(path: Path, owner: int) -> bool:
 def require_trusted(folder: Path, *, key: str, shared_folder: bool) -> None:
     """Refuse to run from `folder` if others could replace its content, unless the user trusts them.
 
-    key: the setting that named the folder.
+    folder: an absolute path; if it does not exist, the nearest folder above it counts. key: the setting that
+    named it.
 
     Raises ConfigError.
     """
     if shared_folder:
         return
     try:
-        require_private(folder)
+        require_private(next(place for place in (folder, *folder.parents) if os.path.lexists(place)))
     except UntrustedError as error:
         raise ConfigError([
             f"{key} = {spell(str(folder))} would hold what the run executes, and others could replace it: "
