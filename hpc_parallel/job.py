@@ -55,7 +55,7 @@ def send_signal(arguments: Sequence[str]) -> None:
 
 def torchrun(run_folder: str, *arguments: str) -> None:
     """Start the ranks of one node by torchrun, with these arguments."""
-    resolve_name("hpc_parallel.start.torchrun:main")(run_folder, arguments)
+    resolve_name("hpc_parallel.start.signed_store:run_torchrun")(run_folder, arguments)
 
 
 def notify(arguments: Sequence[str]) -> None:

@@ -151,9 +151,10 @@ def _parts(run: RecordedRun, row: RunRow, changed: Mapping[str, Change]) -> Iter
     yield _table(_head(run, row))
     if changed:
         yield "\nnot the defaults"
-        yield _table(
-            [(_setting(key, change.value), _default_text(change)) for key, change in changed.items()]
-        )
+        yield _table([  # the form for faults asks for what this command prints
+            (f"{key} = {'...' if may_be_secret(key, change.value) else spell(change.value)}",
+             _default_text(change)) for key, change in changed.items()
+        ])  # fmt: skip
     if hosts := grid.hosts(run):
         yield f"\n{_devices(run)}" + ("" if run.task == SCRIPT else f" = {grid.layout(run)}")
         yield grid.draw(hosts)
@@ -195,11 +196,6 @@ def _parts(run: RecordedRun, row: RunRow, changed: Mapping[str, Change]) -> Iter
         yield from ["", *map(printable, task_lines)] if task_lines else []
     if line := row.failure or (run.stopped.line if run.stopped is not None and row.ended else None):
         yield f"\n{printable(line)}"
-
-
-def _setting(key: str, value: Any) -> str:
-    """Others may read it: a report of a fault asks for what this command prints."""
-    return f"{key} = {'...' if may_be_secret(key, value) else spell(value)}"
 
 
 def _roles(run: RecordedRun) -> Iterable[RenderableType]:

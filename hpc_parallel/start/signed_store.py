@@ -20,10 +20,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from struct import Struct
+from types import SimpleNamespace
 from typing import Any, BinaryIO, cast
 
 from torch.distributed import Store, distributed_c10d
+
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_text
 
 SECRET_BYTES = 32
 _SET, _APPEND, _ADD = b"=", b">", b"+"  # kinds of records
@@ -249,43 +254,54 @@ def require_signatures(secret: bytes) -> None:
         def dump(self, value: Any) -> None:
             content = io.BytesIO()
             _PICKLER(content).dump(value)
-            self._file.write(sign(secret, content.getvalue()))
+            self._file.write(_sign(secret, content.getvalue()))
 
     class Verifying:
         def __init__(self, file: BinaryIO) -> None:
             self._file = file
 
         def load(self) -> Any:
-            return _UNPICKLER(io.BytesIO(verify(secret, self._file.read()))).load()
+            return _UNPICKLER(io.BytesIO(_verify(secret, self._file.read()))).load()
 
     distributed_c10d._pickler = Signing  # type: ignore[assignment]
     distributed_c10d._unpickler = Verifying  # type: ignore[assignment]
 
 
-def sign(secret: bytes, content: bytes) -> bytes:
-    """The message for `verify`: an HMAC-SHA256 and the content."""
+def _sign(secret: bytes, content: bytes) -> bytes:
     return hmac.digest(secret, content, "sha256") + content
 
 
-def verify(secret: bytes, message: bytes) -> bytes:
-    """The content of a message. Raises ForeignObjectError if it is not signed with the secret."""
+def _verify(secret: bytes, message: bytes) -> bytes:
     mac, content = message[:_MAC_BYTES], message[_MAC_BYTES:]
     if not hmac.compare_digest(mac, hmac.digest(secret, content, "sha256")):
         raise ForeignObjectError
     return content
 
 
+def run_torchrun(run_folder: str, arguments: Sequence[str]) -> None:
+    """Run torchrun, which opens only pickles that are signed with the secret in the run folder.
+
+    As long as the ranks run, the torchruns of a start exchange pickles through a TCPStore.
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    secret = bytes.fromhex(read_text(RunFolder(Path(run_folder)).torchrun_secret))
+    plain: Any = dynamic_rendezvous.pickle
+    dynamic_rendezvous.pickle = SimpleNamespace(  # type: ignore[assignment]
+        dumps=lambda value: _sign(secret, plain.dumps(value)),
+        loads=lambda message: plain.loads(_verify(secret, message)),
+        PickleError=plain.PickleError,
+    )
+    run.main([*arguments])
+
+
 def _require_hooks() -> None:
     """Raise RuntimeError unless these functions of torch use these names. No other function uses them."""
-    require_names(getattr(distributed_c10d, "_object_to_tensor", None), "_pickler")
-    require_names(getattr(distributed_c10d, "_tensor_to_object", None), "_unpickler")
-
-
-def require_names(function: Any, *names: str) -> None:
-    """Raise RuntimeError unless a function of torch uses these names."""
-    code = getattr(function, "__code__", None)
-    if code is None or not {*names} <= {*code.co_names}:
-        raise RuntimeError(
-            "this torch pickles objects between processes in a way that hpc_parallel does not know, so it "
-            "can't verify who sent them. Try torch 2.11 to 2.13."
-        )
+    for function, hook in (("_object_to_tensor", "_pickler"), ("_tensor_to_object", "_unpickler")):
+        code = getattr(getattr(distributed_c10d, function, None), "__code__", None)
+        if code is None or hook not in code.co_names:
+            raise RuntimeError(
+                "this torch pickles objects between ranks in a way that hpc_parallel does not know, so it "
+                "can't verify who sent them. Try torch 2.11 to 2.13."
+            )

@@ -588,7 +588,8 @@ def test_torchrun_opens_no_pickle_of_a_stranger(folder: RunFolder, shared: Path)
 
     def stranger() -> bytes:
         store = TCPStore(rendezvous.LOOPBACK, port, is_master=False, timeout=timedelta(seconds=PATIENCE_S))
-        before = bytes(store.get(key))
+        while len(before := bytes(store.get(key))) < 32:  # torch's sign for no state yet
+            time.sleep(0.1)
         store.set(key, base64.b64encode(b"-" * 32 + pickle.dumps(Evil(shared))))
         return before
 
