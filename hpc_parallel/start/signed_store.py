@@ -16,6 +16,7 @@ from __future__ import annotations
 import hmac
 import io
 import secrets
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -293,6 +294,7 @@ def run_torchrun(run_folder: str, arguments: Sequence[str]) -> None:
         loads=lambda message: plain.loads(_verify(secret, message)),
         PickleError=plain.PickleError,
     )
+    sys.argv[0] = "torchrun"  # its name in its own messages
     run.main([*arguments])
 
 
