@@ -53,6 +53,11 @@ def send_signal(arguments: Sequence[str]) -> None:
     signal_ranks.main(arguments)
 
 
+def torchrun(run_folder: str, *arguments: str) -> None:
+    """Start the ranks of one node by torchrun, with these arguments."""
+    resolve_name("hpc_parallel.start.signed_store:run_torchrun")(run_folder, arguments)
+
+
 def notify(arguments: Sequence[str]) -> None:
     """Pass a line about a run on, to `launcher.notify`."""
     from hpc_parallel.failure import notify
@@ -93,8 +98,11 @@ def main(arguments: Sequence[str]) -> None:
         send_signal(rest)
     elif part == "notify":
         notify(rest)
+    elif part == "torchrun":
+        torchrun(*rest)
     else:
-        sys.exit(f"hpc_parallel.job has no part {part}: rank, agent, conclude, pack, spare, signal or notify")
+        parts = "rank, agent, conclude, pack, spare, signal, notify or torchrun"
+        sys.exit(f"hpc_parallel.job has no part {part}: {parts}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -71,8 +72,10 @@ def spell(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{','.join(f'{key}:{spell(item)}' for key, item in value.items())}}}"
     text = str(value)
-    if text and text.isprintable() and not set(text) & set(" '\"$`\\"):
+    if text and text.isprintable() and not set(text) & set(" '\"$`\\;&|<>()"):
         return text
+    if "'" in text:  # others may have chosen a name, and a shell expands what is in double quotes
+        return shlex.quote(printable(text))
     return _ESCAPED_BYTE.sub(r"\\x\1", repr(text))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
-from hpc_parallel.problems import Problem, alternatives, nearest
+from hpc_parallel.problems import Problem, alternatives, nearest, spell
 from hpc_parallel.record.names import RUNS
 from hpc_parallel.record.recorded import find_runs
 from hpc_parallel.record.safe_write import write_bytes, write_text
@@ -88,7 +88,7 @@ def _near(folder: Path) -> list[str]:
         names = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()]
     except OSError:
         return []
-    return [str(folder.with_name(name)) for name in nearest(folder.name, names)]
+    return [spell(folder.with_name(name)) for name in nearest(folder.name, names)]
 
 
 def files_of(report: Report) -> dict[str, str | bytes]:

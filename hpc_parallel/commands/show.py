@@ -19,6 +19,7 @@ from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.exit_codes import DONE
 from hpc_parallel.problems import printable, spell
 from hpc_parallel.record.checkpoint_index import complete, skipped
+from hpc_parallel.record.credentials import may_be_secret, without_secret_values
 from hpc_parallel.record.find import find_run
 from hpc_parallel.record.metrics_file import duration, figure, milliseconds, per_second, size
 from hpc_parallel.record.rank_output import warnings_of
@@ -150,9 +151,10 @@ def _parts(run: RecordedRun, row: RunRow, changed: Mapping[str, Change]) -> Iter
     yield _table(_head(run, row))
     if changed:
         yield "\nnot the defaults"
-        yield _table(
-            [(f"{key} = {spell(change.value)}", _default_text(change)) for key, change in changed.items()]
-        )
+        yield _table([  # the form for faults asks for what this command prints
+            (f"{key} = {'...' if may_be_secret(key, change.value) else spell(change.value)}",
+             _default_text(change)) for key, change in changed.items()
+        ])  # fmt: skip
     if hosts := grid.hosts(run):
         yield f"\n{_devices(run)}" + ("" if run.task == SCRIPT else f" = {grid.layout(run)}")
         yield grid.draw(hosts)
@@ -220,7 +222,7 @@ def _head(run: RecordedRun, row: RunRow) -> list[tuple[str, str]]:
     lines += [("jobs", ", ".join(run.job_ids))] * bool(run.job_ids)
     lines += _times(run)
     if (overrides := run.ran_on.overrides) is not None:
-        lines.append(("command", " ".join(["run", *map(str, overrides)])))
+        lines.append(("command", " ".join(["run", *without_secret_values(map(str, overrides))])))
     shares = run.totals.shares
     if shares is not None and None not in shares:
         lines.append(("shares", spell(list(shares))))

@@ -303,7 +303,7 @@ def _start_script(
     command = [sys.executable, *part]
     if starts_torchrun(config):  # as sbatch_templates/torchrun.sh.j2
         command = [
-            sys.executable, "-m", "torch.distributed.run", f"--nnodes={config['nodes']}",
+            *command[:3], "torchrun", str(folder.path), f"--nnodes={config['nodes']}",
             f"--nproc-per-node={config['gpus_per_node']}", "--rdzv-backend=c10d",
             f"--rdzv-id={environments[0]['TORCHELASTIC_RUN_ID']}",
             f"--rdzv-endpoint=127.0.0.1:{port['MASTER_PORT']}", "--local-addr=127.0.0.1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from hpc_parallel.config.script import TORCHRUN
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.layout.schedules import file_of
 from hpc_parallel.problems import ConfigError, Problem
@@ -82,7 +84,7 @@ def _claim_folder(run: PreparedRun) -> None:
     """Make this process the owner of the folder, and set aside the files of an earlier start."""
     path = run.folder.path
     if not run.resumes:
-        _require_trusted(run, next(place for place in (path, *path.parents) if os.path.lexists(place)))
+        _require_trusted(run, path)
         run.folder.create()
     try:
         owner.claim(run.folder)
@@ -108,6 +110,8 @@ def _write_files(run: PreparedRun, copied: Snapshot | None, git_state: GitState 
     _require_readable(run, text)
     write_text(run.folder.config, text)
     _write_smaller(run, text)
+    if TORCHRUN in (run.config.cluster.start, run.config.script.start):
+        write_text(run.folder.torchrun_secret, secrets.token_hex())
     provenance = origin(
         run.folder, overrides=run.overrides, config_dir=run.config_dir, snapshot=run.snapshot,
         command=run.command, state=git_state,

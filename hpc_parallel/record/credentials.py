@@ -85,10 +85,15 @@ def without_secret_values(overrides: Iterable[str]) -> list[str]:
     public = []
     for override in overrides:
         key, _, value = override.partition("=")
-        parts = key.lstrip("+~").split(".")
-        is_private = parts[:2] in PRIVATE or any(map(_is_private_key, parts)) or "{" in value
-        public.append(f"{key}=..." if is_private or _is_credential(value) else override)
+        public.append(f"{key}=..." if "{" in value or may_be_secret(key, value) else override)
     return public
+
+
+def may_be_secret(key: str, value: Any) -> bool:
+    """Whether a setting may hold a credential. key: dotted, perhaps with Hydra's plus or tilde."""
+    parts = key.lstrip("+~").split(".")
+    is_private = parts[:2] in PRIVATE or any(map(_is_private_key, parts))
+    return is_private or without_credentials(value) != value
 
 
 def _is_private_key(key: str) -> bool:

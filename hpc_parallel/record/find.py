@@ -165,9 +165,8 @@ def _sweeps(word: str) -> list[Path]:
 
 def _several(word: str, names: Sequence[str]) -> str:
     more = f" ({len(names) - _NAMED} more)" if len(names) > _NAMED else ""
-    return (
-        f"{spell(word)} means {len(names)} runs, and one is wanted{more}. Try {alternatives(names[:_NAMED])}."
-    )
+    near = alternatives([*map(spell, names[:_NAMED])])
+    return f"{spell(word)} means {len(names)} runs, and one is wanted{more}. Try {near}."
 
 
 def _unknown(word: str, runs: Mapping[str, RecordedRun]) -> str:
@@ -179,7 +178,7 @@ def _unknown(word: str, runs: Mapping[str, RecordedRun]) -> str:
         rule = "is no path, run id, job id or part of a name of a run"
     if not runs:
         return f"{spell(word)} {rule}, and {RUNS.absolute()} holds none."
-    return f"{spell(word)} {rule} in {RUNS.absolute()}. Try {alternatives(_near(word, runs))}."
+    return f"{spell(word)} {rule} in {RUNS.absolute()}. Try {alternatives([*map(spell, _near(word, runs))])}."
 
 
 def near_runs(word: str) -> list[str]:

@@ -75,6 +75,7 @@ class RunFolder:
     unfit_spares = FolderFile("unfit_spares")
     machine_check = FolderFile("machine_check.json")  # what `task=preflight` measured
     rendezvous = FolderFile("rendezvous")  # where rank 0 publishes its address, one file per attempt
+    torchrun_secret = FolderFile("rendezvous/torchrun")  # with which torchruns sign what they exchange
     proof = FolderFile("proof")  # what `task=proof` compares: gradients and weights by full name
     slurm = FolderFile("slurm")  # files of Slurm and submitit: the job's output, the pickled payload
     resubmission = FolderFile("slurm/resubmit.sh")  # the batch script of a job that replaces this one

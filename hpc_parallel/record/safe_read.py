@@ -31,7 +31,8 @@ MAX_INTEGER = 2**63 - 1  # larger integers have no use here, and str() refuses t
 T = TypeVar("T")
 TAIL_BYTES = MIB  # read from the end of a file
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # with libyaml, it is eight times as fast
-_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]')
+# A text without an end counts to the end: otherwise each quote in it would be searched from again.
+_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
 # YAML that may nest deeply or use aliases: many brackets or indicators, deep indents, anchors, tags.
 _YAML_SUSPECT = re.compile(r"[&*!]|^ {64}|(?:[-?:][ \t]+){16}", re.MULTILINE)
 

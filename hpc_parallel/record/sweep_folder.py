@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,8 +58,11 @@ class Sweep:
 
     def distinct_overrides(self, overrides: Sequence[str]) -> str:
         """The overrides of a run that are not common to the whole sweep."""
-        shared = common([*(run.overrides for run in self.runs), *(run.overrides for run in self.skipped)])
-        return " ".join(override for override in overrides if override not in shared)
+        return " ".join(override for override in overrides if override not in self._shared)
+
+    @cached_property
+    def _shared(self) -> set[str]:
+        return common([*(run.overrides for run in self.runs), *(run.overrides for run in self.skipped)])
 
 
 def common(runs: Sequence[Sequence[str]]) -> set[str]:

@@ -43,7 +43,7 @@ def require_private(path: Path, *, parents: bool = True) -> None:
             continue  # the mode of a link has no meaning: its folder decides who can change it
         sticky = status.st_mode & stat.S_ISVTX and index < len(parts) - 1  # only owners can rename entries
         if not closed and not sticky and (writers := _other_writers(status, user=user)):
-            suggestion = f"chmod go-w {part}" if status.st_uid == user else "use a folder of your own"
+            suggestion = f"chmod go-w {spell(part)}" if status.st_uid == user else "use a folder of your own"
             mode = f"{stat.S_IMODE(status.st_mode):04o}"
             raise UntrustedError(f"{part} (mode {mode}) can be written by {writers}. Try: {suggestion}")
         closed = closed or (stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o011)
@@ -70,14 +70,15 @@ def _is_roots_in_a_container(path: Path, owner: int) -> bool:
 def require_trusted(folder: Path, *, key: str, shared_folder: bool) -> None:
     """Refuse to run from `folder` if others could replace its content, unless the user trusts them.
 
-    key: the setting that named the folder.
+    folder: an absolute path; if it does not exist, the nearest folder above it counts. key: the setting that
+    named it.
 
     Raises ConfigError.
     """
     if shared_folder:
         return
     try:
-        require_private(folder)
+        require_private(next(place for place in (folder, *folder.parents) if os.path.lexists(place)))
     except UntrustedError as error:
         raise ConfigError([
             f"{key} = {spell(str(folder))} would hold what the run executes, and others could replace it: "

@@ -16,14 +16,20 @@ from __future__ import annotations
 import hmac
 import io
 import secrets
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from struct import Struct
+from types import SimpleNamespace
 from typing import Any, BinaryIO, cast
 
 from torch.distributed import Store, distributed_c10d
+
+from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import read_text
 
 SECRET_BYTES = 32
 _SET, _APPEND, _ADD = b"=", b">", b"+"  # kinds of records
@@ -228,7 +234,7 @@ class ForeignObjectError(RuntimeError):
     def __init__(self) -> None:
         super().__init__(
             "another process sent an object in place of a rank: it is not signed with this start's secret, "
-            "and was not loaded. Other users of these hosts can connect to gloo's ports. Try to start the "
+            "and was not loaded. Other users of these hosts can connect to its ports. Try to start the "
             "run again; if the same happens, ask the administrators who connects."
         )
 
@@ -249,20 +255,47 @@ def require_signatures(secret: bytes) -> None:
         def dump(self, value: Any) -> None:
             content = io.BytesIO()
             _PICKLER(content).dump(value)
-            self._file.write(hmac.digest(secret, content.getvalue(), "sha256") + content.getvalue())
+            self._file.write(_sign(secret, content.getvalue()))
 
     class Verifying:
         def __init__(self, file: BinaryIO) -> None:
             self._file = file
 
         def load(self) -> Any:
-            mac, content = self._file.read(_MAC_BYTES), self._file.read()
-            if not hmac.compare_digest(mac, hmac.digest(secret, content, "sha256")):
-                raise ForeignObjectError
-            return _UNPICKLER(io.BytesIO(content)).load()
+            return _UNPICKLER(io.BytesIO(_verify(secret, self._file.read()))).load()
 
     distributed_c10d._pickler = Signing  # type: ignore[assignment]
     distributed_c10d._unpickler = Verifying  # type: ignore[assignment]
+
+
+def _sign(secret: bytes, content: bytes) -> bytes:
+    return hmac.digest(secret, content, "sha256") + content
+
+
+def _verify(secret: bytes, message: bytes) -> bytes:
+    mac, content = message[:_MAC_BYTES], message[_MAC_BYTES:]
+    if not hmac.compare_digest(mac, hmac.digest(secret, content, "sha256")):
+        raise ForeignObjectError
+    return content
+
+
+def run_torchrun(run_folder: str, arguments: Sequence[str]) -> None:
+    """Run torchrun, which opens only pickles that are signed with the secret in the run folder.
+
+    As long as the ranks run, the torchruns of a start exchange pickles through a TCPStore.
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    secret = bytes.fromhex(read_text(RunFolder(Path(run_folder)).torchrun_secret))
+    plain: Any = dynamic_rendezvous.pickle
+    dynamic_rendezvous.pickle = SimpleNamespace(  # type: ignore[assignment]
+        dumps=lambda value: _sign(secret, plain.dumps(value)),
+        loads=lambda message: plain.loads(_verify(secret, message)),
+        PickleError=plain.PickleError,
+    )
+    sys.argv[0] = "torchrun"  # its name in its own messages
+    run.main([*arguments])
 
 
 def _require_hooks() -> None:

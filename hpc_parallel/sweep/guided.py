@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from hydra.core.global_hydra import GlobalHydra
@@ -24,7 +25,7 @@ from hpc_parallel.config.resolve import UnresolvedError, resolve
 from hpc_parallel.config.schema import RunConfig, SweepConfig
 from hpc_parallel.config.tasks import OF_LOSSES, objective_problems, objectives
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
-from hpc_parallel.problems import ConfigError, Problem, Problems, quoted
+from hpc_parallel.problems import ConfigError, Problem, Problems, quoted, tried
 from hpc_parallel.record.metrics_file import figure
 from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.sweep_folder import (
@@ -35,6 +36,7 @@ from hpc_parallel.record.sweep_folder import (
     read_sweep,
     write_sweep,
 )
+from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.shell import complain
 from hpc_parallel.slurm.submit import SiteRefusedError
 from hpc_parallel.sweep import view
@@ -109,6 +111,9 @@ def _check(
     composer = Composer(config_name)
     overrides = [*params(composed), *words]
     problems, first = try_each(overrides, composer=composer, sweep=True)
+    shared_folder = composed.launcher.shared_folder
+    # Hydra writes its files there, and follows links.
+    tried(partial(require_trusted, folder, key="hydra.sweep.dir", shared_folder=shared_folder), problems)
     fixed = [override for override in overrides if override in first]
     scope = _Scope(folder, names, fixed, [key_of(word) for word in overrides if word not in fixed])
     with suppress(UnresolvedError):  # the sweeper may provide what is missing

@@ -12,7 +12,6 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import TaskID
 from rich.table import Table
-from rich.text import Text
 
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.layout.holdings import model_facts
@@ -41,7 +40,7 @@ from hpc_parallel.record.sweep_folder import SkippedRun, common
 from hpc_parallel.slurm.jobs import JobState
 from hpc_parallel.sweep.earlier import resume_command
 from hpc_parallel.sweep.sweep_plan import PlannedRun, SweepPlan
-from hpc_parallel.terminal import progress_bars, room_beside_bar
+from hpc_parallel.terminal import cell, progress_bars, room_beside_bar
 
 _UNLIMITED = 100_000  # columns: in a file or a pipe, nothing is truncated or wrapped
 
@@ -181,7 +180,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     for name in head:
         plain.add_column(name, justify="right" if name == "nodes" else "left", overflow="fold")
     for row in rows:
-        plain.add_row(*(Text(cell) for cell in row))
+        plain.add_row(*map(cell, row))
     return plain
 
 

@@ -59,7 +59,7 @@ class StandIn:
         }
         write_json(run.folder.summary, summary)
         if failed:
-            write_json(run.folder.failure, {"line": "rank 0 failed first: bad luck"})
+            write_json(run.folder.failure, {"line": "rank 0 failed first: bad luck\x1b[2J"})
         return int(failed)
 
 
@@ -124,7 +124,10 @@ def test_a_failed_run_is_the_sweepers_to_deal_with(here: Path, capsys: pytest.Ca
     assert main(["-m", "seed=13,2", CALLED, *HERE]) == 1
     assert [done.status for done in NOTED] == [JobStatus.FAILED, JobStatus.COMPLETED]
     told = capsys.readouterr()
-    assert f"the sweeper stopped: rank 0 failed first: bad luck: {ASKED[0].folder.path}\n" in told.err
+    reason = "rank 0 failed first: bad luck\\x1b[2J"  # escaped: any file name may be in it
+    assert f"the sweeper stopped: {reason}: {ASKED[0].folder.path}\n" in told.err
+    assert reason in told.out
+    assert "\x1b" not in told.out
     assert "Traceback" not in told.err
     assert len(only_sweep(here)[1].runs) == 2
 

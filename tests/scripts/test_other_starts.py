@@ -31,7 +31,9 @@ def test_torchrun_that_can_not_start_says_why(home: Path) -> None:
     (home / "shape.py").write_text(SHAPE)
     done = run(home, *BY_TORCHRUN, "script.torchrun=[--nonsense=1]", "--", "shape.py")
     assert done.returncode == 1
-    assert "exit code 2: run.py: error: unrecognized arguments: --nonsense=1" in done.stdout.splitlines()[-1]
+    assert (
+        "exit code 2: torchrun: error: unrecognized arguments: --nonsense=1" in done.stdout.splitlines()[-1]
+    )
 
 
 def test_one_process_of_each_node_gets_what_a_launcher_needs(home: Path) -> None:

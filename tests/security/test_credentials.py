@@ -5,13 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hpc_parallel.record.credentials import is_credential_file, public_part, without_secret_values
+from hpc_parallel.__main__ import main
+from hpc_parallel.record.credentials import (
+    is_credential_file,
+    may_be_secret,
+    public_part,
+    without_secret_values,
+)
 from hpc_parallel.record.provenance import origin, source_state
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.snapshot import plan_snapshot
+from tests.recorded_runs import prepared
 from tests.unit.test_snapshot import copied, git
 
 SECRET_FILES = [".env", "creds.txt", "deploy/.env.production", "id_ed25519", "sub/Server.PEM", ".ssh/config",
@@ -109,6 +118,37 @@ def test_a_page_shows_overrides_without_their_secrets() -> None:
         "nodes=2", "launcher.setup=...", "+cluster.environment.KEY=...", "data.token=...", "data.path=...",
         "launcher.extra=...", "sweep.also=...", "launcher=slurm", "-m",
     ]  # fmt: skip
+
+
+def test_what_show_prints_can_be_handed_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The form for faults asks for it."""
+    words = ["launcher.notify=https://h.org/hunter2", "+cluster.environment.KEY=hunter2", "training.steps=42",
+             "launcher.setup=['export KEY=hunter2']", "+model.hf_token=hunter2"]  # fmt: skip
+    folder = prepared(tmp_path / "run", *words[:4])
+    write_json(folder.environment, {"overrides": words})
+    assert main(["show", str(folder.path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "hunter2" not in shown
+    assert (
+        "run launcher.notify=... +cluster.environment.KEY=... training.steps=42 launcher.setup=..." in shown
+    )
+    for setting in ("launcher.notify = ...", "cluster.environment.KEY = ...", "launcher.setup = ...",
+                    "training.steps = 42"):  # fmt: skip
+        assert setting in shown
+    assert main(["show", "--json", str(folder.path)]) == 0  # for scripts
+    assert (
+        json.loads(capsys.readouterr().out)["changed"]["launcher.notify"]["value"] == "https://h.org/hunter2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "secret"),
+    [("data.path", "s3://me:hunter2@host/x", True), ("data.list", ["a", "hf_abcdefghijklmnopqrst"], True),
+     ("data.api_key", "", True), ("sweep.also", [], True), ("data.path", "/data/tokens.npy", False),
+     ("launcher.partition", "gpu", False), ("strategy.shares", [1, 2], False), ("resume", None, False)],
+)  # fmt: skip
+def test_a_setting_that_may_be_secret(key: str, value: Any, secret: bool) -> None:
+    assert may_be_secret(key, value) == secret
 
 
 def test_a_repository_without_a_commit_has_no_state(tmp_path: Path) -> None:

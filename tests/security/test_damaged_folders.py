@@ -80,6 +80,11 @@ DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
         holding('{"a": [' + "{}," * 600_000 + "{}]}"),
         "it has more than 500,000 lists and tables",
     ),
+    (  # a text without an end; it takes hours if each of its quotes is searched from
+        "summary.json",
+        holding('{"a": [' + "{}," * 70 + '"' + r"\"" * 1_000_000),
+        "Unterminated string starting at: line 1 column 218 (char 217)",
+    ),
     ("owner.json", pipe, "it is a pipe, not a regular file"),
     ("owner.json", holding('{"pid": "../tmp/x", "host": "", "began": ""}'), "it names no process and no job"),
     ("owner.json", holding('{"pid": 1e400}'), "it has 1e400, which is too large a number"),

@@ -180,3 +180,24 @@ def test_a_sweep_of_others_is_not_gone_on_with(
     for granted in ([], ["launcher.shared_folder=true"]):
         assert main(["-m", f"sweep.resume={sweep}", "launcher=script", "dry_run=true", *granted]) == 2
         assert f"{sweep} belongs to user {ATTACKER}" in capsys.readouterr().err
+
+
+def test_the_files_of_another_sweeper_follow_no_link_of_others(
+    shared: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hydra writes multirun.yaml itself, before the first run."""
+    sweep, mine = shared / "theirs", here / "precious"
+    mine.write_text("precious")
+    sweep.mkdir()
+    (sweep / "multirun.yaml").symlink_to(mine)
+    give(sweep, ATTACKER)
+    sweep.chmod(0o777)
+    called = "+hydra.callbacks.mine._target_=hydra.experimental.callback.Callback"
+    words = ["-m", "seed=1,2", called, "launcher=local", "launcher.snapshot=false"]
+    for folder in (sweep, sweep / "new"):
+        assert main([*words, f"hydra.sweep.dir={folder}", "training.steps=0"]) == 2
+        message = capsys.readouterr().err
+        assert f"hydra.sweep.dir = {folder} would hold what the run executes" in message
+        assert f"{sweep} belongs to user {ATTACKER}" in message
+        assert "training.steps = 0" in message  # beside all other problems
+    assert mine.read_text() == "precious"

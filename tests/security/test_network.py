@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import base64
 import gc
+import hmac
 import inspect
 import json
 import multiprocessing
 import os
 import pickle
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -26,10 +30,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed import HashStore, PrefixStore, TCPStore, distributed_c10d
 
 from hpc_parallel.config.site_schema import ClusterConfig
+from hpc_parallel.launch import run_files
 from hpc_parallel.machine import fabric
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_write import write_json
+from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.start import join, rendezvous, signed_store
 from hpc_parallel.start.rendezvous import StartError, hosts, meet
 from hpc_parallel.start.signed_store import ForeignObjectError, ForgedError, SignedStore, require_signatures
@@ -567,6 +572,50 @@ def test_a_torch_with_other_pickling_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(distributed_c10d, "_tensor_to_object", lambda *_: pickle.loads(b""))
     with pytest.raises(RuntimeError, match=r"Try torch 2\.11 to 2\.13"):
         require_signatures(b"s" * 32)
+
+
+@needs_root
+def test_torchrun_opens_no_pickle_of_a_stranger(folder: RunFolder, shared: Path) -> None:
+    """A stranger replaces what its processes agree on, while one waits for the other."""
+    shared.chmod(0o777)
+    write_text(folder.torchrun_secret, "5e" * 32)
+    with socket.create_server((rendezvous.LOOPBACK, 0)) as server:
+        port = server.getsockname()[1]
+    line = [sys.executable, "-m", "hpc_parallel.job", "torchrun", str(folder.path), "--nnodes=2",
+            "--rdzv-backend=c10d", "--rdzv-id=start", f"--rdzv-endpoint={rendezvous.LOOPBACK}:{port}",
+            f"--local-addr={rendezvous.LOOPBACK}", "--module", "hpc_parallel.job", "rank"]  # fmt: skip
+    key = "torch.rendezvous.start"
+
+    def stranger() -> bytes:
+        store = TCPStore(rendezvous.LOOPBACK, port, is_master=False, timeout=timedelta(seconds=PATIENCE_S))
+        while len(before := bytes(store.get(key))) < 32:  # torch's sign for no state yet
+            time.sleep(0.1)
+        store.set(key, base64.b64encode(b"-" * 32 + pickle.dumps(Evil(shared))))
+        return before
+
+    waiting = subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        state = base64.b64decode(call_as(ATTACKER, stranger, timeout_s=PATIENCE_S))
+        _, message = waiting.communicate(timeout=PATIENCE_S)
+    finally:
+        waiting.kill()
+        waiting.wait()
+    assert waiting.returncode == 1
+    assert "another process sent an object in place of a rank" in message
+    assert not any(shared.iterdir())
+    assert state[:32] == hmac.digest(b"\x5e" * 32, state[32:], "sha256")
+
+
+@pytest.mark.parametrize("start", ["torchrun", "srun"])
+def test_each_run_has_a_secret_for_its_torchruns(start: str, tmp_path: Path) -> None:
+    run = prepared(f"cluster.start={start}", "launcher=script", "launcher.snapshot=false",
+                   f"run_dir={tmp_path}/run")  # fmt: skip
+    run_files.write(run)
+    secret = run.folder.torchrun_secret
+    assert secret.exists() == (start == "torchrun")
+    if start == "torchrun":
+        assert len(bytes.fromhex(secret.read_text())) == 32
+        assert secret.stat().st_mode & 0o777 == 0o600
 
 
 def test_the_package_sends_no_objects() -> None:

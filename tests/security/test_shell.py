@@ -15,7 +15,7 @@ import pytest
 
 from hpc_parallel import __main__, shell
 from hpc_parallel.__main__ import COMMANDS, main
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import ConfigError, Problem
 
 RUN = ["run", "dry_run=true", "launcher.snapshot=false", "launcher=local"]
 
@@ -197,3 +197,18 @@ sys.exit(run_command(work))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a'$(touch x)", "a;touch x", "a;b", "a|b", "a&b", "a>b", "a<b", "a(b)", "it's \"`id`\"", "$HOME",
+     "a'b\"c", "plain-1.5/x"],
+)  # fmt: skip
+def test_a_shell_expands_nothing_in_advice(name: str, tmp_path: Path) -> None:
+    """Another user may have named the run that an error suggests."""
+    line = str(Problem("resume", "x", "is not a run folder", (Path(name),))).rpartition("Try ")[2]
+    done = subprocess.run(
+        ["bash", "-c", f"printf %s {line[:-1]}"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == (f"resume={name}", "")
+    assert not any(tmp_path.iterdir())

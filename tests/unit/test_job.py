@@ -29,7 +29,9 @@ def test_a_rank_starts(tmp_path: Path) -> None:
 def test_an_unknown_part_is_refused() -> None:
     done = python("hpc_parallel.job", "rnak", "runs/x")
     assert (done.returncode, done.stderr) == (
-        1, "hpc_parallel.job has no part rnak: rank, agent, conclude, pack, spare, signal or notify\n"
+        1,
+        "hpc_parallel.job has no part rnak: "
+        "rank, agent, conclude, pack, spare, signal, notify or torchrun\n",
     )  # fmt: skip
 
 

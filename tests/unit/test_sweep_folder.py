@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.console import Console
 
 from hpc_parallel.launch.run_files import write
+from hpc_parallel.record import sweep_folder
 from hpc_parallel.record.run_folder import note_phase
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import (
@@ -170,3 +171,14 @@ def test_jobs_that_wait_can_be_followed_and_ended(here: Path) -> None:
     assert "python -m hpc_parallel status sweeps/1 --watch" in lines
     assert "python -m hpc_parallel cancel sweeps/1" in lines
     assert len(after_submission(folder, submitted=False)) == 3  # Slurm refused all
+
+
+def test_what_runs_have_in_common_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest of others may list 60,000 runs, and status names each that has no folder."""
+    asked: list[int] = []
+    common = sweep_folder.common
+    monkeypatch.setattr(sweep_folder, "common", lambda runs: asked.append(len(runs)) or common(runs))
+    runs = tuple(SweepRun(("nodes=1", f"seed={seed}"), Path(f"/r/{seed}"), 1, 1) for seed in range(3))
+    sweep = Sweep((), "", None, runs, (SkippedRun(("nodes=1", "seed=9"), ()),))
+    assert [sweep.distinct_overrides(run.overrides) for run in runs] == ["seed=0", "seed=1", "seed=2"]
+    assert asked == [4]

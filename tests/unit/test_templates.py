@@ -17,8 +17,9 @@ import pytest
 from hpc_parallel.config.places import find_folder
 from hpc_parallel.launch.batch_script import needs_own_script, render, render_array, sbatch_flags
 from hpc_parallel.launch.prepare import PreparedRun
+from hpc_parallel.launch.recompose import override_value
 from hpc_parallel.launch.run_files import write
-from hpc_parallel.problems import ConfigError, spell
+from hpc_parallel.problems import ConfigError
 from tests.composed import prepared
 from tests.marks import in_full
 
@@ -94,8 +95,8 @@ SRUN = ["srun", "--cpus-per-task=3", "--distribution=block:block", "--kill-on-ba
 NODES = ["srun", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=6", "--distribution=block:block",
          "--kill-on-bad-exit=1", "--wait=0"]  # fmt: skip
 TORCHRUN = ["bash", "-c", 'trap "" TERM USR2; exec "$@"', "torchrun"]
-MODULE = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
-          "--rdzv-id=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$hpc_parallel_start",
+MODULE = ["-m", "hpc_parallel.job", "torchrun", "RUN", "--nnodes=2", "--nproc-per-node=2",
+          "--rdzv-backend=c10d", "--rdzv-id=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}.$hpc_parallel_start",
           "--rdzv-endpoint=$hpc_parallel_firsti:29511", "--module", *RANK[2:]]  # fmt: skip
 EARLY = ["sh", "-c", 'trap "" USR2; exec "$@"', "rank"]  # the rank sets its own handler
 MPIRUN = ["mpirun", "-np", "4", "--mca", "btl", "^openib", *EARLY]
@@ -332,7 +333,7 @@ def test_traps_of_setup_lines_run_beside_ours(removed: bool, tmp_path: Path) -> 
     lines = (
         ["trap - EXIT TERM"] if removed else ["trap 'echo \"gone: $?\" > cleaned' EXIT", "trap 'true' TERM"]
     )
-    run = started("srun", "none", f"launcher.setup={spell(lines)}", f"run_dir={tmp_path / 'run'}")
+    run = started("srun", "none", f"launcher.setup={override_value(lines)}", f"run_dir={tmp_path / 'run'}")
     write(run)
     tools = tmp_path / "bin"
     tools.mkdir()
