@@ -49,11 +49,9 @@ def newest_sound(folder: Path, *, in_memory: int | None = None) -> tuple[Checkpo
         if damage is None:
             return checkpoint, warnings
         before = older.step if older else in_memory or 0
-        warnings.append(
-            f"the checkpoint of step {checkpoint.step} is damaged ({damage}); continuing from "
-            f"{f'that of step {before}' if before else 'the start'}: steps {before + 1} to "
-            f"{checkpoint.step} are lost"
-        )
+        source = f"continuing from that of step {before}" if before else "there is none before it"
+        lost = f"steps {before + 1} to {checkpoint.step} are lost"
+        warnings.append(f"the checkpoint of step {checkpoint.step} is damaged ({damage}); {source}: {lost}")
         if rank == 0:
             print(f"WARNING: {warnings[-1]}", file=sys.stderr, flush=True)
     return None, warnings
