@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 _FEW = 64
 _ESCAPED_BYTE = re.compile(r"\\udc([89a-f][0-9a-f])")  # as repr writes a byte that is no UTF-8
-_PLAIN_PATH = re.compile(r"/[\w./-]*", re.ASCII)
+_PLAIN_PATH = re.compile(r"[\w./-]*/[\w./-]*", re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.typed import build
-from hpc_parallel.user_code import causes_of, hint
+from hpc_parallel.user_code import causes_of, hint, user_line
 
 if TYPE_CHECKING:
     from hpc_parallel.machine.world import World
@@ -120,7 +120,8 @@ def record_exception(
         name = type(source).__name__
         message = text if is_ours and text else f"{name}: {text}" if text else name
         if not is_ours:
-            message += causes_of(source) + hint(text)
+            place = user_line(source)
+            message += (f" ({place})" if place else "") + causes_of(source) + hint(text)
         details |= getattr(source, "details", {})
     if (step := step_of(error)) is not None:
         details.setdefault("step", step)

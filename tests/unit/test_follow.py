@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -437,6 +438,12 @@ def test_a_failed_run_prints_the_line_that_continues_it(
         """continue after step 20: python -m hpc_parallel.run 'resume='"'"'run [1]'"'"''""",
         "rank 1 failed first",
     ]
+    plain = folder.path.parent / "runs" / "base" / "2026-1"
+    shutil.copytree(folder.path, plain)
+    following, shown = follower(RunFolder(plain))
+    following.finish()
+    hint = "continue after step 20: python -m hpc_parallel.run resume=runs/base/2026-1"
+    assert hint in shown.getvalue().splitlines()
 
 
 ROW = CollectiveRow(
