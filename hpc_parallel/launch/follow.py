@@ -175,7 +175,8 @@ class RunFollower:
         ended = Stop.read(self._folder) if failure is None else failure
         line = (None if ended is None else ended.line) or ""
         checkpoints = complete(self._folder.checkpoints)
-        if checkpoints and "resume=" not in line:
+        is_done = bool(checkpoints) and checkpoints[0].step >= self._steps > 0  # what failed came afterwards
+        if checkpoints and not is_done and "resume=" not in line:
             command = shlex.join([*RUN_COMMAND, f"resume={quoted(from_here(self._folder.path))}"])
             self._say(f"continue after step {checkpoints[0].step}: {command}")
         if line:

@@ -143,6 +143,10 @@ class Callbacks:
         if dist.get_rank() == 0:
             keys = [f"training.callbacks[{index}]" for index in range(len(tables))]
             self._objects = [build(table, key=key) for table, key in zip(tables, keys, strict=True)]
+            for callback, key in zip(self._objects, keys, strict=True):
+                if any(name[0] != "_" and not hasattr(callback, name) for name in vars(Callback)):
+                    rule = f"is no {Callback.__module__}.Callback: inherit from it"
+                    raise UserCodeError([f"{type(callback).__name__} ({key}) {rule}."])
         self._call("on_start", folder, lines)
 
     def step(self, step: int) -> None:
@@ -159,9 +163,11 @@ class Callbacks:
         """Returns on all ranks why the training must end, or None. Collective."""
         if not self._used:
             return None
-        reasons = filter(None, self._call("stop_reason"))
-        reason: str | None = exchange.broadcast(next(reasons, None))
-        return reason
+        reason = next(filter(None, self._call("stop_reason")), None)
+        if not isinstance(reason, str | None):
+            raise UserCodeError([f"stop_reason of a callback returned {reason!r}: return a text, or None."])
+        stops_with: str | None = exchange.broadcast(reason)
+        return stops_with
 
     def checkpoint(self, step: int) -> None:
         self._call("on_checkpoint", step)

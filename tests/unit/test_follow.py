@@ -444,6 +444,9 @@ def test_a_failed_run_prints_the_line_that_continues_it(
     following.finish()
     hint = "continue after step 20: python -m hpc_parallel.run resume=runs/base/2026-1"
     assert hint in shown.getvalue().splitlines()
+    shown = io.StringIO()
+    RunFollower(RunFolder(plain), console=Console(file=shown), steps=20).finish()
+    assert "resume=" not in shown.getvalue()  # it would be refused: all steps are done
 
 
 ROW = CollectiveRow(
