@@ -51,7 +51,7 @@ def described(error: BaseException) -> str:
     text, place = str(error), user_line(error)
     if isinstance(error, SyntaxError) and error.filename:
         text, place = error.msg, f"{os.path.basename(error.filename)}:{error.lineno}"
-    text = " ".join(text.split())
+    text = " ".join(text.split()).removesuffix(".")
     message = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return (f"{message} ({place})" if place else message) + causes_of(error)
 

@@ -57,6 +57,7 @@ FIXED = {  # keys that can't change, with the reason
     "task.name": "only training can continue",
     "weights": "it continues from its own weights",
 }
+PLACE = "data.path"  # may change: the start compares the content with that of the checkpoint
 
 BATCH, STEPS = "training.global_batch_size", "training.steps"
 VALIDATED = "training.validation_samples"
@@ -197,7 +198,7 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
         for key in sorted(before.keys() | settings.keys()):
             added = key == fixed and key not in before  # a newer version has added the key
             fits = added or before.get(key) == settings.get(key)
-            if (key == fixed or key.startswith(f"{fixed}.")) and not fits:
+            if (key == fixed or key.startswith(f"{fixed}.")) and not fits and key != PLACE:
                 rule = f"differs from the run to resume: {reason}"
                 yield Problem(key, settings.get(key), rule, (before.get(key),))
     if is_script:  # a script has its own checkpoints
@@ -225,7 +226,7 @@ def without_fixed_keys(problem: Problem | str) -> Problem | str:
     """The problem of a run that continues, without the suggestion to change what can't change."""
     key = "" if isinstance(problem, str) else problem.key
     reason = next((FIXED[fixed] for fixed in FIXED if f"{key}.".startswith(f"{fixed}.")), None)
-    if isinstance(problem, str) or reason is None:
+    if isinstance(problem, str) or reason is None or key == PLACE:
         return problem
     rule = f"{problem.rule}. A run that continues can't change it: {reason}"
     return replace(problem, rule=rule, legal=(), along=())

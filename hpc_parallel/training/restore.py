@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import ConfigError, spell
 from hpc_parallel.record import checkpoint_index
 from hpc_parallel.record.checkpoint_index import Checkpoint
+from hpc_parallel.record.values import table
 from hpc_parallel.strategies import exchange
 from hpc_parallel.training.checkpoint import (
     CheckpointReader,
@@ -67,7 +68,8 @@ def restore(
     """
     if checkpoint.manifest["data"] != digest:
         rule = "was trained on other data than the configuration names now, so the order of samples can't"
-        advice = "Try the data that the run began with."
+        path = table(table(checkpoint.manifest.get("config")).get("data")).get("path")
+        advice = f"Try the data that the run began with{f' (data.path={spell(path)})' if path else ''}."
         raise ConfigError([f"data: the checkpoint of step {checkpoint.step} {rule} continue. {advice}"])
     has_state = set(random_names(reader)) >= set(random_state(device))
     all_have_state = torch.tensor(int(has_state))
