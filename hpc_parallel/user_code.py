@@ -31,10 +31,6 @@ _HINTS = (  # messages of torch and of the system
         "The data has whole numbers: try x.float() in the data or the stem",
     ),
     (
-        re.compile("does not require grad and does not have a grad_fn"),
-        "The loss must be computed from the model's output without detach(), item() and torch.no_grad()",
-    ),
-    (
         re.compile("Too many open files"),
         "The limit of open files is too low for so many ranks: try `ulimit -n 4096` before the start, or in "
         "launcher.setup",

@@ -21,6 +21,7 @@ from hpc_parallel.failure.failure import CONFIGURATION, signal_name
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import printable, quoted
 from hpc_parallel.record import owner
+from hpc_parallel.record.attempts import ends
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Failure, Stop, Summary, has_final_summary
 from hpc_parallel.record.metrics_file import (
@@ -93,6 +94,7 @@ class RunFollower:
         self._has_new = False
         self._note = ""
         self._phase: str | None = None
+        self._ends = len(ends(folder))
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         for line in map(MetricsLine.of, self._reader.read()):
@@ -122,6 +124,9 @@ class RunFollower:
             self._show_bar(self._progress(line, parts))
         if (phase := read_phase(self._folder)) not in (None, self._phase):
             self._phase = phase
+            for end in (ended := ends(self._folder))[self._ends :]:
+                self._say(f"{end.line or end.how}; it starts again")
+            self._ends = len(ended)
             started = self._has_new or self._is_script
             self._announce(str(phase) if started else f"starting: {phase}")
 

@@ -143,10 +143,6 @@ class Callbacks:
         if dist.get_rank() == 0:
             keys = [f"training.callbacks[{index}]" for index in range(len(tables))]
             self._objects = [build(table, key=key) for table, key in zip(tables, keys, strict=True)]
-            for callback, key in zip(self._objects, keys, strict=True):
-                if any(name[0] != "_" and not hasattr(callback, name) for name in vars(Callback)):
-                    rule = f"is no {Callback.__module__}.Callback: inherit from it"
-                    raise UserCodeError([f"{type(callback).__name__} ({key}) {rule}."])
         self._call("on_start", folder, lines)
 
     def step(self, step: int) -> None:

@@ -109,14 +109,15 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
     state = {key.partition("/")[2]: tensor for key, tensor in state_of(assembled).items()}
     state, aliases = in_names_of(source.shapes, state, model=assembled.parts[0])
     require_fit(state, source.shapes, aliases=aliases, path=path)
+    require_tied(source, aliases, path=path)
     read_once(state, source.fill)
     if dist.get_rank() == 0:
         print(f"starting from the weights of {path}", flush=True)
     return str(path)
 
 
-def in_names_of(shapes: Shapes, state: StateDict, *, model: LayeredModel) -> tuple[StateDict, list[str]]:
-    """Returns `state` under the names of a source with `shapes`, and the other names of tied weights.
+def in_names_of(shapes: Shapes, state: StateDict, *, model: LayeredModel) -> tuple[StateDict, dict[str, str]]:
+    """Returns `state` under the names of a source with `shapes`, and the names of tied weights by alias.
 
     The source has the names of `model` or those of its library. It may have a tied weight under either name.
     """
@@ -126,7 +127,9 @@ def in_names_of(shapes: Shapes, state: StateDict, *, model: LayeredModel) -> tup
     for alias, name in model.tied.items():
         if name in names and names[name] not in shapes and rename(alias) in shapes:
             names[name] = rename(alias)
-    return {names[name]: tensor for name, tensor in state.items()}, [rename(name) for name in model.tied]
+    return {names[name]: tensor for name, tensor in state.items()}, {
+        rename(alias): rename(name) for alias, name in model.tied.items()
+    }
 
 
 def require_fit(state: StateDict, shapes: Shapes, *, aliases: Iterable[str], path: Path) -> None:
@@ -151,6 +154,20 @@ def require_fit(state: StateDict, shapes: Shapes, *, aliases: Iterable[str], pat
     problems = [f"weights = {path} {rule}: {shortened(names)}." for rule, names in rules.items() if names]
     if problems:
         raise ConfigError(problems)
+
+
+def require_tied(source: WeightSource, aliases: Mapping[str, str], *, path: Path) -> None:
+    """Raises ConfigError on all ranks if the source has other values under the two names of a tied weight."""
+    others = []
+    for alias, name in aliases.items() if dist.get_rank() == 0 else ():
+        if alias != name and {alias, name} <= source.shapes.keys():
+            values = {key: torch.empty(source.shapes[key]) for key in (alias, name)}
+            source.fill(values)
+            others += [] if torch.equal(*values.values()) else [f"{alias} than in {name}"]
+    if others := exchange.broadcast(others):
+        rule = "which are one weight of the model. Untie them: model.tied_head=false for our models, and"
+        advice = f"{rule} model.config.tie_word_embeddings=false for those of transformers"
+        raise ConfigError([f"weights = {path} has other values in {shortened(others)}, {advice}."])
 
 
 def shortened(names: list[str]) -> str:

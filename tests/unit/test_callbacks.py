@@ -23,10 +23,6 @@ class Answers(Callback):
         self.stop_reason = lambda: answer  # type: ignore[method-assign]
 
 
-class NoCallback:
-    pass
-
-
 @pytest.mark.parametrize("answer", [True, 3, "enough", "", None])
 def test_a_reason_to_stop_is_a_text(answer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """True ended the run as completed, and nobody was told why."""
@@ -38,8 +34,6 @@ def test_a_reason_to_stop_is_a_text(answer: Any, monkeypatch: pytest.MonkeyPatch
     else:
         with pytest.raises(UserCodeError, match=f"returned {answer}: return a text, or None"):
             followers.reason()
-    with pytest.raises(UserCodeError, match=r"NoCallback \(training.callbacks\[0\]\) is no .*: inherit"):
-        Callbacks([{"_target_": f"{__name__}.NoCallback"}], folder=tmp_path, lines=[])
 
 
 def lines(*losses: float | None) -> list[dict[str, Any]]:

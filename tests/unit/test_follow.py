@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from hpc_parallel.launch.follow import RunFollower
+from hpc_parallel.record import attempts
 from hpc_parallel.record.checkpoint_index import MARKER
 from hpc_parallel.record.collectives_file import CollectiveRow, row_cells
 from hpc_parallel.record.metrics_file import SEPARATOR, MetricsLine, MetricsReader, described, figure, fitting
@@ -421,6 +422,27 @@ def test_ctrl_c_is_called_ctrl_c(folder: RunFolder, number: int, words: str) -> 
     following, shown = follower(folder)
     assert following.finish([number]) == 1
     assert shown.getvalue().splitlines()[0] == f"{words}: step 0 of 600"
+
+
+def test_a_new_start_is_announced_with_its_reason(folder: RunFolder) -> None:
+    """The steps began again, and nobody was told that a rank had been killed."""
+    attempts.end(folder, how="killed", line="an end before this command")
+    following, shown = follower(folder)
+    for phase in ("importing torch", "first steps"):
+        note_phase(folder, phase)
+        following.poll()
+    attempts.end(folder, how="killed", line="rank 1 on n1 failed first: killed by SIGKILL")
+    following.poll()
+    for phase in ("importing torch", "first steps"):
+        note_phase(folder, phase)
+        following.poll()
+    assert shown.getvalue().splitlines() == [
+        "starting: importing torch",
+        "starting: first steps",
+        "rank 1 on n1 failed first: killed by SIGKILL; it starts again",
+        "starting: importing torch",
+        "starting: first steps",
+    ]
 
 
 def test_a_failed_run_prints_the_line_that_continues_it(
