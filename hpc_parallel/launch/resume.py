@@ -324,7 +324,8 @@ def trained_with(path: Path, *, trusted: bool) -> Mapping[str, Any]:
         config, model = (parse_line(about.get(key, "").encode()) or {} for key in ("config", "model"))
         return {**config, "model": model}
     if not is_run_folder(path):
-        raise ValueError("the folder is not a run folder. Name a run folder or a .safetensors file")
+        near = "Name a run folder or one .safetensors file (docs/models-and-data.md joins several)"
+        raise ValueError(f"the folder is not a run folder. {near}")
     checkpoints = complete(RunFolder(path).checkpoints)
     if not checkpoints:
         raise ValueError("the run has no checkpoint")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -21,6 +24,7 @@ from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.checkpoint_index import Checkpoint
 from hpc_parallel.record.endings import INITIAL
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safetensors_header import read_header
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies import exchange
@@ -30,6 +34,8 @@ from hpc_parallel.training.read_once import read_once
 from hpc_parallel.training.restore import newest_sound
 
 PARTS = ("stem.", "blocks.", "head.")  # prefixes of our names; a library's file has other names
+# Keys of a configuration of transformers on which no result of a training depends.
+_NO_RESULT = re.compile("type$|version|architectures|cache|name|token_id|initializer|drop|position_emb|^_")
 MAX_NAMES = 3  # in one message
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -113,7 +119,22 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
     read_once(state, source.fill)
     if dist.get_rank() == 0:
         print(f"starting from the weights of {path}", flush=True)
+        if other := other_settings(assembled.parts[0], path.parent / "config.json"):
+            print(f"WARNING: {other}", file=sys.stderr, flush=True)
     return str(path)
+
+
+def other_settings(model: LayeredModel, path: Path) -> str | None:
+    """A line with what the configuration at `path` of a model of transformers has otherwise than `model`."""
+    settings, recorded = getattr(model, "settings", None), None
+    with suppress(DamagedError):
+        recorded = read_json(path)
+    if settings is None or recorded is None:
+        return None
+    values, theirs = settings.to_dict(), type(settings).from_dict(recorded).to_dict()
+    keys = [key for key in sorted(theirs) if not _NO_RESULT.search(key) and values.get(key) != theirs[key]]
+    differ = ", ".join(f"{key}={values.get(key)} ({path.name}: {theirs[key]})" for key in keys)
+    return f"the weights of {path.parent} were trained otherwise: {differ}" if differ else None
 
 
 def in_names_of(shapes: Shapes, state: StateDict, *, model: LayeredModel) -> tuple[StateDict, dict[str, str]]:

@@ -213,14 +213,14 @@ def chooser(task: GenerateConfig, *, seed: int, prompts: Sequence[int]) -> Choos
             generator = torch.Generator(device=logits.device)
             row.exponential_(generator=generator.manual_seed(tensor_seed(seed, f"{prompt}:{position}") >> 1))
         shares = (logits.double() / task.temperature).softmax(dim=-1)
-        return _where_known(logits, (shares / noise).argmax(dim=-1))
+        return _where_known(shares, (shares / noise).argmax(dim=-1))
 
     return draw
 
 
-def _where_known(logits: Tensor, tokens: Tensor) -> Tensor:
-    """`tokens`, and -1 where the logits have a NaN, of which argmax would return the index."""
-    return torch.where(logits.isnan().any(dim=-1), -1, tokens)
+def _where_known(scores: Tensor, tokens: Tensor) -> Tensor:
+    """`tokens`, and -1 where the scores have a NaN, of which argmax would return the index."""
+    return torch.where(scores.isnan().any(dim=-1), -1, tokens)
 
 
 def require_finite(tokens: Tensor, prompts: Sequence[int], *, parameters: Mapping[str, Parameter]) -> None:

@@ -91,8 +91,8 @@ def test_a_file_that_is_none_or_cut_short(file: Path, tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_run_or_has_no_checkpoint(run: RunFolder, tmp_path: Path) -> None:
     assert problems(f"weights={tmp_path}") == [
-        f"weights = {tmp_path} can't be used: the folder is not a run folder. Name a run folder or a "
-        ".safetensors file"
+        f"weights = {tmp_path} can't be used: the folder is not a run folder. Name a run folder or one "
+        ".safetensors file (docs/models-and-data.md joins several)"
     ]
     for step in (5, 10):
         (run.checkpoints / f"step-{step}" / "complete").unlink()
