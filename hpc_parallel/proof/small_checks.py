@@ -58,8 +58,8 @@ def _output_of(model: LayeredModel, inputs: Tensor) -> Any:
 def _loss_problems(model: LayeredModel, output: Any, targets: Tensor) -> Iterator[str]:
     loss = model.loss(output, targets)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        yield f"loss must return a tensor with one number, the SUM of its terms, but returns {shape}"
+        found = f"a {type(loss).__name__} of shape {list(getattr(loss, 'shape', []))}"
+        yield f"loss must return a tensor with one number, the SUM of its terms, but returns {found}"
         return
     once = float(loss)
     twice = float(model.loss(_doubled(output), _doubled(targets)))

@@ -186,9 +186,11 @@ def require_tied(source: WeightSource, aliases: Mapping[str, str], *, path: Path
             source.fill(values)
             others += [] if torch.equal(*values.values()) else [f"{alias} than in {name}"]
     if others := exchange.broadcast(others):
-        rule = "which are one weight of the model. Untie them: model.tied_head=false for our models, and"
-        advice = f"{rule} model.config.tie_word_embeddings=false for those of transformers"
-        raise ConfigError([f"weights = {path} has other values in {shortened(others)}, {advice}."])
+        advice = (
+            "Untie them: model.config.tie_word_embeddings=false, for our own models model.tied_head=false"
+        )
+        rule = f"{shortened(others)}, which are one weight of the model"
+        raise ConfigError([f"weights = {path} has other values in {rule}. {advice}."])
 
 
 def shortened(names: list[str]) -> str:

@@ -230,12 +230,11 @@ def require_finite(tokens: Tensor, prompts: Sequence[int], *, parameters: Mappin
     """
     bad = [prompt for prompt, row in zip(prompts, tokens.tolist(), strict=True) if -1 in row]
     by_rank = exchange.all_gather((bad, first_nonfinite(parameters) if bad else None))
-    if not (of_all := sorted({prompt for part, _ in by_rank for prompt in part})):
-        return
     name = min((name for _, name in by_rank if name), key=order, default=None)
     cause = f": the weight {name} is not finite" if name else ""
-    message = f"the logits after prompt {of_all[0] + 1} are NaN, so they choose no token{cause}"
-    raise NonFiniteError(message, step=0, parameter=name, layer=None)
+    for prompt in sorted(prompt for part, _ in by_rank for prompt in part):
+        message = f"the logits after prompt {prompt + 1} are NaN, so they choose no token{cause}"
+        raise NonFiniteError(message, step=0, parameter=name, layer=None)
 
 
 @dataclass

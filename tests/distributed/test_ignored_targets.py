@@ -132,7 +132,7 @@ def test_a_layout_follows_one_device(workers: Workers, reference: Trained, layou
         (
             "Each",
             (),
-            "Each.loss must return a tensor with one number, the SUM of its terms, but returns a tensor [",
+            "Each.loss must return a tensor with one number, the SUM of its terms, but returns a Tensor of",
         ),
         ("Counting", (), "Counting.loss_terms depends on the values of the targets"),
         (
