@@ -125,7 +125,7 @@ class RunFollower:
         if (phase := read_phase(self._folder)) not in (None, self._phase):
             self._phase = phase
             for end in (ended := ends(self._folder))[self._ends :]:
-                self._say(f"{end.line or end.how}; it starts again")
+                self._say(f"{end.line or end.how.replace('_', ' ')}; it starts again")
             self._ends = len(ended)
             started = self._has_new or self._is_script
             self._announce(str(phase) if started else f"starting: {phase}")

@@ -432,6 +432,7 @@ def test_a_new_start_is_announced_with_its_reason(folder: RunFolder) -> None:
         note_phase(folder, phase)
         following.poll()
     attempts.end(folder, how="killed", line="rank 1 on n1 failed first: killed by SIGKILL")
+    attempts.end(folder, how="time_limit")
     following.poll()
     for phase in ("importing torch", "first steps"):
         note_phase(folder, phase)
@@ -440,6 +441,7 @@ def test_a_new_start_is_announced_with_its_reason(folder: RunFolder) -> None:
         "starting: importing torch",
         "starting: first steps",
         "rank 1 on n1 failed first: killed by SIGKILL; it starts again",
+        "time limit; it starts again",
         "starting: importing torch",
         "starting: first steps",
     ]
