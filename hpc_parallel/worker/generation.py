@@ -205,22 +205,21 @@ def chooser(task: GenerateConfig, *, seed: int, prompts: Sequence[int]) -> Choos
     all prompts. To draw, probabilities are divided by exponential noise (Gumbel-max; Maddison et al. 2014).
     """
     if task.temperature == 0:
-        return lambda logits, *, position: _where_known(logits, logits.argmax(dim=-1))
+        return lambda logits, *, position: _largest(logits)
 
     def draw(logits: Tensor, *, position: int) -> Tensor:
         noise = torch.empty_like(logits, dtype=torch.float64)
         for row, prompt in zip(noise, prompts, strict=True):
             generator = torch.Generator(device=logits.device)
             row.exponential_(generator=generator.manual_seed(tensor_seed(seed, f"{prompt}:{position}") >> 1))
-        shares = (logits.double() / task.temperature).softmax(dim=-1)
-        return _where_known(shares, (shares / noise).argmax(dim=-1))
+        return _largest((logits.double() / task.temperature).softmax(dim=-1) / noise)
 
     return draw
 
 
-def _where_known(scores: Tensor, tokens: Tensor) -> Tensor:
-    """`tokens`, and -1 where the scores have a NaN, of which argmax would return the index."""
-    return torch.where(scores.isnan().any(dim=-1), -1, tokens)
+def _largest(scores: Tensor) -> Tensor:
+    """The index of the largest score; -1 if there is a NaN, of which argmax would return the index."""
+    return torch.where(scores.isnan().any(dim=-1), -1, scores.argmax(dim=-1))
 
 
 def require_finite(tokens: Tensor, prompts: Sequence[int], *, parameters: Mapping[str, Parameter]) -> None:
