@@ -18,7 +18,7 @@ from hpc_parallel.shadowing import PUBLIC, is_private
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _INSTALLED = {"site-packages", "dist-packages"}  # also of another Python, and also in the home folder
 _NOT_THE_USERS = tuple({_PACKAGE, *map(os.path.abspath, sysconfig.get_paths().values())})
-_MOST_CHARACTERS = 200  # the longest message of one cause
+_MOST_OF_ONE, _MOST_CHARACTERS = 400, 200  # the longest message of an error, and of one cause
 _HINTS = (  # messages of torch and of the system
     (
         re.compile(
@@ -47,7 +47,7 @@ def described(error: BaseException) -> str:
     text, place = str(error), user_line(error)
     if isinstance(error, SyntaxError) and error.filename:
         text, place = error.msg, f"{os.path.basename(error.filename)}:{error.lineno}"
-    text = " ".join(text.split())
+    text = " ".join(text.split())[:_MOST_OF_ONE].removesuffix(".")
     message = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return (f"{message} ({place})" if place else message) + causes_of(error)
 

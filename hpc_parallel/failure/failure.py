@@ -25,7 +25,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.typed import build
-from hpc_parallel.user_code import causes_of, hint
+from hpc_parallel.user_code import described, hint
 
 if TYPE_CHECKING:
     from hpc_parallel.machine.world import World
@@ -128,10 +128,8 @@ def record_exception(
         text = " ".join(str(source).split())[:_MESSAGE_CHARACTERS]
         # The text of these exceptions needs no class name before it.
         is_ours = kind in WITHOUT_CODE | {NONFINITE, REPLICAS} or isinstance(source, ConfigError)
-        name = type(source).__name__
-        message = text if is_ours and text else f"{name}: {text}" if text else name
-        if not is_ours:
-            message += causes_of(source) + hint(text)
+        message = text if is_ours and text else described(source)
+        message += "" if is_ours else hint(text)
         details |= getattr(source, "details", {})
     if (step := step_of(error)) is not None:
         details.setdefault("step", step)

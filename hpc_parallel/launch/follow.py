@@ -22,6 +22,7 @@ from hpc_parallel.failure.run_state import NO_OUTPUT
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import printable, quoted
 from hpc_parallel.record import owner
+from hpc_parallel.record.attempts import ends
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Failure, Stop, Summary, has_final_summary
 from hpc_parallel.record.metrics_file import (
@@ -94,6 +95,7 @@ class RunFollower:
         self._has_new = False
         self._note = ""
         self._phase: str | None = None
+        self._ends = len(ends(folder))
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         for line in map(MetricsLine.of, self._reader.read()):
@@ -123,6 +125,9 @@ class RunFollower:
             self._show_bar(self._progress(line, parts))
         if (phase := read_phase(self._folder)) not in (None, self._phase):
             self._phase = phase
+            for end in (ended := ends(self._folder))[self._ends :]:
+                self._say(f"{end.line or end.how.replace('_', ' ')}; it starts again")
+            self._ends = len(ended)
             started = self._has_new or self._is_script
             self._announce(str(phase) if started else f"starting: {phase}")
 
@@ -176,7 +181,8 @@ class RunFollower:
         ended = Stop.read(self._folder) if failure is None else failure
         line = (None if ended is None else ended.line) or ""
         checkpoints = complete(self._folder.checkpoints)
-        if checkpoints and "resume=" not in line:
+        is_done = bool(checkpoints) and checkpoints[0].step >= self._steps > 0  # what failed came afterwards
+        if checkpoints and not is_done and "resume=" not in line:
             command = shlex.join([*RUN_COMMAND, f"resume={quoted(from_here(self._folder.path))}"])
             self._say(f"continue after step {checkpoints[0].step}: {command}")
         if line:

@@ -58,6 +58,7 @@ FIXED = {  # keys that can't change, with the reason
     "task.name": "only training can continue",
     "weights": "it continues from its own weights",
 }
+PLACE = "data.path"  # may change: the start compares the content with that of the checkpoint
 
 BATCH, STEPS = "training.global_batch_size", "training.steps"
 VALIDATED = "training.validation_samples"
@@ -219,7 +220,7 @@ def _fixed_problems(before: Mapping[str, Any], settings: Mapping[str, Any], *, i
         for key in sorted(before.keys() | settings.keys()):
             added = key == fixed and key not in before  # a newer version has added the key
             fits = added or before.get(key) == settings.get(key)
-            if not (key == fixed or key.startswith(f"{fixed}.")) or fits:
+            if not (key == fixed or key.startswith(f"{fixed}.")) or fits or key == PLACE:
                 continue
             rule, group = "differs from the run to resume", key.partition(".")[0]
             if group not in others:
@@ -240,7 +241,7 @@ def without_fixed_keys(problem: Problem | str) -> Problem | str:
     """The problem of a run that continues, without the suggestion to change what can't change."""
     key = "" if isinstance(problem, str) else problem.key
     reason = next((FIXED[fixed] for fixed in FIXED if f"{key}.".startswith(f"{fixed}.")), None)
-    if isinstance(problem, str) or reason is None:
+    if isinstance(problem, str) or reason is None or key == PLACE:
         return problem
     rule = f"{problem.rule}. A run that continues can't change it: {reason}"
     return replace(problem, rule=rule, legal=(), along=())
@@ -338,7 +339,8 @@ def trained_with(path: Path, *, trusted: bool) -> Mapping[str, Any]:
         config, model = (parse_line(about.get(key, "").encode()) or {} for key in ("config", "model"))
         return {**config, "model": model}
     if not is_run_folder(path):
-        raise ValueError("the folder is not a run folder. Name a run folder or a .safetensors file")
+        near = "Name a run folder or one .safetensors file (docs/models-and-data.md joins several)"
+        raise ValueError(f"the folder is not a run folder. {near}")
     checkpoints = complete(RunFolder(path).checkpoints)
     if not checkpoints:
         raise ValueError("the run has no checkpoint")

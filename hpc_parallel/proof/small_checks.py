@@ -56,7 +56,12 @@ def _output_of(model: LayeredModel, inputs: Tensor) -> Any:
 
 
 def _loss_problems(model: LayeredModel, output: Any, targets: Tensor) -> Iterator[str]:
-    once = float(model.loss(output, targets))
+    loss = model.loss(output, targets)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a {type(loss).__name__} of shape {list(getattr(loss, 'shape', []))}"
+        yield f"loss must return a tensor with one number, the SUM of its terms, but returns {found}"
+        return
+    once = float(loss)
     twice = float(model.loss(_doubled(output), _doubled(targets)))
     if not abs(twice - 2 * once) <= ROUNDING * abs(once):
         yield (

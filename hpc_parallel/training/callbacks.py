@@ -159,9 +159,11 @@ class Callbacks:
         """Returns on all ranks why the training must end, or None. Collective."""
         if not self._used:
             return None
-        reasons = filter(None, self._call("stop_reason"))
-        reason: str | None = exchange.broadcast(next(reasons, None))
-        return reason
+        reason = next(filter(None, self._call("stop_reason")), None)
+        if not isinstance(reason, str | None):
+            raise UserCodeError([f"stop_reason of a callback returned {reason!r}: return a text, or None."])
+        stops_with: str | None = exchange.broadcast(reason)
+        return stops_with
 
     def checkpoint(self, step: int) -> None:
         self._call("on_checkpoint", step)

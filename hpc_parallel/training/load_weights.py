@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -21,6 +24,7 @@ from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.checkpoint_index import Checkpoint
 from hpc_parallel.record.endings import INITIAL
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safetensors_header import read_header
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies import exchange
@@ -30,6 +34,8 @@ from hpc_parallel.training.read_once import read_once
 from hpc_parallel.training.restore import newest_sound
 
 PARTS = ("stem.", "blocks.", "head.")  # prefixes of our names; a library's file has other names
+# Keys of a configuration of transformers on which no result of a training depends.
+_NO_RESULT = re.compile("type$|version|architectures|cache|name|token_id|initializer|drop|position_emb|^_")
 MAX_NAMES = 3  # in one message
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -109,14 +115,30 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
     state = {key.partition("/")[2]: tensor for key, tensor in state_of(assembled).items()}
     state, aliases = in_names_of(source.shapes, state, model=assembled.parts[0])
     require_fit(state, source.shapes, aliases=aliases, path=path)
+    require_tied(source, aliases, path=path)
     read_once(state, source.fill)
     if dist.get_rank() == 0:
         print(f"starting from the weights of {path}", flush=True)
+        if other := other_settings(assembled.parts[0], path.parent / "config.json"):
+            print(f"WARNING: {other}", file=sys.stderr, flush=True)
     return str(path)
 
 
-def in_names_of(shapes: Shapes, state: StateDict, *, model: LayeredModel) -> tuple[StateDict, list[str]]:
-    """Returns `state` under the names of a source with `shapes`, and the other names of tied weights.
+def other_settings(model: LayeredModel, path: Path) -> str | None:
+    """A line with what the configuration at `path` of a model of transformers has otherwise than `model`."""
+    settings, recorded = getattr(model, "settings", None), None
+    with suppress(DamagedError):
+        recorded = read_json(path)
+    if settings is None or recorded is None:
+        return None
+    values, theirs = settings.to_dict(), type(settings).from_dict(recorded).to_dict()
+    keys = [key for key in sorted(theirs) if not _NO_RESULT.search(key) and values.get(key) != theirs[key]]
+    differ = ", ".join(f"{key}={values.get(key)} ({path.name}: {theirs[key]})" for key in keys)
+    return f"the weights of {path.parent} were trained otherwise: {differ}" if differ else None
+
+
+def in_names_of(shapes: Shapes, state: StateDict, *, model: LayeredModel) -> tuple[StateDict, dict[str, str]]:
+    """Returns `state` under the names of a source with `shapes`, and the names of tied weights by alias.
 
     The source has the names of `model` or those of its library. It may have a tied weight under either name.
     """
@@ -126,7 +148,9 @@ def in_names_of(shapes: Shapes, state: StateDict, *, model: LayeredModel) -> tup
     for alias, name in model.tied.items():
         if name in names and names[name] not in shapes and rename(alias) in shapes:
             names[name] = rename(alias)
-    return {names[name]: tensor for name, tensor in state.items()}, [rename(name) for name in model.tied]
+    return {names[name]: tensor for name, tensor in state.items()}, {
+        rename(alias): rename(name) for alias, name in model.tied.items()
+    }
 
 
 def require_fit(state: StateDict, shapes: Shapes, *, aliases: Iterable[str], path: Path) -> None:
@@ -151,6 +175,22 @@ def require_fit(state: StateDict, shapes: Shapes, *, aliases: Iterable[str], pat
     problems = [f"weights = {path} {rule}: {shortened(names)}." for rule, names in rules.items() if names]
     if problems:
         raise ConfigError(problems)
+
+
+def require_tied(source: WeightSource, aliases: Mapping[str, str], *, path: Path) -> None:
+    """Raises ConfigError on all ranks if the source has other values under the two names of a tied weight."""
+    others = []
+    for alias, name in aliases.items() if dist.get_rank() == 0 else ():
+        if alias != name and {alias, name} <= source.shapes.keys():
+            values = {key: torch.empty(source.shapes[key]) for key in (alias, name)}
+            source.fill(values)
+            others += [] if torch.equal(*values.values()) else [f"{alias} than in {name}"]
+    if others := exchange.broadcast(others):
+        advice = (
+            "Untie them: model.config.tie_word_embeddings=false, for our own models model.tied_head=false"
+        )
+        rule = f"{shortened(others)}, which are one weight of the model"
+        raise ConfigError([f"weights = {path} has other values in {rule}. {advice}."])
 
 
 def shortened(names: list[str]) -> str:

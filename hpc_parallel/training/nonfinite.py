@@ -80,11 +80,10 @@ class Guard(Withholding):
     def _raise(self, step: int, *, trace: Callable[[int], FirstLayers]) -> NoReturn:
         names = list(self._parameters)
         bad = {names[index] for index in (~self.norms.isfinite()).nonzero().flatten().tolist()}
-        broken = {name for name, weight in self._parameters.items() if not _is_finite(weight)}
         local = {
             "loss": str(self.loss.item()),  # JSON has no NaN
             "gradient": min(bad, key=order, default=None),
-            "weight": min(broken, key=order, default=None),
+            "weight": first_nonfinite(self._parameters),
         }
         by_rank = _all_gather(local)
         rank, message, parameter = blame(by_rank, step=step)
@@ -122,6 +121,12 @@ def blame(by_rank: Sequence[Mapping[str, Any]], *, step: int) -> tuple[int, str,
         if first is not None:
             return first[1], f"{subject} {name} is not finite at step {step}", name
     return 0, f"the gradient's norm is not finite at step {step}: its squares overflow", None
+
+
+def first_nonfinite(parameters: Mapping[str, Parameter]) -> str | None:
+    """The first weight of this rank, in the order of the model, that has a value which is not finite."""
+    broken = {name for name, weight in parameters.items() if not _is_finite(weight)}
+    return min(broken, key=order, default=None)
 
 
 def order(name: str) -> tuple[int, int, str]:

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import ConfigError, spell
 from hpc_parallel.record import checkpoint_index
 from hpc_parallel.record.checkpoint_index import Checkpoint
+from hpc_parallel.record.values import table
 from hpc_parallel.strategies import exchange
 from hpc_parallel.training.checkpoint import (
     CheckpointReader,
@@ -49,11 +50,9 @@ def newest_sound(folder: Path, *, in_memory: int | None = None) -> tuple[Checkpo
         if damage is None:
             return checkpoint, warnings
         before = older.step if older else in_memory or 0
-        warnings.append(
-            f"the checkpoint of step {checkpoint.step} is damaged ({damage}); continuing from "
-            f"{f'that of step {before}' if before else 'the start'}: steps {before + 1} to "
-            f"{checkpoint.step} are lost"
-        )
+        source = f"continuing from that of step {before}" if before else "there is none before it"
+        lost = f"steps {before + 1} to {checkpoint.step} are lost"
+        warnings.append(f"the checkpoint of step {checkpoint.step} is damaged ({damage}); {source}: {lost}")
         if rank == 0:
             print(f"WARNING: {warnings[-1]}", file=sys.stderr, flush=True)
     return None, warnings
@@ -69,7 +68,8 @@ def restore(
     """
     if checkpoint.manifest["data"] != digest:
         rule = "was trained on other data than the configuration names now, so the order of samples can't"
-        advice = "Try the data that the run began with."
+        path = table(table(checkpoint.manifest.get("config")).get("data")).get("path")
+        advice = f"Try the data that the run began with{f' (data.path={spell(path)})' if path else ''}."
         raise ConfigError([f"data: the checkpoint of step {checkpoint.step} {rule} continue. {advice}"])
     has_state = set(random_names(reader)) >= set(random_state(device))
     all_have_state = torch.tensor(int(has_state))

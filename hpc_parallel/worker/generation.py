@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.task_schema import GenerateConfig
@@ -27,6 +28,7 @@ from hpc_parallel.strategies.exchange import all_gather_numbers
 from hpc_parallel.strategies.model_checks import is_compared
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.metrics import peak_memory_bytes
+from hpc_parallel.training.nonfinite import NonFiniteError, first_nonfinite, order
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.cache_check import Text, require_whole_texts
 from hpc_parallel.worker.session import Session, TaskContext, complete, phases_of
@@ -110,7 +112,8 @@ def continue_prompts(
     Each of n replicas continues every n-th prompt. If n does not divide the number of prompts, some replicas
     repeat the last prompt. `on_text` is called for each compared text.
 
-    Raises DifferenceError on all ranks if a text is not that of a model without cached keys and values.
+    Raises DifferenceError on all ranks if a text is not that of a model without cached keys and values, and
+    NonFiniteError if the logits of a new token are NaN.
     """
     task = session.config.task
     assert isinstance(task, GenerateConfig)
@@ -130,6 +133,7 @@ def continue_prompts(
         choose=chooser(task, seed=session.config.seed, prompts=indices),
         on_token=on_token,
     )
+    require_finite(tokens, indices, parameters=session.assembled.named_parameters())
     ends = [len(prompts[index]) + task.new_tokens for index in indices]
     texts = [
         Text(index, prompt_tokens=len(prompts[index]), tokens=row[:end])
@@ -178,7 +182,8 @@ def continue_all(
     short prompts get more new tokens than asked for.
 
     `lengths`: the lengths of the shortest and the longest prompt of all replicas, because replicas may share
-    collectives. `on_token` is called with the 1-based number of each new token.
+    collectives. `on_token` is called with the 1-based number of each new token. A token whose logits are NaN
+    is -1.
     """
     shortest, longest = lengths
     total = longest + new_tokens
@@ -186,7 +191,7 @@ def continue_all(
     tokens = torch.tensor(rows, device=decoder.device)
     start = 0
     for end in range(shortest, total):
-        chosen = decoder(tokens[:, start:end], partial(choose, position=end))
+        chosen = decoder(tokens[:, start:end].clamp_min(0), partial(choose, position=end))
         tokens[:, end] = torch.where(tokens[:, end] < 0, chosen, tokens[:, end])
         start = end
         on_token(end - shortest + 1)
@@ -200,16 +205,35 @@ def chooser(task: GenerateConfig, *, seed: int, prompts: Sequence[int]) -> Choos
     all prompts. To draw, probabilities are divided by exponential noise (Gumbel-max; Maddison et al. 2014).
     """
     if task.temperature == 0:
-        return lambda logits, *, position: logits.argmax(dim=-1)
+        return lambda logits, *, position: _largest(logits)
 
     def draw(logits: Tensor, *, position: int) -> Tensor:
         noise = torch.empty_like(logits, dtype=torch.float64)
         for row, prompt in zip(noise, prompts, strict=True):
             generator = torch.Generator(device=logits.device)
             row.exponential_(generator=generator.manual_seed(tensor_seed(seed, f"{prompt}:{position}") >> 1))
-        return ((logits.double() / task.temperature).softmax(dim=-1) / noise).argmax(dim=-1)
+        return _largest((logits.double() / task.temperature).softmax(dim=-1) / noise)
 
     return draw
+
+
+def _largest(scores: Tensor) -> Tensor:
+    """The index of the largest score; -1 if there is a NaN, of which argmax would return the index."""
+    return torch.where(scores.isnan().any(dim=-1), -1, scores.argmax(dim=-1))
+
+
+def require_finite(tokens: Tensor, prompts: Sequence[int], *, parameters: Mapping[str, Parameter]) -> None:
+    """Raises NonFiniteError on all ranks if the logits of a token [prompt, position] of any rank were NaN.
+
+    prompts: the index of each row among all prompts. parameters: those of this rank, by full name.
+    """
+    bad = [prompt for prompt, row in zip(prompts, tokens.tolist(), strict=True) if -1 in row]
+    by_rank = exchange.all_gather((bad, first_nonfinite(parameters) if bad else None))
+    name = min((name for _, name in by_rank if name), key=order, default=None)
+    cause = f": the weight {name} is not finite" if name else ""
+    for prompt in sorted(prompt for part, _ in by_rank for prompt in part):
+        message = f"the logits after prompt {prompt + 1} are NaN, so they choose no token{cause}"
+        raise NonFiniteError(message, step=0, parameter=name, layer=None)
 
 
 @dataclass

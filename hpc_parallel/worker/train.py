@@ -18,6 +18,7 @@ from hpc_parallel.failure import notify
 from hpc_parallel.failure.summary import computed_as
 from hpc_parallel.layout.step_facts import rounded_parts
 from hpc_parallel.machine.world import World
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.record import attempts, checkpoint_index, host_memory
 from hpc_parallel.record.checkpoint_index import Checkpoint, clear, set_aside_after
 from hpc_parallel.record.endings import COMPLETED, PRUNED
@@ -227,6 +228,11 @@ def restore_or_start(
     elif part is not None:
         optimizer.create_state(part.optimizer_sizes)
         part.fill(state_of(session.assembled, optimizer), device=session.device)
+    elif config.resume and warnings:  # a restart in the same job begins again, but this start was to continue
+        again = f"python -m hpc_parallel rerun {folder.path} trains from step 1, in a new run"
+        raise ConfigError(
+            [f"resume={folder.path} can't continue, because each of its checkpoints is damaged; {again}."]
+        )
     else:
         start_from(config, session.assembled)
     if rank == 0:

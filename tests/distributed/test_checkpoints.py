@@ -14,7 +14,7 @@ from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.strategies.precision import WEIGHTS
 from tests.marks import in_full
 from tests.parity import largest_difference, weight_difference
-from tests.workers import Train, Trained, Workers
+from tests.workers import Train, Trained, Workers, do_or_refuse
 
 STEPS, HALF = 4, 2
 COMMON = (
@@ -187,6 +187,27 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(workers: Worke
             assert said.endswith(f"continuing from that of step {HALF}: steps {HALF + 1} to {STEPS} are lost")
         found = [checkpoint.damage() for checkpoint in complete(run.folder.checkpoints)]
         assert found == [None, None]  # the damaged one was written anew
+
+
+def test_a_resumed_run_whose_checkpoints_are_all_damaged_is_refused(
+    workers: Workers, trained: Train, tmp_path: Path
+) -> None:
+    """Nobody who asks to continue expects step 1, in place of the lines and checkpoints that are there."""
+    wrote = trained(*COMMON, *TRANSFORMER, "strategy=single")
+    run = workers.prepare(*COMMON, *TRANSFORMER, "strategy=single")
+    shutil.copytree(wrote.folder / "checkpoints", run.folder.checkpoints)
+    for checkpoint in complete(run.folder.checkpoints):
+        (checkpoint.path / "manifest.json").unlink()
+    lines = shutil.copy(wrote.folder / "metrics.jsonl", run.folder.metrics).read_text()
+    config = run.folder.config.read_text()
+    run.folder.config.write_text(config.replace("\nresume: null\n", f"\nresume: {run.folder.path}\n"))
+    (refusal,) = workers.run(1, do_or_refuse, str(run.folder.path), str(tmp_path))
+    assert refusal.startswith(f"ConfigError: resume={run.folder.path} can't continue, because each of its")
+    assert refusal.endswith(f"rerun {run.folder.path} trains from step 1, in a new run.")
+    assert [checkpoint.step for checkpoint in complete(run.folder.checkpoints)] == [STEPS, HALF]
+    assert run.folder.metrics.read_text() == lines
+    run.folder.config.write_text(config)  # a restart in a job, which began without `resume=`, begins again
+    assert workers.finish(run).losses == wrote.losses  # to the bit
 
 
 def test_metrics_go_on_in_one_file(workers: Workers, trained: Train) -> None:

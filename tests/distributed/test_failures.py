@@ -88,7 +88,8 @@ def test_out_of_memory_names_the_block(failing: Failing, what: str, place: str) 
 @pytest.mark.processes
 def test_an_error_in_the_model_is_reported_with_its_step(failing: Failing) -> None:
     found = failing(*TWO, *harm("bug", at=3, victim=1))
-    assert found["line"] == f"rank 1 on {HOST} failed first: ValueError: a bad label; 1 follower"
+    line = rf"rank 1 on {HOST} failed first: ValueError: a bad label \(\w+\.py:\d+\); 1 follower"
+    assert re.fullmatch(line, found["line"])
     assert (found["kind"], found["details"]) == ("error", {"where": "block 2", "step": 3})
     assert {"in block 2", "in step 3"} < set(found["traceback"])
 

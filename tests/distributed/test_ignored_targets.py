@@ -53,6 +53,11 @@ class Ignoring(Transformer):
     ignore_index = -100
 
 
+class Each(Transformer):
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
+
+
 class Mean(Transformer):
     """A decoder whose loss is a mean."""
 
@@ -124,6 +129,11 @@ def test_a_layout_follows_one_device(workers: Workers, reference: Trained, layou
     [
         ("Transformer", (), "the data has the target -100, which counts as a term of the loss"),
         ("Mean", (), "Mean.loss must return the SUM of its terms"),
+        (
+            "Each",
+            (),
+            "Each.loss must return a tensor with one number, the SUM of its terms, but returns a Tensor of",
+        ),
         ("Counting", (), "Counting.loss_terms depends on the values of the targets"),
         (
             "Padding",

@@ -11,9 +11,29 @@ import pytest
 
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.checkpoint_index import best_step, prune
-from hpc_parallel.training.callbacks import EarlyStopping, KeepBest
+from hpc_parallel.training import callbacks
+from hpc_parallel.training.callbacks import Callback, Callbacks, EarlyStopping, KeepBest
 from hpc_parallel.training.trainer import Trainer
+from hpc_parallel.user_code import UserCodeError
 from tests.composed import prepared
+
+
+class Answers(Callback):
+    def __init__(self, answer: Any) -> None:
+        self.stop_reason = lambda: answer  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("answer", [True, 3, "enough", "", None])
+def test_a_reason_to_stop_is_a_text(answer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """True ended the run as completed, and nobody was told why."""
+    monkeypatch.setattr(callbacks.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(callbacks.exchange, "broadcast", lambda value: value)
+    followers = Callbacks([{"_target_": f"{__name__}.Answers", "answer": answer}], folder=tmp_path, lines=[])
+    if isinstance(answer, str | None):
+        assert followers.reason() == (answer or None)
+    else:
+        with pytest.raises(UserCodeError, match=f"returned {answer}: return a text, or None"):
+            followers.reason()
 
 
 def lines(*losses: float | None) -> list[dict[str, Any]]:

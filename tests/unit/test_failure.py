@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -141,11 +142,12 @@ def test_the_record_of_a_rank_is_kept(folder: RunFolder) -> None:
     try:
         raise ValueError("line one\nline two")
     except ValueError as error:
+        line = error.__traceback__.tb_lineno if error.__traceback__ else None
         failure.record_exception(folder, world=world(5), error=error)
     failure.record_death(folder, world=world(5), returncode=1)
     values = json.loads((folder.logs / "rank-5.failure.json").read_text())
     assert (values["rank"], values["host"], values["node"], values["kind"]) == (5, "n2", 2, "error")
-    assert values["message"] == "ValueError: line one line two"
+    assert values["message"] == f"ValueError: line one line two (test_failure.py:{line})"
     assert values["signal"] is None
     assert values["traceback"][0] == "Traceback (most recent call last):"
     assert values["time"].endswith("+00:00")
@@ -770,7 +772,8 @@ def test_the_causes_of_a_chained_exception_are_in_the_line(folder: RunFolder) ->
         with pytest.raises((OSError, RuntimeError)) as raised:
             chain()
         failure.record_exception(folder, world=world(rank), error=raised.value)
-        assert json.loads((folder.logs / f"rank-{rank}.failure.json").read_text())["message"] == wanted[rank]
+        message = json.loads((folder.logs / f"rank-{rank}.failure.json").read_text())["message"]
+        assert re.sub(r" \(test_failure.py:\d+\)", "", message) == wanted[rank]
     outer, middle, inner = RuntimeError("outer"), ValueError("middle"), KeyError("inner")
     outer.__cause__, middle.__context__, inner.__cause__ = middle, inner, outer  # and a circle
     assert causes_of(outer) == ", caused by ValueError: middle, after KeyError: 'inner'"

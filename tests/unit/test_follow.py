@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from hpc_parallel.launch.follow import RunFollower
+from hpc_parallel.record import attempts
 from hpc_parallel.record.checkpoint_index import MARKER
 from hpc_parallel.record.collectives_file import CollectiveRow, row_cells
 from hpc_parallel.record.metrics_file import SEPARATOR, MetricsLine, MetricsReader, described, figure, fitting
@@ -422,6 +424,29 @@ def test_ctrl_c_is_called_ctrl_c(folder: RunFolder, number: int, words: str) -> 
     assert shown.getvalue().splitlines()[0] == f"{words}: step 0 of 600"
 
 
+def test_a_new_start_is_announced_with_its_reason(folder: RunFolder) -> None:
+    """The steps began again, and nobody was told that a rank had been killed."""
+    attempts.end(folder, how="killed", line="an end before this command")
+    following, shown = follower(folder)
+    for phase in ("importing torch", "first steps"):
+        note_phase(folder, phase)
+        following.poll()
+    attempts.end(folder, how="killed", line="rank 1 on n1 failed first: killed by SIGKILL")
+    attempts.end(folder, how="time_limit")
+    following.poll()
+    for phase in ("importing torch", "first steps"):
+        note_phase(folder, phase)
+        following.poll()
+    assert shown.getvalue().splitlines() == [
+        "starting: importing torch",
+        "starting: first steps",
+        "rank 1 on n1 failed first: killed by SIGKILL; it starts again",
+        "time limit; it starts again",
+        "starting: importing torch",
+        "starting: first steps",
+    ]
+
+
 def test_a_failed_run_prints_the_line_that_continues_it(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -437,6 +462,15 @@ def test_a_failed_run_prints_the_line_that_continues_it(
         """continue after step 20: python -m hpc_parallel.run 'resume='"'"'run [1]'"'"''""",
         "rank 1 failed first",
     ]
+    plain = folder.path.parent / "runs" / "base" / "2026-1"
+    shutil.copytree(folder.path, plain)
+    following, shown = follower(RunFolder(plain))
+    following.finish()
+    hint = "continue after step 20: python -m hpc_parallel.run resume=runs/base/2026-1"
+    assert hint in shown.getvalue().splitlines()
+    shown = io.StringIO()
+    RunFollower(RunFolder(plain), console=Console(file=shown), steps=20).finish()
+    assert "resume=" not in shown.getvalue()  # it would be refused: all steps are done
 
 
 ROW = CollectiveRow(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 
 from hpc_parallel.config.huggingface_source import FAMILIES, FIXED, read_source, roles_in
 from hpc_parallel.models.layered import materialise
+from hpc_parallel.training.load_weights import other_settings
 
 transformers = pytest.importorskip("transformers")
 SHAPE = {
@@ -171,6 +174,28 @@ def test_an_error_of_the_library_is_one_problem() -> None:
 
     with pytest.raises(ConfigError, match="transformers rejects it"):
         HuggingFaceModel(config={"model_type": "llama", **SHAPE, "rms_norm_eps": "small"})
+
+
+def test_other_settings_than_those_beside_the_weights_are_named(tmp_path: Path) -> None:
+    """They fit the same shapes, so nothing else shows them: as the library writes and wrote them."""
+    model = build("llama", torch.float32, {})
+    beside = tmp_path / "config.json"
+    assert other_settings(model, beside) is None  # there is none
+    now = {key: value for key, value in model.settings.to_dict().items() if not key.startswith("_")}
+    beside.write_text(json.dumps(now | {"use_cache": False, "dtype": "bfloat16", "eos_token_id": 7}))
+    assert other_settings(model, beside) is None
+    before = {key: value for key, value in now.items() if key != "rope_parameters"}
+    beside.write_text(
+        json.dumps(before | {"rope_theta": 5e5, "rms_norm_eps": 0.125, "torch_dtype": "float16"})
+    )
+    found = str(other_settings(model, beside))
+    assert found.startswith(
+        f"the weights of {tmp_path} were trained otherwise: rms_norm_eps=1e-06 (config.json: 0.125)"
+    )
+    assert "(config.json: {'rope_theta': 500000.0, 'rope_type': 'default'})" in found
+    beside.write_text("{")
+    assert other_settings(model, beside) is None
+    assert other_settings(nn.Linear(1, 1), beside) is None  # type: ignore[arg-type]
 
 
 def test_nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:

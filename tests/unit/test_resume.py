@@ -13,8 +13,10 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 from hpc_parallel.launch.resume import newest, resumed
@@ -24,6 +26,7 @@ from hpc_parallel.record import owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.run import main
+from hpc_parallel.training.restore import restore
 from tests.composed import prepared
 from tests.recorded_runs import finished
 from tests.unit.test_checkpoint_index import write as write_checkpoint
@@ -199,6 +202,18 @@ def test_all_that_is_wrong_at_once(started: RunFolder, capsys: pytest.CaptureFix
 )  # fmt: skip
 def test_where_and_how_it_runs_may_change(started: RunFolder, words: list[str]) -> None:
     assert main(["resume=run", *words, "dry_run=true"]) == 0
+
+
+def test_data_may_have_moved(started: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    """The start compares its content, so the place of the same data may be another."""
+    (started.path.parent / "texts").mkdir()
+    (started.path.parent / "texts" / "a.py").write_text("a text\n" * 1000)
+    assert main(["resume=run", "data.path=texts", "dry_run=true"]) == 0
+    assert main(["resume=run", "data.path=text", "dry_run=true"]) == 2
+    assert "data.path = text does not exist here. Try data.path=texts." in capsys.readouterr().err
+    moved = SimpleNamespace(step=40, manifest={"data": "old", "config": {"data": {"path": "texts"}}})
+    with pytest.raises(ConfigError, match=r"the run began with \(data\.path=texts\)\.$"):
+        restore(moved, {}, reader=None, digest="new", device=torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def test_no_run_and_no_checkpoint(started: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.checkpoint_index import checksum, publish, unfinished_folder
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safetensors_header import read_header
+from hpc_parallel.training import load_weights
 from tests.composed import composed, prepared
 
 MODEL = dict(composed("model=tiny").model)
@@ -90,8 +91,8 @@ def test_a_file_that_is_none_or_cut_short(file: Path, tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_run_or_has_no_checkpoint(run: RunFolder, tmp_path: Path) -> None:
     assert problems(f"weights={tmp_path}") == [
-        f"weights = {tmp_path} can't be used: the folder is not a run folder. Name a run folder or a "
-        ".safetensors file"
+        f"weights = {tmp_path} can't be used: the folder is not a run folder. Name a run folder or one "
+        ".safetensors file (docs/models-and-data.md joins several)"
     ]
     for step in (5, 10):
         (run.checkpoints / f"step-{step}" / "complete").unlink()
@@ -207,3 +208,23 @@ def test_an_export_that_can_not_be(
     assert export([str(run.path)]) == 2
     assert capsys.readouterr().err.strip() == f"{run.path} has no checkpoint (training.checkpoint_every)."
     assert set(tmp_path.rglob("*")) <= before
+
+
+@pytest.mark.parametrize("head", [0.0, 1e-3])
+def test_two_values_for_a_tied_weight_are_refused(
+    head: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head of an untied model (most of transformers are) was dropped without a word."""
+    embedding = np.ones((5, 3), dtype=np.float16)
+    save_file({"lm_head.weight": embedding + np.float16(head), "embed.weight": embedding}, tmp_path / "file")
+    monkeypatch.setattr(load_weights.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(load_weights.exchange, "broadcast", lambda value: value)
+    source = load_weights.WeightsFile(tmp_path / "file")
+    aliases = {"lm_head.weight": "embed.weight", "other.weight": "embed.weight"}  # one that the file lacks
+    if head == 0:
+        load_weights.require_tied(source, aliases, path=tmp_path)
+        return
+    with pytest.raises(
+        ConfigError, match=r"other values in lm_head\.weight than in embed\.weight, which are"
+    ):
+        load_weights.require_tied(source, aliases, path=tmp_path)

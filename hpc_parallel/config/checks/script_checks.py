@@ -92,9 +92,13 @@ def script_warnings(config: RunConfig) -> Iterator[str]:
 
 def _run_by_interpreter(script: ScriptConfig) -> str:
     """`train.py`, `-m train` or `./run.sh` if an interpreter is to run this; empty for anything else."""
-    words = iter(script.words if _INTERPRETER.fullmatch(Path(script.command or "").name) else ())
-    first = next(filter(_GIVEN.fullmatch, words), "-c")
-    if first.endswith(".sh"):  # a program, which without a slash is looked up on the PATH
+    name = Path(script.command or "").name
+    words = iter(script.words if _INTERPRETER.fullmatch(name) else ())
+    operand = [word for word in script.words[:1] if name.endswith("sh") and word[:1] not in ("-", "+", "")]
+    first = next((word for word in words if word in operand or _GIVEN.fullmatch(word)), "-c")
+    if first.endswith(".sh") or (
+        first in operand and not first.endswith(".py")
+    ):  # a program, which without a slash is looked up on the PATH
         return os.path.join(os.path.dirname(first) or ".", os.path.basename(first))
     return " ".join([first, *islice(words, first == "-m")]) if not first.endswith("c") else ""
 
