@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -127,6 +130,10 @@ class Harmed(Transformer):
             "bug": _bug,
             "skip": _skip,
             "sleep": _sleep,
+            "sleep in the backward pass": _sleep_in_backward,
+            "hold the interpreter": lambda output: ctypes.PyDLL(None).sleep(120),
+            "stop": lambda output: os.kill(os.getpid(), signal.SIGSTOP),
+            "leave": lambda output: os._exit(0),
         }
 
         def count(block: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -165,6 +172,11 @@ def _skip(output: Tensor) -> Tensor:
         dist.all_reduce = original
 
     dist.all_reduce = leave_out
+    return output
+
+
+def _sleep_in_backward(output: Tensor) -> Tensor:
+    output.register_hook(_sleep)
     return output
 
 

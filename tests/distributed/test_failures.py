@@ -128,6 +128,35 @@ def test_a_rank_that_others_wait_for_in_a_receive_is_named(failing: Failing) -> 
     )
 
 
+LAYOUTS = {  # words; the passes of a step; a rank that has block 2
+    "data": (("strategy=data", "gpus_per_node=2"), 1, 1),
+    "fsdp": (("strategy=fsdp", "gpus_per_node=2"), 1, 0),
+    "tensor": (("strategy=tensor", "gpus_per_node=2", "model.kv_heads=2"), 1, 1),
+    "ring": (("strategy=context", "gpus_per_node=2"), 1, 1),
+    "pipeline": (("strategy=pipeline", "nodes=3", "strategy.microbatches=4", "strategy.cuts=[2,3]"), 4, 1),
+    "server": (("strategy=parameter_server", "gpus_per_node=3", "training.global_batch_size=12"), 1, 2),
+    "hybrid": (("strategy=hybrid", "strategy.pipeline=2", "strategy.tensor=1", "strategy.replicate=2",
+                "gpus_per_node=4", "strategy.microbatches=2"), 2, 3),
+}  # fmt: skip
+HARMS = {
+    "sleep": "hangs in step 3 at tests/models.py:",
+    "sleep in the backward pass": "hangs in step 3 at tests/models.py:",
+    "hold the interpreter": "hangs at tests/models.py:",
+    "stop": "stopped by a signal (state T) at ",
+    "leave": "ended with exit code 0 while others waited for it: ",
+}
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("what", HARMS)
+def test_the_rank_that_others_wait_for_is_named(failing: Failing, what: str, layout: str) -> None:
+    words, passes, victim = LAYOUTS[layout]
+    found = failing(*words, "cluster.hang_timeout_s=8", *harm(f"'{what}'", at=2 * passes + 1, victim=victim))
+    assert found["line"].startswith(f"rank {victim} on {HOST} failed first: {HARMS[what]}"), found["line"]
+
+
 @pytest.mark.full
 @pytest.mark.processes
 def test_a_rank_that_never_reports_is_named(failing: Failing) -> None:
