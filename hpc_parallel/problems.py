@@ -74,7 +74,7 @@ def spell(value: Any) -> str:
     text = str(value)
     if text and text.isprintable() and not set(text) & set(" '\"$`\\;&|<>()"):
         return text
-    if "'" in text:  # others may have chosen a name, and a shell expands what is in double quotes
+    if "'" in text and set(text) & set('"$`\\!'):  # a shell expands these in double quotes
         return shlex.quote(printable(text))
     return _ESCAPED_BYTE.sub(r"\\x\1", repr(text))
 

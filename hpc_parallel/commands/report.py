@@ -83,7 +83,7 @@ def find_problems(folders: Sequence[Path]) -> Iterator[Problem | str]:
 
 def _near(folder: Path) -> list[str]:
     if (named := RUNS / os.path.relpath(folder)).is_dir():  # by its label, as `status` takes it
-        return [str(named)]
+        return [spell(named)]
     try:
         names = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()]
     except OSError:

@@ -65,8 +65,6 @@ def choose_launcher(kind: str) -> tuple[str, str]:
 
     `auto` is the allocation that we are inside, else Slurm if there is one, else this machine. A job in the
     environment that has ended is no allocation.
-
-    Raises ConfigError if Slurm's controller does not answer: this may be a login node.
     """
     if kind != AUTO:
         return kind, ""
@@ -78,13 +76,12 @@ def choose_launcher(kind: str) -> tuple[str, str]:
     stale = f"{reason}; " if os.environ.get("SLURM_JOB_ID") else ""
     if not client.is_installed():
         return "local", f"{stale}there is no sbatch on this machine"
-    answers = client.answers()
-    if answers is None:
-        return "local", f"{stale}sbatch is here, but no controller of Slurm is configured"
-    if not answers:
-        rule = "can't be chosen now: Slurm's controller does not answer (`scontrol ping`)"
-        raise ConfigError([Problem("launcher", AUTO, rule, ("local", "slurm"))])
-    return "slurm", f"{stale}sbatch is here and Slurm's controller answers"
+    if (answers := client.answers()) is None:
+        return "local", f"{stale}sbatch is here, but `scontrol ping` finds no configuration of Slurm"
+    does = (
+        "answers" if answers else "does not answer now"
+    )  # a launch is refused then: this may be a login node
+    return "slurm", f"{stale}sbatch is here and Slurm's controller {does}"
 
 
 def gpus_of_allocation(cluster: Mapping[str, Any]) -> int | None:

@@ -49,7 +49,8 @@ def compare(
                 members.setdefault(group.group, set()).update(group.ranks or range(world_size))
     findings: list[Desync] = []
     for name, calls in groups.items():
-        findings += _mismatches(name, calls) or _missing(name, calls, members=members[name] - silent)
+        absent = silent | _forgetful(name, collectives)
+        findings += _mismatches(name, calls) or _missing(name, calls, members=members[name] - absent)
     # A rank that waits in another group's collective is itself blocked: blame the last rank of the chain.
     # If two ranks wait for each other, blame the one that left its usual sequence of collectives.
     blocked = {rank for finding in findings for rank in finding.waiting}
@@ -69,9 +70,19 @@ def compare(
     suspects = [finding for finding in findings if innocence(finding) == least]
     if len({finding.ranks[0] for finding in suspects}) > 1 and suspects[0].ranks[0] in blocked:
         told = "; ".join(f"rank {finding.ranks[0]}: {finding.message}" for finding in suspects)
-        message = f"ranks wait for each other, and no earlier step shows which is right: {told}"
+        message = f"ranks are in different collectives, and no earlier step shows which is right: {told}"
         return replace(suspects[0], ranks=(), message=message)
     return suspects[0] if suspects else None
+
+
+def _forgetful(name: str, collectives: Mapping[int, Sequence[Entered]]) -> set[int]:
+    """The ranks whose record begins after the last collective of a group: torch keeps the newest only."""
+    calls = {
+        rank: [(group.group, call.time_ns) for group in groups for call in group.calls]
+        for rank, groups in collectives.items()
+    }
+    newest = max(time for rank_calls in calls.values() for group, time in rank_calls if group == name)
+    return {rank for rank, found in calls.items() if found and all(time > newest for _, time in found)}
 
 
 def _until(finding: Desync, groups: Sequence[Entered]) -> list[tuple[str, Call]]:
@@ -91,10 +102,11 @@ def breaks_sequence(calls: Sequence[tuple[str, Call]], *, by_size: bool = True) 
     kinds: list[tuple[str, ...]] = []
     latest = None
     for group, call in calls:
+        phase = str(call.phase).partition(" ")[0]
         if call.phase != latest:  # what follows depends on the phase, not on the end of the phase before
-            kinds.append((str(call.phase).partition(" ")[0],))
+            kinds.append((phase,))
             latest = call.phase
-        kinds.append((group, call.name, call.sizes if by_size else ""))
+        kinds.append((phase, group, call.name, call.sizes if by_size else ""))
     usual = {after for before, after in pairwise(kinds[:-1]) if before == kinds[-2]}
     return bool(usual) and kinds[-1] not in usual
 

@@ -66,8 +66,9 @@ _TIMEOUT = re.compile(
 _DESYNC = re.compile(r"op\.preamble\.length|detected mismatch between collectives", re.IGNORECASE)
 # What C++ and the C library write before they abort; Python's faulthandler writes the next line.
 _ABORT = re.compile(
-    r"\s*what\(\):\s*(.+)|(terminate called without .+|.+: Assertion .+ failed\."
-    r"|(?:free|malloc|realloc|munmap_chunk)\(\).+|double free .+|corrupted .+|.+ smashing detected.+)"
+    r"\s*what\(\):\s*(.+)|(terminate called without .+|.{1,500}: Assertion .{1,500} failed\."
+    r"|(?:free|malloc|realloc|munmap_chunk)\(\).+|double free .+|corrupted (?:size|double).+"
+    r"|\*\*\* .+ smashing detected.+)"
 )
 _ABORTED = re.compile("Fatal Python error: Aborted")
 _ABORT_LINES = 30  # of a message
@@ -283,15 +284,16 @@ def _reason_of_abort(folder: RunFolder, *, rank: int) -> tuple[str, str] | None:
     for pattern, kind, candidates in (
         (_TIMEOUT, COLLECTIVE_TIMEOUT, lines),
         (_LOST_PEER, LOST_PEER, of_nccl),
-        (_DESYNC, DESYNC, lines),
     ):
         for line in candidates:
             if pattern.search(line):
-                return kind, line.strip().removeprefix("what():").strip()[:_MESSAGE_CHARACTERS]
+                return kind, line.strip()[:_MESSAGE_CHARACTERS]
     before = islice(dropwhile(lambda line: not _ABORTED.match(line), lines), 1, _ABORT_LINES)
     if why := next(filter(None, map(_ABORT.fullmatch, before)), None):
-        kind = OUT_OF_MEMORY if why[1] == "std::bad_alloc" else KILLED
-        return kind, f"killed by SIGABRT: {why[1] or why[2]}"[:_MESSAGE_CHARACTERS]
+        text = str(why[1] or why[2])[:_MESSAGE_CHARACTERS]
+        if _DESYNC.search(text):
+            return DESYNC, text
+        return OUT_OF_MEMORY if text == "std::bad_alloc" else KILLED, f"killed by SIGABRT: {text}"
     return None
 
 

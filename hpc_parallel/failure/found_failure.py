@@ -55,7 +55,7 @@ def rank_failure(
         return _without_record(folder, returncode=returncode, text=text)
     cause = with_early_ends(folder, cause=missing_rank(folder, cause=cause, records=records))
     if cause.rank == failure.NOBODY:
-        line = f"the run hangs: {cause.message}"
+        line = f"the run hangs: {cause.message}" if cause.kind == failure.HANG else cause.message
         return without_rank(kind=cause.kind, message=cause.message, line=line, followers=records)
     return _failed(cause, followers=[record for record in records if record.rank != cause.rank])
 

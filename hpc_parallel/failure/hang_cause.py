@@ -8,7 +8,7 @@ wait, and which GPU has not begun it. If the evidence contradicts itself, no ran
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, takewhile
@@ -133,7 +133,7 @@ def _in_another_collective(reports: Sequence[HangReport]) -> Verdict | None:
     world_size = reports[0].world_size
     absent = set(range(world_size)) - set(by_rank)  # their collectives are not known
     finding = compare(_comparable(reports), world_size=world_size, silent=absent)
-    if finding is None:
+    if finding is None or not by_rank.keys() >= set(finding.ranks):
         return None
     if not finding.ranks:
         return None, _lasting(finding.message, reports[0], _places(reports))
@@ -142,18 +142,34 @@ def _in_another_collective(reports: Sequence[HangReport]) -> Verdict | None:
 
 
 def _comparable(reports: Sequence[HangReport]) -> dict[int, list[Entered]]:
-    """Rank -> its groups with its collectives; of NCCL's, which hosts queue ahead, those that all queued."""
-    last: dict[str, int] = {}
+    """Rank -> its groups in which a rank waits, with its collectives.
+
+    NCCL's hosts queue ahead: only those count that all have queued, and none of a group if the record of a
+    host begins after these.
+    """
+    awaited = {report.collective.group.partition(" ")[0] for report in reports if report.collective}
+    numbers: dict[str, list[range]] = defaultdict(list)
     for group in chain.from_iterable(report.entered for report in reports):
-        newest = max((call.number for call in group.calls), default=0)
-        last[group.group] = min(newest, last.get(group.group, newest))
+        if group.calls:
+            numbers[group.group].append(range(group.calls[0].number, group.calls[-1].number + 1))
 
     def comparable(group: Entered) -> Entered:
         if not group.group.endswith(" nccl"):
             return group
-        return replace(group, calls=[call for call in group.calls if call.number <= last[group.group]])
+        first, last = (
+            max(one.start for one in numbers[group.group]),
+            min(one[-1] for one in numbers[group.group]),
+        )
+        return replace(group, calls=[call for call in group.calls if call.number <= last and first <= last])
 
-    return {report.rank: list(map(comparable, report.entered)) for report in reports}
+    return {
+        report.rank: [
+            comparable(group)
+            for group in report.entered
+            if group.calls and group.group.partition(" ")[0] in awaited
+        ]
+        for report in reports
+    }
 
 
 def _unanswered(reports: Sequence[HangReport], *, waiting: Mapping[int, Collective]) -> Verdict | None:

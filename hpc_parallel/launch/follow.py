@@ -125,7 +125,8 @@ class RunFollower:
             self._show_bar(self._progress(line, parts))
         if (phase := read_phase(self._folder)) not in (None, self._phase):
             self._phase = phase
-            for end in (ended := ends(self._folder))[self._ends :]:
+            ended = ends(self._folder)
+            for end in () if has_final_summary(self._folder) else ended[self._ends :]:
                 self._say(f"{end.line or end.how.replace('_', ' ')}; it starts again")
             self._ends = len(ended)
             started = self._has_new or self._is_script
@@ -182,7 +183,8 @@ class RunFollower:
         line = (None if ended is None else ended.line) or ""
         checkpoints = complete(self._folder.checkpoints)
         is_done = bool(checkpoints) and checkpoints[0].step >= self._steps > 0  # what failed came afterwards
-        if checkpoints and not is_done and "resume=" not in line:
+        is_refused = failure is not None and failure.kind == CONFIGURATION  # the same line would be again
+        if checkpoints and not is_done and not is_refused and "resume=" not in line:
             command = shlex.join([*RUN_COMMAND, f"resume={quoted(from_here(self._folder.path))}"])
             self._say(f"continue after step {checkpoints[0].step}: {command}")
         if line:

@@ -12,6 +12,7 @@ from hpc_parallel.launch.run_files import written
 from hpc_parallel.record import owner
 from hpc_parallel.record.names import command_on
 from hpc_parallel.record.safe_write import write_text
+from hpc_parallel.slurm.client import answers
 from hpc_parallel.slurm.jobs import Job, never_starting
 from hpc_parallel.slurm.submit import (
     SiteRefusedError,
@@ -58,6 +59,11 @@ def submit(run: PreparedRun) -> Job:
     run.folder.slurm.mkdir(mode=0o700, exist_ok=run.resumes)
     script = SlurmLauncher().preview(run)
     require_sbatch()
+    if run.launcher_reason and answers() is False:  # of launcher=auto; sbatch would wait for a minute
+        raise SiteRefusedError(
+            "Slurm's controller does not answer now (`scontrol ping`), and nothing was started: try again "
+            "later; launcher=local runs here"
+        )
     trial = dry_submit(script)
     if needs_own_script(run):
         write_text(run.folder.batch_script, script)

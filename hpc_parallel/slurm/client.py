@@ -44,7 +44,8 @@ REFUSED = (
 )
 PASSED_ON = "of this shell: passed on to sbatch, because the job's configuration does not set the same flag"
 _SET_FLAG = re.compile(r"^#SBATCH\s+--([a-z-]+)", re.MULTILINE)
-_UP, _DOWN = re.compile(r"\bis UP\b"), re.compile(r"\bis DOWN\b")
+_UP = re.compile(r"\bis UP\b")
+_UNCONFIGURED = re.compile(r"configuration (source|file)|slurm\.conf|ClusterName", re.IGNORECASE)
 UNANSWERED = 124  # as timeout(1) returns
 MISSING = 127  # as a shell returns
 CONTROL_S = 60.0  # the longest wait for a command that changes a job
@@ -149,7 +150,7 @@ def _ping(*, within_s: float) -> bool | None:
     answer = run("scontrol", "ping", waits_s=(within_s,))
     if answer.returncode == 0 and _UP.search(answer.stdout):
         return True
-    return False if answer.returncode == UNANSWERED or _DOWN.search(answer.stdout) else None
+    return None if answer.returncode == MISSING or _UNCONFIGURED.search(answer.stderr) else False
 
 
 def which_slurm(environment: Mapping[str, str] = os.environ) -> WhichSlurm:

@@ -6,7 +6,6 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -24,7 +23,7 @@ from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.checkpoint_index import Checkpoint
 from hpc_parallel.record.endings import INITIAL
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import DamagedError, read_json
+from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safetensors_header import read_header
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies import exchange
@@ -126,12 +125,14 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
 
 def other_settings(model: LayeredModel, path: Path) -> str | None:
     """A line with what the configuration at `path` of a model of transformers has otherwise than `model`."""
-    settings, recorded = getattr(model, "settings", None), None
-    with suppress(DamagedError):
-        recorded = read_json(path)
-    if settings is None or recorded is None:
-        return None
-    values, theirs = settings.to_dict(), type(settings).from_dict(recorded).to_dict()
+    settings = getattr(model, "settings", None)
+    try:
+        if settings is None or (recorded := read_json(path)) is None:
+            return None
+        theirs = type(settings).from_dict(recorded).to_dict()
+    except Exception as error:  # the weights fit all the same
+        return f"{path} can't be compared with the model: {type(error).__name__}: {error}"
+    values = settings.to_dict()
     keys = [key for key in sorted(theirs) if not _NO_RESULT.search(key) and values.get(key) != theirs[key]]
     differ = ", ".join(f"{key}={values.get(key)} ({path.name}: {theirs[key]})" for key in keys)
     return f"the weights of {path.parent} were trained otherwise: {differ}" if differ else None

@@ -69,7 +69,8 @@ def restore(
     if checkpoint.manifest["data"] != digest:
         rule = "was trained on other data than the configuration names now, so the order of samples can't"
         path = table(table(checkpoint.manifest.get("config")).get("data")).get("path")
-        advice = f"Try the data that the run began with{f' (data.path={spell(path)})' if path else ''}."
+        where = f"at data.path={spell(path)}, or has changed since" if path else "or has changed since"
+        advice = f"That of the checkpoint was {where}."
         raise ConfigError([f"data: the checkpoint of step {checkpoint.step} {rule} continue. {advice}"])
     has_state = set(random_names(reader)) >= set(random_state(device))
     all_have_state = torch.tensor(int(has_state))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shlex
 import signal
 import sys
 import time
@@ -228,8 +229,10 @@ def restore_or_start(
     elif part is not None:
         optimizer.create_state(part.optimizer_sizes)
         part.fill(state_of(session.assembled, optimizer), device=session.device)
-    elif config.resume and warnings:  # a restart in the same job begins again, but this start was to continue
-        again = f"python -m hpc_parallel rerun {folder.path} trains from step 1, in a new run"
+    elif config.resume and warnings:  # a run that did not begin with resume= begins again
+        again = (
+            f"python -m hpc_parallel rerun {shlex.quote(str(folder.path))} trains from step 1, in a new run"
+        )
         raise ConfigError(
             [f"resume={folder.path} can't continue, because each of its checkpoints is damaged; {again}."]
         )

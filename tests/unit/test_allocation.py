@@ -13,7 +13,9 @@ import pytest
 import yaml
 
 from hpc_parallel.__main__ import main
+from hpc_parallel.commands.run_command import launch
 from hpc_parallel.config.node_devices import choose_launcher
+from hpc_parallel.exit_codes import REFUSED
 from hpc_parallel.failure.conclude_run import conclude
 from hpc_parallel.launch.batch_script import render
 from hpc_parallel.problems import ConfigError
@@ -114,23 +116,33 @@ def test_auto_is_the_allocation_and_not_one_that_has_ended(monkeypatch: pytest.M
     )
     with pytest.raises(ConfigError, match="needs an allocation: job 7 of SLURM_JOB"):
         prepared("launcher=allocation", *SMALL)
-    Path("bin/scontrol").write_text("#!/bin/sh\nexit 1\n")
+    unconfigured = "echo fatal: Could not establish a configuration source >&2; exit 1"
+    Path("bin/scontrol").write_text(f"#!/bin/sh\n{unconfigured}\n")
     allocation._asked.cache_clear()
     assert choose_launcher("auto") == ("local", "already inside job 7, and Slurm does not answer about it")
     monkeypatch.delenv("SLURM_JOB_ID")
     client._answers.cache_clear()
-    assert choose_launcher("auto") == ("local", "sbatch is here, but no controller of Slurm is configured")
+    assert choose_launcher("auto") == (
+        "local", "sbatch is here, but `scontrol ping` finds no configuration of Slurm"
+    )  # fmt: skip
 
 
 @pytest.mark.usefixtures("here")
-def test_nothing_starts_on_what_may_be_a_login_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_starts_on_what_may_be_a_login_node(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("SLURM_JOB_ID")
     monkeypatch.setattr(client, "_FIRST_PING_S", 0.5)
     for script in ("echo 'Slurmctld(primary) at head is DOWN'; exit 1", "exec sleep 60"):
         Path("bin/scontrol").write_text(f"#!/bin/sh\n{script}\n")
         client._answers.cache_clear()
-        with pytest.raises(ConfigError, match=r"controller does not answer .* Try launcher=local or laun"):
-            prepared("launcher=auto", *SMALL)
+        assert choose_launcher("auto") == (
+            "slurm",
+            "sbatch is here and Slurm's controller does not answer now",
+        )
+        assert launch(prepared("launcher=auto", *SMALL)) == REFUSED
+        assert "nothing was started: try again later; launcher=local runs here" in capsys.readouterr().err
+        assert not list(Path("runs").glob("*/*"))
     assert prepared("launcher=local", *SMALL).config.launcher.kind == "local"
 
 

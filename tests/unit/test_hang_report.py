@@ -232,11 +232,12 @@ def test_a_gpu_that_hangs_is_named_although_all_hosts_wait_in_one_call(folder: R
     )
 
 
-def entered(*last: tuple[str, str], backend: str) -> dict[str, list[Entered]]:
+def entered(*last: tuple[str, str], backend: str) -> dict[str, object]:
     """Two steps in one group; last: the names and phases of the newest collectives."""
     earlier = [("sum", "step 56"), ("max", "step 56"), ("gather", "log 56"), ("sum", "step 57")]
     calls = [Call(n, name, "4", n, phase) for n, (name, phase) in enumerate([*earlier, *last], 1)]
-    return {"entered": [Entered(f"0 {backend}", [0, 1, 2, 3], calls)]}
+    waits = Collective(calls[-1].name, "0 default_pg", calls[-1].number)
+    return {"collective": waits, "entered": [Entered(f"0 {backend}", [0, 1, 2, 3], calls)]}
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
@@ -260,18 +261,37 @@ def test_a_rank_that_left_a_collective_out_is_named(folder: RunFolder, backend: 
 def test_a_host_that_queues_ahead_on_its_gpu_leaves_nothing_out(folder: RunFolder) -> None:
     told = [entered(*[("max", "step 57")] * count, backend="nccl") for count in (1, 9, 50, 2)]
     assert blamed(folder, but=dict(enumerate(told))).startswith("-1 on n1: no rank is behind")
+    # So far ahead that the records have no collective in common.
+    numbers = [range(100, 132), range(28, 60), range(28, 60), range(28, 60)]
+    assert blamed(folder, but=gathers(numbers, group="0 nccl")).startswith("-1 on n1: no rank is behind")
+
+
+def test_a_rank_that_does_not_exist_is_not_blamed(folder: RunFolder) -> None:
+    but = gathers([range(1, 9)] * 4, group="0 gloo", ranks=[0, 1, 2, 3, 99])
+    assert blamed(folder, but=but).startswith("-1 on n1: no rank is behind")
+
+
+def gathers(
+    numbers: Sequence[Sequence[int]], *, group: str, ranks: Sequence[int] = (0, 1, 2, 3)
+) -> dict[int, dict[str, object]]:
+    """Each rank has entered the gathers of these numbers in a group that has `ranks`."""
+    waits = Collective("gather", "0 default_pg", 9)
+    calls = [[Call(n, "gather", "4", n, None) for n in of_rank] for of_rank in numbers]
+    entered = [[Entered(group, list(ranks), made)] for made in calls]
+    return {rank: {"collective": waits, "entered": found} for rank, found in enumerate(entered)}
 
 
 def test_two_that_wait_for_each_other_in_the_first_step_are_both_told(folder: RunFolder) -> None:
     """Ranks 1 to 3 wait for rank 0 in their sum, and rank 0 for rank 3 in a group of these two."""
     first = Call(1, "sum", "4", 1, "step 57")
-    told = {rank: {"entered": [Entered("0 gloo", [0, 1, 2, 3], [first])]} for rank in (1, 2, 3)}
-    ends = {0: {"entered": [Entered("1 gloo", [0, 3], [first])], "where": "ends.py:4 in tie"}}
-    assert blamed(folder, but=told | ends) == (
-        "-1 on n1: ranks wait for each other, and no earlier step shows which is right: rank 3: missing from "
-        "sum (collective 1), in which rank 0 waited; rank 0: missing from sum (collective 1), in which ranks "
-        "1, 2, 3 waited for 300 s; rank 0 in step 57 at ends.py:4 in tie, rank 1 in step 57 at step.py:9 in "
-        "run"
+    of_all, of_two = (Collective("sum", group, 1) for group in ("0 default_pg", "1 ends"))
+    all_ranks = {"collective": of_all, "entered": [Entered("0 gloo", [0, 1, 2, 3], [first])]}
+    two = {"collective": of_two, "entered": [Entered("1 gloo", [0, 3], [first])], "where": "ends.py:4 in tie"}
+    assert blamed(folder, but={0: two, 1: all_ranks, 2: all_ranks, 3: all_ranks}) == (
+        "-1 on n1: ranks are in different collectives, and no earlier step shows which is right: rank 3: "
+        "missing from sum (collective 1), in which rank 0 waited; rank 0: missing from sum (collective 1), "
+        "in which ranks 1, 2, 3 waited for 300 s; rank 0 in step 57 at ends.py:4 in tie, rank 1 in step 57 "
+        "at step.py:9 in run"
     )
 
 

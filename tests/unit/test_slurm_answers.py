@@ -403,7 +403,7 @@ QUESTIONS: list[tuple[Callable[[], Any], str, Text, Any]] = [
     (lambda: client._ping(within_s=1), "scontrol", PRIMARY.format("DOWN"), False),
     (lambda: client._ping(within_s=1), "scontrol", LOUD + PRIMARY.format("DOWN"), False),
     (lambda: client._ping(within_s=1), "scontrol", Answer(PRIMARY.format("DOWN"), code=1), False),
-    (lambda: client._ping(within_s=1), "scontrol", Answer(code=1), None),  # there is no slurm.conf
+    (lambda: client._ping(within_s=1), "scontrol", Answer(code=1), False),
     *((records.release, "sbatch", f"{text}\n", text) for text in VERSIONS),
     *((records.release, "sbatch", f"{LOUD}{text}\n", text) for text in VERSIONS),
     (records.release, "sbatch", Answer(code=MISSING), "slurm"),
