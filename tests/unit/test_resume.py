@@ -212,7 +212,7 @@ def test_data_may_have_moved(started: RunFolder, capsys: pytest.CaptureFixture[s
     assert main(["resume=run", "data.path=text", "dry_run=true"]) == 2
     assert "data.path = text does not exist here. Try data.path=texts." in capsys.readouterr().err
     moved = SimpleNamespace(step=40, manifest={"data": "old", "config": {"data": {"path": "texts"}}})
-    with pytest.raises(ConfigError, match=r"the run began with \(data\.path=texts\)\.$"):
+    with pytest.raises(ConfigError, match=r"was at data\.path=texts, or has changed since\.$"):
         restore(moved, {}, reader=None, digest="new", device=torch.device("cpu"))  # type: ignore[arg-type]
 
 
