@@ -212,7 +212,7 @@ def test_the_users_own_error_comes_first() -> None:
         model.stem = Called(model.stem)
     (found,) = find_problems(model, sample_shape=(7,), dtype=torch.float32)
     assert re.match(
-        r"RuntimeError: a and b must have same reduction dim, but got \[3, 7\] X \[5, 6\]\. "
+        r"RuntimeError: a and b must have same reduction dim, but got \[3, 7\] X \[5, 6\] "
         r"\(test_dropout.py:\d+\), raised by Rows for samples of shape \[7\] ", str(found)
     )  # fmt: skip
 

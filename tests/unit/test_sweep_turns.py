@@ -227,5 +227,5 @@ def test_the_command_that_resumes_a_sweep_names_it(place: str, typed: str) -> No
 def test_unreadable_overrides_are_reported(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", word] if word.startswith("sweep") else [word]) == 2
     key = word.partition("=")[0]
-    said = f"{key} = /a/(b can't be read: quote special characters of the value, and again for the shell."
+    said = f"{key} = '/a/(b' can't be read: quote special characters of the value, and again for the shell."
     assert f"""{said} Try {key}="'/a/(b'".""" in capsys.readouterr().err
