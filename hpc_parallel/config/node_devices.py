@@ -78,9 +78,8 @@ def choose_launcher(kind: str) -> tuple[str, str]:
         return "local", f"{stale}there is no sbatch on this machine"
     if (answers := client.answers()) is None:
         return "local", f"{stale}sbatch is here, but `scontrol ping` finds no configuration of Slurm"
-    does = (
-        "answers" if answers else "does not answer now"
-    )  # a launch is refused then: this may be a login node
+    # A launch is refused while it does not answer: this may be a login node.
+    does = "answers" if answers else "does not answer now"
     return "slurm", f"{stale}sbatch is here and Slurm's controller {does}"
 
 

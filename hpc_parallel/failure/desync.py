@@ -69,8 +69,8 @@ def compare(
     least = min(map(innocence, findings), default=None)
     suspects = [finding for finding in findings if innocence(finding) == least]
     if len({finding.ranks[0] for finding in suspects}) > 1 and suspects[0].ranks[0] in blocked:
-        told = "; ".join(f"rank {finding.ranks[0]}: {finding.message}" for finding in suspects)
-        message = f"ranks are in different collectives, and no earlier step shows which is right: {told}"
+        each = "; ".join(f"rank {finding.ranks[0]}: {finding.message}" for finding in suspects)
+        message = f"ranks are in different collectives, and no earlier step shows which is right: {each}"
         return replace(suspects[0], ranks=(), message=message)
     return suspects[0] if suspects else None
 
@@ -82,7 +82,7 @@ def _forgetful(name: str, collectives: Mapping[int, Sequence[Entered]]) -> set[i
         for rank, groups in collectives.items()
     }
     newest = max(time for rank_calls in calls.values() for group, time in rank_calls if group == name)
-    return {rank for rank, found in calls.items() if found and all(time > newest for _, time in found)}
+    return {rank for rank, own in calls.items() if own and all(time > newest for _, time in own)}
 
 
 def _until(finding: Desync, groups: Sequence[Entered]) -> list[tuple[str, Call]]:

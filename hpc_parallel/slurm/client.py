@@ -150,7 +150,9 @@ def _ping(*, within_s: float) -> bool | None:
     answer = run("scontrol", "ping", waits_s=(within_s,))
     if answer.returncode == 0 and _UP.search(answer.stdout):
         return True
-    return None if answer.returncode == MISSING or _UNCONFIGURED.search(answer.stderr) else False
+    is_named = " is DOWN" in answer.stdout  # so there is one, whatever its warnings say of slurm.conf
+    is_absent = answer.returncode == MISSING or _UNCONFIGURED.search(answer.stderr) is not None
+    return None if is_absent and not is_named else False
 
 
 def which_slurm(environment: Mapping[str, str] = os.environ) -> WhichSlurm:

@@ -404,6 +404,8 @@ QUESTIONS: list[tuple[Callable[[], Any], str, Text, Any]] = [
     (lambda: client._ping(within_s=1), "scontrol", LOUD + PRIMARY.format("DOWN"), False),
     (lambda: client._ping(within_s=1), "scontrol", Answer(PRIMARY.format("DOWN"), code=1), False),
     (lambda: client._ping(within_s=1), "scontrol", Answer(code=1), False),
+    (lambda: client._ping(within_s=1), "scontrol", Answer(PRIMARY.format("DOWN"), "slurm.conf", 1), False),
+    (lambda: client._ping(within_s=1), "scontrol", Answer(err="no configuration source", code=1), None),
     *((records.release, "sbatch", f"{text}\n", text) for text in VERSIONS),
     *((records.release, "sbatch", f"{LOUD}{text}\n", text) for text in VERSIONS),
     (records.release, "sbatch", Answer(code=MISSING), "slurm"),

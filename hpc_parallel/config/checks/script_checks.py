@@ -96,9 +96,8 @@ def _run_by_interpreter(script: ScriptConfig) -> str:
     words = iter(script.words if _INTERPRETER.fullmatch(name) else ())
     operand = [word for word in script.words[:1] if name.endswith("sh") and word[:1] not in ("-", "+", "")]
     first = next((word for word in words if word in operand or _GIVEN.fullmatch(word)), "-c")
-    if first.endswith(".sh") or (
-        first in operand and not first.endswith(".py")
-    ):  # a program, which without a slash is looked up on the PATH
+    is_program = first in operand and not first.endswith(".py")
+    if is_program or first.endswith(".sh"):  # without a slash it is looked up on the PATH
         return os.path.join(os.path.dirname(first) or ".", os.path.basename(first))
     return " ".join([first, *islice(words, first == "-m")]) if not first.endswith("c") else ""
 
