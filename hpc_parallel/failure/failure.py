@@ -149,19 +149,27 @@ def record_exception(
 
 
 def record_death(
-    folder: RunFolder, *, world: World, returncode: int, stopped: bool = False, cgroup: str | None = None
+    folder: RunFolder,
+    *,
+    world: World,
+    returncode: int,
+    log_start: int = 0,
+    stopped: bool = False,
+    cgroup: str | None = None,
 ) -> None:
     """Record how a rank ended if it could not record this itself. An existing record is kept.
 
-    returncode: as in subprocess, negative for a signal; stopped: our clean-up sent the signal; cgroup: the
-    cgroup in which the kernel has killed a process because memory ran out.
+    returncode: as in subprocess, negative for a signal; log_start: the size of the error log when the rank
+    started; stopped: our clean-up sent the signal; cgroup: the cgroup in which the kernel has killed a
+    process because memory ran out.
     """
+    log = _log_end(folder, rank=world.rank, start=log_start)
     name = signal_name(-returncode) if returncode < 0 else None
     if name is None:
         kind, message = ERROR, f"ended with exit code {returncode} and wrote no reason"
     elif stopped:
         kind, message = STOPPED, f"ended by {name} after another rank's failure"
-    elif name == "SIGABRT" and (reason := _reason_of_abort(folder, rank=world.rank)):
+    elif name == "SIGABRT" and (reason := _reason_of_abort(log)):
         kind, message = reason
     elif name == "SIGKILL" and cgroup is not None:
         kind, message = OUT_OF_MEMORY, f"killed by SIGKILL: out of memory in cgroup {cgroup}"
@@ -169,7 +177,7 @@ def record_death(
         kind, message = KILLED, f"killed by {name}"
     lines: list[str] = []
     if kind in (KILLED, DESYNC) and name in _CRASHES:
-        where, lines = place_of_crash(_log_end(folder, rank=world.rank))
+        where, lines = place_of_crash(log)
         message += where
     _write(folder, world=world, kind=kind, message=message, signal_name=name, lines=lines)
 
@@ -273,13 +281,13 @@ def _kind_of_one(error: BaseException) -> str:
     return ERROR
 
 
-def _reason_of_abort(folder: RunFolder, *, rank: int) -> tuple[str, str] | None:
-    """The kind and the line of the rank's log that says why NCCL's watchdog, gloo or C++ ended the process.
+def _reason_of_abort(log: str) -> tuple[str, str] | None:
+    """The kind and the line of a rank's log that says why NCCL's watchdog, gloo or C++ ended the process.
 
     The line of a time-out comes first, because it says what the rank waited for. A remote error follows the
     end of another rank. gloo ends a rank that receives more than it expects. None without such a line.
     """
-    lines = _log_end(folder, rank=rank).splitlines()[::-1]
+    lines = log.splitlines()[::-1]
     of_nccl = [line for line in lines if "nccl" in line.lower()]
     for pattern, kind, candidates in (
         (_TIMEOUT, COLLECTIVE_TIMEOUT, lines),
@@ -297,10 +305,11 @@ def _reason_of_abort(folder: RunFolder, *, rank: int) -> tuple[str, str] | None:
     return None
 
 
-def _log_end(folder: RunFolder, *, rank: int) -> str:
-    """The end of the rank's log of errors; empty if it can't be read."""
+def _log_end(folder: RunFolder, *, rank: int, start: int) -> str:
+    """The end of what the rank's log of errors got after its byte `start`; empty if it can't be read."""
     with contextlib.suppress(OSError, DamagedError):
-        return read_tail(folder.log(rank, "err"), limit_bytes=_LOG_END_BYTES).decode(errors="replace")
+        log = folder.log(rank, "err")
+        return read_tail(log, limit_bytes=_LOG_END_BYTES, start=start).decode(errors="replace")
     return ""
 
 

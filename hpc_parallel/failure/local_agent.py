@@ -38,7 +38,7 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.record import attempts, host_memory, owner
 from hpc_parallel.record.endings import STARTS_AGAIN, Failure, Summary
 from hpc_parallel.record.run_folder import RunFolder, note_phase
-from hpc_parallel.record.safe_read import DamagedError, read_tail
+from hpc_parallel.record.safe_read import DamagedError, read_tail, size_of
 
 Entry = Callable[[str], int]
 Processes = tuple[dict[int, int], object]  # rank -> process; the object that owns and reaps them
@@ -105,6 +105,8 @@ def _attempt(
     attempts.note(folder, "launched")
     folder.begin_anew()
     failure.forget_all(folder)
+    own_log = folder.logs / "agent.err"
+    log_start = size_of(own_log)
     note_phase(folder, "starting the script" if is_script(config) else "importing torch")
     owner.take(folder)  # if the launcher is killed, the ranks still save their state before they end
     try:
@@ -134,7 +136,7 @@ def _attempt(
         code, log = next(filter(None, watch.returncodes.values()), 1), ""
         if not is_rank:  # the output of torchrun itself
             with suppress(OSError, DamagedError):
-                log = read_tail(folder.logs / "agent.err").decode(errors="replace")
+                log = read_tail(own_log, start=log_start).decode(errors="replace")
         conclusion = {"returncode": code, "text": log, "cancelled": cancelled, "asked_by": asked_by}
     line = conclude(folder, **conclusion, environment={})
     summary = Summary.read(folder)
@@ -170,13 +172,17 @@ class Watch:
         folder: RunFolder,
         *,
         worlds: dict[int, World],
+        log_starts: dict[int, int],
         processes: Processes,
         hang_timeout_s: float | None,
         is_rank: bool,
     ) -> None:
-        """is_rank: each process is a rank; else it is torchrun, whose ranks record how they ended."""
+        """log_starts: the sizes of the error logs before the ranks started.
+
+        is_rank: each process is a rank; else it is torchrun, whose ranks record how they ended.
+        """
         self.folder, self._is_rank = folder, is_rank
-        self.worlds = worlds
+        self.worlds, self._log_starts = worlds, log_starts
         self.alive, self._owner = processes
         self.returncodes: dict[int, int] = {}  # as in subprocess: negative for a signal
         self.supervisors = {
@@ -212,8 +218,9 @@ class Watch:
                 if self._is_rank:
                     stopped = kill_at < math.inf and -returncode in (signal.SIGTERM, signal.SIGKILL)
                     failure.record_death(
-                        self.folder, world=self.worlds[rank], returncode=returncode, stopped=stopped
-                    )
+                        self.folder, world=self.worlds[rank], returncode=returncode,
+                        log_start=self._log_starts[rank], stopped=stopped,
+                    )  # fmt: skip
                 terminate_at = min(terminate_at, now + _GRACE_S)
             if not self.signals:
                 for rank in self.alive.keys() & self.supervisors.keys():
@@ -255,12 +262,16 @@ def _start(
     is_rank: bool,
 ) -> Watch:
     worlds = {rank: World.discover({**os.environ, **variables}) for rank, variables in environments.items()}
+    log_starts = {rank: size_of(folder.log(rank, "err")) for rank in worlds}
     # Block signals until our handlers are set: torch's handlers raise.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     processes = start(folder, environments, worlds)
     # Watch does not use context.wait(). At the first failure context.wait() ends the other ranks at once,
     # before they can write their records, and then waits 30 s for those that do not react.
-    watch = Watch(folder, worlds=worlds, processes=processes, hang_timeout_s=hang_timeout_s, is_rank=is_rank)
+    watch = Watch(
+        folder, worlds=worlds, log_starts=log_starts, processes=processes, hang_timeout_s=hang_timeout_s,
+        is_rank=is_rank,
+    )  # fmt: skip
     for number in STOP_SIGNALS:
         signal.signal(number, watch.on_signal)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

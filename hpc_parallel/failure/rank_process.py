@@ -27,6 +27,7 @@ from hpc_parallel.failure.supervisor import Supervisor, watching
 from hpc_parallel.machine.fabric import site_variables
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder, note_phase
+from hpc_parallel.record.safe_read import size_of
 from hpc_parallel.record.values import table
 
 SCRIPT = "hpc_parallel.script.script_process:run_script"  # what runs in place of a worker
@@ -63,6 +64,7 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = F
     world, prepare = World.discover(os.environ), partial(prepare_child, os.getpid())
     ready = ready_worker(folder, [*worker, run_folder], prepare=prepare)
     failure.forget(folder, rank=world.rank)
+    log_start = size_of(folder.log(world.rank, "err"))
     config, kills = folder.read_config(), oom.cgroup_kills()
     site_variables(config["cluster"]["environment"], os.environ)  # before torch loads OpenMP
     if is_script(config):
@@ -89,7 +91,7 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = F
         outlive_signals()
     if returncode != 0:
         cgroup = oom.killing_cgroup(kills)
-        failure.record_death(folder, world=world, returncode=returncode, cgroup=cgroup)
+        failure.record_death(folder, world=world, returncode=returncode, log_start=log_start, cgroup=cgroup)
         sys.exit(exit_code(returncode))
     normal_end.record(folder, world=world)
 

@@ -173,11 +173,14 @@ def read_head(path: Path, *, limit_bytes: int) -> bytes:
             raise DamagedError(path, error.strerror or str(error)) from error
 
 
-def read_tail(path: Path, *, limit_bytes: int = TAIL_BYTES) -> bytes:
-    """The last bytes of a regular file of any length. Raises FileNotFoundError and DamagedError."""
+def read_tail(path: Path, *, limit_bytes: int = TAIL_BYTES, start: int = 0) -> bytes:
+    """The last bytes of a regular file of any length, from its byte `start` on.
+
+    Raises FileNotFoundError and DamagedError.
+    """
     with open_regular(path) as file:
         try:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - limit_bytes))
+            file.seek(max(start, file.seek(0, os.SEEK_END) - limit_bytes))
             return file.read(limit_bytes)
         except OSError as error:
             raise DamagedError(path, error.strerror or str(error)) from error

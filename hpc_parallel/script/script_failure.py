@@ -22,7 +22,7 @@ from hpc_parallel.failure.process_tree import tree_of
 from hpc_parallel.failure.supervisor import PERIOD_S, Supervisor, state_of
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import DamagedError, open_regular, read_json, size_of
+from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail, size_of
 from hpc_parallel.record.values import table, text
 from hpc_parallel.script.py_spy import spied_stacks
 from hpc_parallel.script.script_rank import error_file
@@ -151,11 +151,9 @@ def _recorded_traceback(folder: RunFolder, *, rank: int) -> list[str]:
 
 def _tail(path: Path, *, start: int) -> list[str]:
     """The last lines of a log that were written after its byte `start`, without _BEFORE."""
-    with suppress(OSError, DamagedError), open_regular(path) as file:
-        end = file.seek(0, 2)
-        file.seek(max(start, end - _TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()[-_MOST_LINES:]
-        return [_BEFORE.sub("", line) for line in lines]
+    with suppress(OSError, DamagedError):
+        text = read_tail(path, limit_bytes=_TAIL_BYTES, start=start).decode(errors="replace")
+        return [_BEFORE.sub("", line) for line in text.splitlines()[-_MOST_LINES:]]
     return []
 
 

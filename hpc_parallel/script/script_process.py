@@ -98,7 +98,7 @@ def run_script(
     if returncode > 0 or has_reason:
         script_failure.record(folder, world=world, returncode=returncode, log_start=log_start, cgroup=cgroup)
     elif returncode < 0:
-        failure.record_death(folder, world=world, returncode=returncode, cgroup=cgroup)
+        failure.record_death(folder, world=world, returncode=returncode, log_start=log_start, cgroup=cgroup)
     if returncode != 0:
         sys.exit(exit_code(returncode))
     normal_end.record(folder, world=world)

@@ -192,6 +192,18 @@ def test_a_rank_that_raises_is_named_and_its_peers_follow(agents: AgentServer, t
     assert session(agent) == set()
 
 
+def test_what_an_earlier_start_wrote_is_not_the_reason_of_this_one(
+    agents: AgentServer, tmp_path: Path
+) -> None:
+    folder = make_folder(tmp_path, "abort")
+    earlier = "terminate called\n  what():  full\nFatal Python error: Aborted\n\nCurrent thread 0x1:\n"
+    folder.log(VICTIM, "err").write_text(f'{earlier}  File "/me/net.py", line 3 in forward\n')
+    agents.start(folder)
+    assert agents.exit_code() == 1
+    failure = content(folder.failure)
+    assert (failure["rank"], failure["message"]) == (VICTIM, "killed by SIGABRT")
+
+
 @pytest.mark.timing
 @pytest.mark.parametrize("scenario", ["exit", "deaf"])
 def test_a_rank_without_a_record_is_named(agents: AgentServer, tmp_path: Path, scenario: str) -> None:

@@ -1139,6 +1139,12 @@ def test_an_abort_is_told_with_what_was_written_before_it(folder: RunFolder, tex
     assert record.kind == ("out_of_memory" if "alloc" in why else "killed")
 
 
+def test_a_rank_is_told_what_its_log_got_since_it_started(folder: RunFolder) -> None:
+    folder.log(1, "err").write_text(f"{NCCL}\nterminate called\n")
+    failure.record_death(folder, world=world(1), returncode=-6, log_start=len(NCCL) + 1)
+    assert failure.records(folder)[0].message == "killed by SIGABRT"
+
+
 def test_a_crash_is_told_with_the_place_in_its_thread(folder: RunFolder) -> None:
     stack = ['  File "/me/train.py", line 7 in <module>', '  File "/me/net.py", line 3 in forward']
     threads = (
