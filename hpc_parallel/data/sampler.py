@@ -19,7 +19,6 @@ from hpc_parallel.problems import ConfigError
 
 ROUNDS = 8
 GOLDEN = 0x9E3779B97F4A7C15
-_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Samples(Protocol):
@@ -98,6 +97,40 @@ class Batch(NamedTuple):
         return Batch(*pinned((self.inputs, self.targets), device), self.indices)
 
 
+class LegalTargets(NamedTuple):
+    """Which integers may be targets of a model, whose `ignore_index` and number of `classes` these are.
+
+    A loss of logits that are split over devices would take a target that no device has for one without error.
+    """
+
+    ignored: int | None
+    classes: int | None
+
+    def require(self, targets: Tensor) -> None:
+        """Raises ConfigError for a negative target that would count, or for one that is no class."""
+        if targets.is_floating_point() or targets.is_complex():
+            return
+        values = np.from_dlpack(targets)
+        least, most = values.min(initial=0), values.max(initial=0)
+        if least < 0 and self.ignored is None:
+            raise ConfigError([
+                f"the data has the target {least}, which counts as a term of the loss. If the loss leaves "
+                "it out, as torch's cross-entropy leaves out -100, give the model's class "
+                "`ignore_index = -100`, a model of ours by a subclass (docs/own-model.md). If it is a number "
+                "to predict, return floats."
+            ])  # fmt: skip
+        if self.classes is None or (least >= 0 and most < self.classes):
+            return
+        wrong = values[((values < 0) | (values >= self.classes)) & (values != self.ignored)]
+        if wrong.size:
+            raise ConfigError([
+                f"the data has the target {wrong[0]}, but the model's classes are 0 to {self.classes - 1}. "
+                "Correct the data or the number of classes. If the loss should leave this target out, return "
+                "-100 in its place, and give the model's class `ignore_index = -100`, a model of ours by a "
+                "subclass (docs/own-model.md)."
+            ])  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batches:
     """One data replica's part of each global batch; the same on all ranks of a replica.
@@ -108,8 +141,7 @@ class Batches:
 
     The parts have equal numbers of samples, or the numbers in `sizes`, one for each replica. Without a seed,
     samples keep their order. A rank that is not a replica (None) gets empty batches. Floating-point tensors
-    are cast to `floating`, the dtype of the weights, if it is given. `negative`: whether a target may be a
-    negative integer, because the model has an `ignore_index`.
+    are cast to `floating`, the dtype of the weights, if it is given. `legal`: the targets that a loss takes.
     """
 
     samples: Samples
@@ -120,7 +152,7 @@ class Batches:
     microbatches: int = 1
     sizes: Sequence[int] | None = None
     floating: torch.dtype | None = None
-    negative: bool = True
+    legal: LegalTargets | None = None
 
     def __post_init__(self) -> None:
         if self.global_batch_size % (self.replicas * self.microbatches):
@@ -150,7 +182,7 @@ class Batches:
     def read(self, step: int, *, seeded: bool = True) -> Batch:
         """Returns this replica's samples of the 0-based `step`.
 
-        Raises ConfigError for a negative target that would count as a term of the loss.
+        Raises ConfigError for a target that is not `legal`.
 
         seeded: False leaves the global generators alone, for samples that do not draw (`draws`).
         """
@@ -158,8 +190,8 @@ class Batches:
         if self.replica is None:
             return Batch(torch.empty(0), torch.empty(0), indices)
         inputs, targets = self._read(indices, seeded=seeded)
-        if not self.negative and targets.dtype in _SIGNED:
-            _require_no_negative(targets)
+        if self.legal is not None:
+            self.legal.require(targets)
         return Batch(self._cast(inputs), self._cast(targets), indices)
 
     def positions(self, step: int) -> NDArray[np.int64]:
@@ -205,17 +237,6 @@ class Batches:
         offset = step * self.global_batch_size + before
         starts = offset + microbatch * np.arange(self.microbatches, dtype=np.int64)
         return (starts[:, None] + np.arange(size)).ravel()
-
-
-def _require_no_negative(targets: Tensor) -> None:
-    """Raises ConfigError for a negative target."""
-    least = np.from_dlpack(targets).min(initial=0)
-    if least < 0:
-        raise ConfigError([
-            f"the data has the target {least}, which counts as a term of the loss. If the loss leaves it "
-            "out, as torch's cross-entropy leaves out -100, give the model's class `ignore_index = -100`, a "
-            "model of ours by a subclass (docs/own-model.md). If it is a number to predict, return floats."
-        ])  # fmt: skip
 
 
 def to_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:

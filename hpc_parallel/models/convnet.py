@@ -70,7 +70,7 @@ class ConvNet(ImageModel):
             ),
             head=Classifier(channels[-1], classes=classes) if head is None else head,
         )
-        self.in_channels = in_channels
+        self.in_channels, self.classes = in_channels, classes
 
     def forward_flops(self, sample_shape: tuple[int, ...]) -> PartFlops:
         """2 FLOPs for each weight and each position where the model uses the weight.

@@ -128,6 +128,11 @@ def test_a_layout_follows_one_device(workers: Workers, reference: Trained, layou
     ("name", "words", "reason"),
     [
         ("Transformer", (), "the data has the target -100, which counts as a term of the loss"),
+        (
+            "Transformer",
+            ("+data.dataset.ignored=300",),
+            "the data has the target 300, but the model's classes are 0 to 255",
+        ),
         ("Mean", (), "Mean.loss must return the SUM of its terms"),
         (
             "Each",
