@@ -97,20 +97,28 @@ class Batch(NamedTuple):
         return Batch(*pinned((self.inputs, self.targets), device), self.indices)
 
 
-class LegalTargets(NamedTuple):
-    """Which integers may be targets of a model, whose `ignore_index` and number of `classes` these are.
+class LegalIntegers(NamedTuple):
+    """Which integers a model takes: its `ignore_index`, and its numbers of `classes` and of `tokens`.
 
-    A loss of logits that are split over devices would take a target that no device has for one without error.
+    If a table of embeddings or the logits are split, a number that no device has would count as 0. On a GPU
+    it would end the process.
     """
 
     ignored: int | None
     classes: int | None
+    tokens: int | None
 
-    def require(self, targets: Tensor) -> None:
-        """Raises ConfigError for a negative target that would count, or for one that is no class."""
-        if targets.is_floating_point() or targets.is_complex():
+    def require(self, inputs: Tensor, targets: Tensor) -> None:
+        """Raises ConfigError for an unknown token, a negative target that would count, or one of no class."""
+        if self.tokens is not None and inputs.dim() == 2 and (values := _integers(inputs)) is not None:
+            least, most = values.min(initial=0), values.max(initial=0)
+            if least < 0 or most >= self.tokens:
+                raise ConfigError([
+                    f"the data has the token {min(least, 0) or most}, but the model's vocabulary is 0 to "
+                    f"{self.tokens - 1}. Correct the data or the size of the vocabulary."
+                ])  # fmt: skip
+        if (values := _integers(targets)) is None:
             return
-        values = np.from_dlpack(targets)
         least, most = values.min(initial=0), values.max(initial=0)
         if least < 0 and self.ignored is None:
             raise ConfigError([
@@ -131,6 +139,10 @@ class LegalTargets(NamedTuple):
             ])  # fmt: skip
 
 
+def _integers(tensor: Tensor) -> NDArray[Any] | None:
+    return None if tensor.is_floating_point() or tensor.is_complex() else np.from_dlpack(tensor)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batches:
     """One data replica's part of each global batch; the same on all ranks of a replica.
@@ -141,7 +153,7 @@ class Batches:
 
     The parts have equal numbers of samples, or the numbers in `sizes`, one for each replica. Without a seed,
     samples keep their order. A rank that is not a replica (None) gets empty batches. Floating-point tensors
-    are cast to `floating`, the dtype of the weights, if it is given. `legal`: the targets that a loss takes.
+    are cast to `floating`, the dtype of the weights, if it is given. `legal`: the model's integers.
     """
 
     samples: Samples
@@ -152,7 +164,7 @@ class Batches:
     microbatches: int = 1
     sizes: Sequence[int] | None = None
     floating: torch.dtype | None = None
-    legal: LegalTargets | None = None
+    legal: LegalIntegers | None = None
 
     def __post_init__(self) -> None:
         if self.global_batch_size % (self.replicas * self.microbatches):
@@ -182,7 +194,7 @@ class Batches:
     def read(self, step: int, *, seeded: bool = True) -> Batch:
         """Returns this replica's samples of the 0-based `step`.
 
-        Raises ConfigError for a target that is not `legal`.
+        Raises ConfigError for an input or a target that is not `legal`.
 
         seeded: False leaves the global generators alone, for samples that do not draw (`draws`).
         """
@@ -191,7 +203,7 @@ class Batches:
             return Batch(torch.empty(0), torch.empty(0), indices)
         inputs, targets = self._read(indices, seeded=seeded)
         if self.legal is not None:
-            self.legal.require(targets)
+            self.legal.require(inputs, targets)
         return Batch(self._cast(inputs), self._cast(targets), indices)
 
     def positions(self, step: int) -> NDArray[np.int64]:

@@ -18,9 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hpc_parallel.data.sampler import LegalTargets
-from hpc_parallel.models.convnet import ImageModel
-from hpc_parallel.models.language import LanguageModel
 from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.strategies.mesh import name_of
 from hpc_parallel.strategies.ranges import marked
@@ -39,12 +36,6 @@ def count_terms(model: LayeredModel, targets: Tensor) -> int | Tensor:
     """The number of terms of the loss of `targets` [batch, ...]; on the device if some may be ignored."""
     ignored = model.ignore_index
     return model.loss_terms(targets) if ignored is None else (targets != ignored).sum()
-
-
-def legal_targets(model: LayeredModel) -> LegalTargets:
-    """The targets that the loss of `model` takes. A user's own loss may take other numbers than classes."""
-    is_ours = type(model).loss in (LanguageModel.loss, ImageModel.loss)
-    return LegalTargets(model.ignore_index, model.classes if is_ours else None)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,12 @@ import torch
 from torch import nn
 
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.data.sampler import LegalIntegers
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.schedules import stages_per_rank
 from hpc_parallel.layout.step_facts import packs
+from hpc_parallel.models.convnet import ImageModel
+from hpc_parallel.models.language import LanguageModel
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.plain import PlainModel
 from hpc_parallel.problems import ConfigError, Problem, Problems
@@ -85,6 +88,18 @@ def find_problems(
     verified = is_own(config) and config.strategy.verify != "never"
     if sample_shape is not None and config.devices > 1 and config.task.name in TRAINS and verified:
         yield from dropout_shapes.find_problems(model, sample_shape=sample_shape, dtype=dtype)
+
+
+def legal_integers(model: LayeredModel) -> LegalIntegers:
+    """The integers that `model` takes. A user's own loss may take other targets than classes."""
+    is_ours = type(model).loss in (LanguageModel.loss, ImageModel.loss)
+    tables = (
+        model.get_submodule(name)
+        for name, role in tensor_roles.roles_of(model).items()
+        if role == "vocabulary"
+    )
+    tokens = min((table.num_embeddings for table in tables if isinstance(table, nn.Embedding)), default=None)
+    return LegalIntegers(model.ignore_index, model.classes if is_ours else None, tokens)
 
 
 def _sparse(model: LayeredModel) -> Problems:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hpc_parallel.data.sampler import Batches, LegalTargets, sample_order
+from hpc_parallel.data.sampler import Batches, LegalIntegers, sample_order
 from hpc_parallel.problems import ConfigError
 
 SEEDS = st.integers(0, 2**63 - 1)
@@ -160,12 +160,27 @@ def test_a_target_without_a_class_is_refused(
     of_floats = bool(targets) and isinstance(targets[0], float)
     if dtype == torch.uint8 and min(targets, default=0) < 0 and not of_floats:
         return
-    legal, tensor = LegalTargets(ignored, classes), torch.tensor(targets, dtype=None if of_floats else dtype)
+    legal, tensor = (
+        LegalIntegers(ignored, classes, tokens=9),
+        torch.tensor(targets, dtype=None if of_floats else dtype),
+    )
     if told is None:
-        legal.require(tensor)
+        legal.require(torch.tensor([[0, 8]]), tensor)
     else:
         with pytest.raises(ConfigError, match=told):
-            legal.require(tensor)
+            legal.require(torch.tensor([[0, 8]]), tensor)
+
+
+@pytest.mark.parametrize(("token", "told"), [(9, 9), (-1, -1), (8, None)])
+def test_a_token_outside_the_vocabulary_is_refused(token: int, told: int | None) -> None:
+    legal, targets = LegalIntegers(None, classes=None, tokens=9), torch.tensor([[20, 3]])
+    legal.require(torch.tensor([[[token, 4], [9, -3]]]), targets)  # packed: checked when packed
+    legal.require(torch.tensor([[token, 9.0]]), targets)
+    if told is None:
+        legal.require(torch.tensor([[0, token]]), targets)
+    else:
+        with pytest.raises(ConfigError, match=f"the token {told}, but the model's vocabulary is 0 to 8"):
+            legal.require(torch.tensor([[0, token]]), targets)
 
 
 def test_an_impossible_population_is_refused() -> None:
