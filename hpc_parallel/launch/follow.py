@@ -22,7 +22,7 @@ from hpc_parallel.failure.run_state import NO_OUTPUT
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import printable, quoted
 from hpc_parallel.record import owner
-from hpc_parallel.record.attempts import ends
+from hpc_parallel.record.attempts import ends, ends_before_start
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Failure, Stop, Summary, has_final_summary
 from hpc_parallel.record.metrics_file import (
@@ -125,10 +125,10 @@ class RunFollower:
             self._show_bar(self._progress(line, parts))
         if (phase := read_phase(self._folder)) not in (None, self._phase):
             self._phase = phase
-            ended = ends(self._folder)
-            for end in () if has_final_summary(self._folder) else ended[self._ends :]:
+            ended = ends_before_start(self._folder)
+            for end in ended[self._ends :]:
                 self._say(f"{end.line or end.how.replace('_', ' ')}; it starts again")
-            self._ends = len(ended)
+            self._ends = max(self._ends, len(ended))
             started = self._has_new or self._is_script
             self._announce(str(phase) if started else f"starting: {phase}")
 

@@ -172,6 +172,14 @@ def ends(folder: RunFolder) -> list[End]:
     return [end for line in read_lines(folder.attempts) if (end := _end(line))]
 
 
+def ends_before_start(folder: RunFolder) -> list[End]:
+    """The records of all ends after which another start follows. Raises DamagedError."""
+    lines = read_lines(folder.attempts)
+    if any(file.exists() for file in folder.outcome):  # the newest end is being written, or was the last
+        lines = lines[: max((index for index, line in enumerate(lines) if "launched" in line), default=0)]
+    return [end for line in lines if (end := _end(line))]
+
+
 def history(
     folder: RunFolder,
     *,

@@ -434,6 +434,9 @@ def test_a_new_start_is_announced_with_its_reason(folder: RunFolder) -> None:
     attempts.end(folder, how="killed", line="rank 1 on n1 failed first: killed by SIGKILL")
     attempts.end(folder, how="time_limit")
     following.poll()
+    attempts.note(folder, "launched")
+    attempts.end(folder, how="error", line="the end of this start, which is being written")
+    folder.failure.write_text("{}")
     for phase in ("importing torch", "first steps"):
         note_phase(folder, phase)
         following.poll()
