@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.data.legal_samples import LegalSamples
 
 ROUNDS = 8
 GOLDEN = 0x9E3779B97F4A7C15
@@ -97,52 +97,6 @@ class Batch(NamedTuple):
         return Batch(*pinned((self.inputs, self.targets), device), self.indices)
 
 
-class LegalIntegers(NamedTuple):
-    """Which integers a model takes: its `ignore_index`, and its numbers of `classes` and of `tokens`.
-
-    If a table of embeddings or the logits are split, a number that no device has would count as 0. On a GPU
-    it would end the process.
-    """
-
-    ignored: int | None
-    classes: int | None
-    tokens: int | None
-
-    def require(self, inputs: Tensor, targets: Tensor) -> None:
-        """Raises ConfigError for an unknown token, a negative target that would count, or one of no class."""
-        if self.tokens is not None and inputs.dim() == 2 and (values := _integers(inputs)) is not None:
-            least, most = values.min(initial=0), values.max(initial=0)
-            if least < 0 or most >= self.tokens:
-                raise ConfigError([
-                    f"the data has the token {min(least, 0) or most}, but the model's vocabulary is 0 to "
-                    f"{self.tokens - 1}. Correct the data or the size of the vocabulary."
-                ])  # fmt: skip
-        if (values := _integers(targets)) is None:
-            return
-        least, most = values.min(initial=0), values.max(initial=0)
-        if least < 0 and self.ignored is None:
-            raise ConfigError([
-                f"the data has the target {least}, which counts as a term of the loss. If the loss leaves "
-                "it out, as torch's cross-entropy leaves out -100, give the model's class "
-                "`ignore_index = -100`, a model of ours by a subclass (docs/own-model.md). If it is a number "
-                "to predict, return floats."
-            ])  # fmt: skip
-        if self.classes is None or (least >= 0 and most < self.classes):
-            return
-        wrong = values[((values < 0) | (values >= self.classes)) & (values != self.ignored)]
-        if wrong.size:
-            raise ConfigError([
-                f"the data has the target {wrong[0]}, but the model's classes are 0 to {self.classes - 1}. "
-                "Correct the data or the number of classes. If the loss should leave this target out, return "
-                "-100 in its place, and give the model's class `ignore_index = -100`, a model of ours by a "
-                "subclass (docs/own-model.md)."
-            ])  # fmt: skip
-
-
-def _integers(tensor: Tensor) -> NDArray[Any] | None:
-    return None if tensor.is_floating_point() or tensor.is_complex() else np.from_dlpack(tensor)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Batches:
     """One data replica's part of each global batch; the same on all ranks of a replica.
@@ -153,7 +107,7 @@ class Batches:
 
     The parts have equal numbers of samples, or the numbers in `sizes`, one for each replica. Without a seed,
     samples keep their order. A rank that is not a replica (None) gets empty batches. Floating-point tensors
-    are cast to `floating`, the dtype of the weights, if it is given. `legal`: the model's integers.
+    are cast to `floating`, the dtype of the weights, if it is given. `legal`: what the model takes.
     """
 
     samples: Samples
@@ -164,7 +118,7 @@ class Batches:
     microbatches: int = 1
     sizes: Sequence[int] | None = None
     floating: torch.dtype | None = None
-    legal: LegalIntegers | None = None
+    legal: LegalSamples | None = None
 
     def __post_init__(self) -> None:
         if self.global_batch_size % (self.replicas * self.microbatches):
@@ -194,7 +148,7 @@ class Batches:
     def read(self, step: int, *, seeded: bool = True) -> Batch:
         """Returns this replica's samples of the 0-based `step`.
 
-        Raises ConfigError for an input or a target that is not `legal`.
+        Raises ConfigError for samples that are not `legal`.
 
         seeded: False leaves the global generators alone, for samples that do not draw (`draws`).
         """

@@ -33,7 +33,7 @@ class LanguageModel(LayeredModel):
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Cross-entropy in nats, summed over the tokens [batch, seq], in float32 (float64 stays)."""
         logits = output if output.dtype == torch.float64 else output.float()
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten().long(), reduction="sum")
 
     def forward_flops(self, sample_shape: tuple[int, ...]) -> PartFlops:
         """2 FLOPs for each weight and token, and 4 x width for each pair of positions in attention.

@@ -151,7 +151,7 @@ def chunked_cross_entropy(
     weight = projection_weight(model)
     rows = None if axis is None else ProjectionRows.of(weight, axis=axis)
     local = weight.to_local() if isinstance(weight, DTensor) else weight
-    arguments = hidden.flatten(0, -2), local, target.flatten(), dtype or weight.dtype, rows, errors
+    arguments = hidden.flatten(0, -2), local, target.flatten().long(), dtype or weight.dtype, rows, errors
     if torch.is_grad_enabled():
         return ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-any-return]
     return cross_entropy(*arguments, needs=(False, False))[0]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.data.sampler import LegalIntegers
+from hpc_parallel.data.legal_samples import LegalSamples
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.schedules import stages_per_rank
 from hpc_parallel.layout.step_facts import packs
@@ -90,16 +90,18 @@ def find_problems(
         yield from dropout_shapes.find_problems(model, sample_shape=sample_shape, dtype=dtype)
 
 
-def legal_integers(model: LayeredModel) -> LegalIntegers:
-    """The integers that `model` takes. A user's own loss may take other targets than classes."""
-    is_ours = type(model).loss in (LanguageModel.loss, ImageModel.loss)
+def legal_samples(model: LayeredModel) -> LegalSamples:
+    """The samples that `model` takes. A user's own loss may take other targets than classes."""
+    loss = type(model).loss
     tables = (
         model.get_submodule(name)
         for name, role in tensor_roles.roles_of(model).items()
         if role == "vocabulary"
     )
     tokens = min((table.num_embeddings for table in tables if isinstance(table, nn.Embedding)), default=None)
-    return LegalIntegers(model.ignore_index, model.classes if is_ours else None, tokens)
+    each_token = loss is LanguageModel.loss
+    classes = model.classes if each_token or loss is ImageModel.loss else None
+    return LegalSamples(model.ignore_index, classes, tokens, each_token)
 
 
 def _sparse(model: LayeredModel) -> Problems:

@@ -38,7 +38,7 @@ from hpc_parallel.start.start_times import measured_shares
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.groups import Groups, make_groups
-from hpc_parallel.strategies.model_checks import is_own, legal_integers, require
+from hpc_parallel.strategies.model_checks import is_own, legal_samples, require
 from hpc_parallel.strategies.precision import WEIGHTS
 from hpc_parallel.strategies.whole_model import build_model
 from hpc_parallel.torch_internals import BatchNorm
@@ -160,7 +160,7 @@ class Session:
             replicas=replicas,
             sizes=None if batch.shares is None else batch.sizes,
             floating=WEIGHTS[self.config.training.precision],
-            legal=legal_integers(self.assembled.parts[0]),
+            legal=legal_samples(self.assembled.parts[0]),
         )
 
     @property

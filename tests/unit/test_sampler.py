@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hpc_parallel.data.sampler import Batches, LegalIntegers, sample_order
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.data.sampler import Batches, sample_order
 
 SEEDS = st.integers(0, 2**63 - 1)
 
@@ -135,52 +134,6 @@ def test_the_counted_samples_of_all_replicas_are_each_of_the_first_once(
 def test_a_server_has_no_sample_that_counts() -> None:
     batches = Batches(samples=Numbers(5), global_batch_size=8, seed=None, replica=None, microbatches=2)
     assert batches.counted(0, count=5) == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("targets", "ignored", "classes", "told"),
-    [
-        ([0, -1, 4], None, None, "the target -1, which counts"),
-        ([0, -1, 4], None, 5, "the target -1, which counts"),
-        ([0, -1, 4], -100, None, None),  # a user's own loss
-        ([0, -1, 4], -100, 5, "the target -1, but the model's classes are 0 to 4"),
-        ([0, -100, 4], -100, 5, None),
-        ([0, 255, 4], 255, 5, None),
-        ([0, 255, 5], 255, 5, "the target 5, but"),
-        ([0, 5, 4], None, 5, "the target 5, but"),
-        ([0, 5, 4], None, None, None),
-        ([], None, 5, None),
-        ([-1.5, 7.0], None, 5, None),  # numbers to predict
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
-def test_a_target_without_a_class_is_refused(
-    targets: list[float], ignored: int | None, classes: int | None, told: str | None, dtype: torch.dtype
-) -> None:
-    of_floats = bool(targets) and isinstance(targets[0], float)
-    if dtype == torch.uint8 and min(targets, default=0) < 0 and not of_floats:
-        return
-    legal, tensor = (
-        LegalIntegers(ignored, classes, tokens=9),
-        torch.tensor(targets, dtype=None if of_floats else dtype),
-    )
-    if told is None:
-        legal.require(torch.tensor([[0, 8]]), tensor)
-    else:
-        with pytest.raises(ConfigError, match=told):
-            legal.require(torch.tensor([[0, 8]]), tensor)
-
-
-@pytest.mark.parametrize(("token", "told"), [(9, 9), (-1, -1), (8, None)])
-def test_a_token_outside_the_vocabulary_is_refused(token: int, told: int | None) -> None:
-    legal, targets = LegalIntegers(None, classes=None, tokens=9), torch.tensor([[20, 3]])
-    legal.require(torch.tensor([[[token, 4], [9, -3]]]), targets)  # packed: checked when packed
-    legal.require(torch.tensor([[token, 9.0]]), targets)
-    if told is None:
-        legal.require(torch.tensor([[0, token]]), targets)
-    else:
-        with pytest.raises(ConfigError, match=f"the token {told}, but the model's vocabulary is 0 to 8"):
-            legal.require(torch.tensor([[0, token]]), targets)
 
 
 def test_an_impossible_population_is_refused() -> None:

@@ -1,0 +1,86 @@
+"""The samples that a model can be trained on; for others, one device and many would not agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpc_parallel.data.legal_samples import LegalSamples
+from hpc_parallel.problems import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("targets", "ignored", "classes", "told"),
+    [
+        ([0, -1, 4], None, None, "the target -1, which counts"),
+        ([0, -1, 4], None, 5, "the target -1, which counts"),
+        ([0, -1, 4], -100, None, None),  # a user's own loss
+        ([0, -1, 4], -100, 5, "the target -1, but the model's classes are 0 to 4"),
+        ([0, -100, 4], -100, 5, None),
+        ([0, 255, 4], 255, 5, None),
+        ([0, 255, 5], 255, 5, "the target 5, but"),
+        ([0, 5, 4], None, 5, "the target 5, but"),
+        ([0, 5, 4], None, None, None),
+        ([], None, 5, None),
+        ([-1.5, 7.0], None, None, None),  # numbers to predict
+        ([-1.5, 7.0], None, 5, "targets of torch.float32, but the loss takes classes"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
+def test_a_target_without_a_class_is_refused(
+    targets: list[float], ignored: int | None, classes: int | None, told: str | None, dtype: torch.dtype
+) -> None:
+    of_floats = bool(targets) and isinstance(targets[0], float)
+    if dtype == torch.uint8 and min(targets, default=0) < 0 and not of_floats:
+        return
+    legal, tensor = (
+        LegalSamples(ignored, classes, tokens=9, each_token=False),
+        torch.tensor(targets, dtype=None if of_floats else dtype),
+    )
+    if told is None:
+        legal.require(torch.tensor([[0, 8]]), tensor)
+    else:
+        with pytest.raises(ConfigError, match=told):
+            legal.require(torch.tensor([[0, 8]]), tensor)
+
+
+@pytest.mark.parametrize(("token", "told"), [(9, 9), (-1, -1), (8, None)])
+def test_a_token_outside_the_vocabulary_is_refused(token: int, told: int | None) -> None:
+    legal, targets = LegalSamples(None, classes=None, tokens=9, each_token=False), torch.tensor([[20, 3]])
+    legal.require(torch.tensor([[[token, 4], [9, -3]]]), targets)  # packed: checked when packed
+    legal.require(torch.tensor([[token, 9.0]]), targets)
+    if told is None:
+        legal.require(torch.tensor([[0, token]]), targets)
+    else:
+        with pytest.raises(ConfigError, match=f"the token {told}, but the model's vocabulary is 0 to 8"):
+            legal.require(torch.tensor([[0, token]]), targets)
+
+
+@pytest.mark.parametrize(
+    ("shape", "told"),
+    [
+        ((2, 3), None),
+        ((2, 4), r"of shape \[4\] for 3 tokens"),
+        ((2, 2), r"of shape \[2\] for 3 tokens"),
+        ((2,), r"of shape \[\] for 3 tokens, but the loss takes one target for each token: return \[3\]"),
+        ((2, 3, 2), r"of shape \[3, 2\] for 3 tokens"),
+    ],
+)
+@pytest.mark.parametrize("inputs", [(2, 3), (2, 3, 2)], ids=["plain", "packed"])
+def test_a_language_model_takes_one_target_for_each_token(
+    shape: tuple[int, ...], told: str | None, inputs: tuple[int, ...]
+) -> None:
+    legal = LegalSamples(None, classes=9, tokens=9, each_token=True)
+    batch = torch.ones(inputs, dtype=torch.int64), torch.ones(shape, dtype=torch.int64)
+    if told is None:
+        legal.require(*batch)
+        return
+    with pytest.raises(ConfigError, match=told):
+        legal.require(*batch)
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    legal = LegalSamples(None, classes=9, tokens=9, each_token=True)
+    with pytest.raises(ConfigError) as refusal:
+        legal.require(torch.tensor([[3, 9]]), torch.tensor([[9, 0, 0]]))
+    assert len(refusal.value.problems) == 3
