@@ -18,7 +18,7 @@ class LegalSamples(NamedTuple):
     """What `require` knows of a model; None is what it does not know.
 
     ignored: its `ignore_index`; classes: how many its loss tells apart; tokens: the size of its vocabulary;
-    each_token: whether its loss takes one target for each token.
+    each_token: whether its loss takes one target for each token; pixels: whether its stem takes bytes.
 
     If the logits or the table of embeddings are split, a number that no device has would count as 0. On a GPU
     it would end the process. A loss that flattens its arguments would take targets of other positions.
@@ -28,6 +28,7 @@ class LegalSamples(NamedTuple):
     classes: int | None
     tokens: int | None
     each_token: bool
+    pixels: bool = False
 
     def require(self, inputs: Tensor, targets: Tensor) -> None:
         """Raises ConfigError with all that is wrong with a batch of samples [batch, ...]."""
@@ -35,6 +36,11 @@ class LegalSamples(NamedTuple):
             raise ConfigError(problems)
 
     def _of_inputs(self, inputs: Tensor) -> Iterator[str]:
+        if self.pixels and inputs.is_floating_point():
+            yield (
+                f"the data has images of {inputs.dtype}, but the model takes pixels from 0 to 255: return "
+                "uint8, as torchvision's PILToTensor does."
+            )
         if self.tokens is None or inputs.dim() != 2 or inputs.is_floating_point():
             return
         if (wrong := _outside(inputs, self.tokens)).size:

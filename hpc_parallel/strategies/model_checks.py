@@ -10,7 +10,7 @@ from hpc_parallel.data.legal_samples import LegalSamples
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.schedules import stages_per_rank
 from hpc_parallel.layout.step_facts import packs
-from hpc_parallel.models.convnet import ImageModel
+from hpc_parallel.models.convnet import ImageModel, Pixels
 from hpc_parallel.models.language import LanguageModel
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.plain import PlainModel
@@ -101,7 +101,9 @@ def legal_samples(model: LayeredModel) -> LegalSamples:
     tokens = min((table.num_embeddings for table in tables if isinstance(table, nn.Embedding)), default=None)
     each_token = loss is LanguageModel.loss
     classes = model.classes if each_token or loss is ImageModel.loss else None
-    return LegalSamples(model.ignore_index, classes, tokens, each_token)
+    return LegalSamples(
+        model.ignore_index, classes, tokens, each_token, pixels=isinstance(model.stem, Pixels)
+    )
 
 
 def _sparse(model: LayeredModel) -> Problems:

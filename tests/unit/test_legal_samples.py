@@ -79,6 +79,17 @@ def test_a_language_model_takes_one_target_for_each_token(
         legal.require(*batch)
 
 
+def test_pixels_are_bytes() -> None:
+    """Of images in [0, 1] a model of ours would see black ones, and learn nothing."""
+    legal = LegalSamples(None, classes=10, tokens=None, each_token=False, pixels=True)
+    images = torch.rand(2, 1, 4, 4)
+    legal.require((255 * images).to(torch.uint8), torch.tensor([3, 9]))
+    with pytest.raises(
+        ConfigError, match=r"images of torch\.float32, but the model takes pixels from 0 to 255"
+    ):
+        legal.require(images, torch.tensor([3, 9]))
+
+
 def test_all_that_is_wrong_is_told_at_once() -> None:
     legal = LegalSamples(None, classes=9, tokens=9, each_token=True)
     with pytest.raises(ConfigError) as refusal:
