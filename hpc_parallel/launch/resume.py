@@ -195,6 +195,11 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
         return
     settings = flatten(values)
     is_script = settings["task.name"] == TASK
+    task = settings["task.name"]
+    if before.get("task.name") == "train" and task not in ("train", TASK):
+        rule = f"only trains on, but task={task} takes the weights of a run. Leave it out, and try weights="
+        yield f"resume = {values['resume']} {rule}{spell(str(folder.path))}."
+        return
     yield from _fixed_problems(before, settings, is_script=is_script)
     if is_script:  # a script has its own checkpoints
         return

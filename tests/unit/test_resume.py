@@ -154,7 +154,7 @@ def test_auto_looks_where_the_same_line_would_write(words: list[str], name: str,
         ("data.sequence_length=64", "data.sequence_length=128"),
         ("seed=1", "seed=0"),
         ("training.global_batch_size=32", "training.global_batch_size=16"),
-        ("task=infer", "task.name=train"),
+        ("task=infer", "weights={run}."),
         ("training.steps=40", "training.steps=80"),
     ],
 )
@@ -163,7 +163,7 @@ def test_settings_of_samples_and_weights_must_not_change(
 ) -> None:
     before = sorted(started.path.rglob("*"))
     assert main(["resume=run", word, "dry_run=true"]) == 2
-    assert f"Try {legal}" in capsys.readouterr().err
+    assert f"ry {legal.format(run=started.path)}" in capsys.readouterr().err
     assert sorted(started.path.rglob("*")) == before
 
 
