@@ -32,7 +32,7 @@ class LegalSamples(NamedTuple):
 
     def require(self, inputs: Tensor, targets: Tensor) -> None:
         """Raises ConfigError with all that is wrong with a batch of samples [batch, ...]."""
-        if problems := [*self._of_inputs(inputs), *self._of_shapes(inputs, targets), *self._of(targets)]:
+        if problems := [*self._of_inputs(inputs), *self._of_each_token(inputs, targets), *self._of(targets)]:
             raise ConfigError(problems)
 
     def _of_inputs(self, inputs: Tensor) -> Iterator[str]:
@@ -49,11 +49,19 @@ class LegalSamples(NamedTuple):
                 "Correct the data or the size of the vocabulary."
             )
 
-    def _of_shapes(self, inputs: Tensor, targets: Tensor) -> Iterator[str]:
-        if self.each_token and targets.shape != inputs.shape[:2]:  # packed inputs have a third dim
+    def _of_each_token(self, inputs: Tensor, targets: Tensor) -> Iterator[str]:
+        if not self.each_token:
+            return
+        tokens = inputs[..., 0] if inputs.dim() == 3 else inputs  # of packed samples
+        if targets.shape != tokens.shape:
             yield (
                 f"the data has targets of shape {list(targets.shape[1:])} for {inputs.shape[1]} tokens, but "
                 f"the loss takes one target for each token: return [{inputs.shape[1]}]."
+            )
+        elif tokens.equal(targets.to(tokens.dtype)) and (tokens != tokens[:, :1]).any():
+            yield (
+                "the data has its inputs as targets, but a language model predicts the next token, and the "
+                "loss does not shift them, as that of transformers does: return tokens[:-1], tokens[1:]."
             )
 
     def _of(self, targets: Tensor) -> Iterator[str]:

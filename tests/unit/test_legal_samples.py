@@ -79,6 +79,16 @@ def test_a_language_model_takes_one_target_for_each_token(
         legal.require(*batch)
 
 
+def test_targets_that_are_the_inputs_are_refused() -> None:
+    """The loss of the library transformers shifts them; a model of ours would learn to copy."""
+    legal = LegalSamples(None, classes=9, tokens=9, each_token=True)
+    tokens = torch.tensor([[0, 0, 0], [1, 2, 3]])
+    legal.require(tokens[:1], tokens[:1])  # the next tokens are the same
+    legal.require(tokens, torch.tensor([[0, 0, 0], [2, 3, 3]]))
+    with pytest.raises(ConfigError, match=r"return tokens\[:-1\], tokens\[1:\]"):
+        legal.require(tokens, tokens.to(torch.int32))
+
+
 def test_pixels_are_bytes() -> None:
     """Of images in [0, 1] a model of ours would see black ones, and learn nothing."""
     legal = LegalSamples(None, classes=10, tokens=None, each_token=False, pixels=True)
