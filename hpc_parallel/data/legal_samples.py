@@ -58,11 +58,18 @@ class LegalSamples(NamedTuple):
                 f"the data has targets of shape {list(targets.shape[1:])} for {inputs.shape[1]} tokens, but "
                 f"the loss takes one target for each token: return [{inputs.shape[1]}]."
             )
-        elif tokens.equal(targets.to(tokens.dtype)) and (tokens != tokens[:, :1]).any():
+        elif self._are_copied(tokens[:, :-1], targets[:, :-1], following=tokens[:, 1:]):
             yield (
                 "the data has its inputs as targets, but a language model predicts the next token, and the "
                 "loss does not shift them, as that of transformers does: return tokens[:-1], tokens[1:]."
             )
+
+    def _are_copied(self, tokens: Tensor, targets: Tensor, *, following: Tensor) -> bool:
+        """Whether most targets count, and each of these is the token itself and not the following one."""
+        counted = targets != (-1 if self.ignored is None else self.ignored)
+        if not ((tokens == targets) | ~counted).all() or counted.sum() * 2 <= counted.numel():
+            return False
+        return bool((counted & (targets != following)).any())
 
     def _of(self, targets: Tensor) -> Iterator[str]:
         if targets.is_floating_point() or targets.is_complex():

@@ -81,12 +81,15 @@ def test_a_language_model_takes_one_target_for_each_token(
 
 def test_targets_that_are_the_inputs_are_refused() -> None:
     """The loss of the library transformers shifts them; a model of ours would learn to copy."""
-    legal = LegalSamples(None, classes=9, tokens=9, each_token=True)
-    tokens = torch.tensor([[0, 0, 0], [1, 2, 3]])
+    legal = LegalSamples(-100, classes=9, tokens=9, each_token=True)
+    tokens = torch.tensor([[0, 0, 0, 0], [1, 2, 3, 4]])
+    padded = tokens.masked_fill(tokens == 1, -100)
     legal.require(tokens[:1], tokens[:1])  # the next tokens are the same
-    legal.require(tokens, torch.tensor([[0, 0, 0], [2, 3, 3]]))
-    with pytest.raises(ConfigError, match=r"return tokens\[:-1\], tokens\[1:\]"):
-        legal.require(tokens, tokens.to(torch.int32))
+    legal.require(tokens, torch.tensor([[0, 0, 0, 0], [2, 3, 4, 4]]))
+    legal.require(tokens[1:], torch.tensor([[-100, 2, -100, -100]]))  # one number to find: a chance
+    for targets in (tokens.to(torch.int32), padded):
+        with pytest.raises(ConfigError, match=r"return tokens\[:-1\], tokens\[1:\]"):
+            legal.require(tokens, targets)
 
 
 def test_pixels_are_bytes() -> None:
