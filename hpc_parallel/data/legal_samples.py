@@ -50,24 +50,25 @@ class LegalSamples(NamedTuple):
             )
 
     def _of_each_token(self, inputs: Tensor, targets: Tensor) -> Iterator[str]:
-        if not self.each_token:
+        if not self.each_token or inputs.is_floating_point() or targets.is_floating_point():
             return
-        tokens = inputs[..., 0] if inputs.dim() == 3 else inputs  # of packed samples
-        if targets.shape != tokens.shape:
+        tokens = np.from_dlpack(inputs[..., 0] if inputs.dim() == 3 else inputs)  # of packed samples
+        wanted = np.from_dlpack(targets)
+        if wanted.shape != tokens.shape:
             yield (
                 f"the data has targets of shape {list(targets.shape[1:])} for {inputs.shape[1]} tokens, but "
                 f"the loss takes one target for each token: return [{inputs.shape[1]}]."
             )
-        elif self._are_copied(tokens[:, :-1], targets[:, :-1], following=tokens[:, 1:]):
+        elif self._are_copied(tokens[:, :-1], wanted[:, :-1], following=tokens[:, 1:]):
             yield (
                 "the data has its inputs as targets, but a language model predicts the next token, and the "
                 "loss does not shift them, as that of transformers does: return tokens[:-1], tokens[1:]."
             )
 
-    def _are_copied(self, tokens: Tensor, targets: Tensor, *, following: Tensor) -> bool:
+    def _are_copied(self, tokens: NDArray[Any], targets: NDArray[Any], *, following: NDArray[Any]) -> bool:
         """Whether most targets count, and each of these is the token itself and not the following one."""
         counted = targets != (-1 if self.ignored is None else self.ignored)
-        if not ((tokens == targets) | ~counted).all() or counted.sum() * 2 <= counted.numel():
+        if not ((tokens == targets) | ~counted).all() or counted.sum() * 2 <= counted.size:
             return False
         return bool((counted & (targets != following)).any())
 
