@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shlex
 import signal
 import sys
 import time
@@ -43,7 +42,7 @@ from hpc_parallel.failure.root_cause import (
     this_attempt,
 )
 from hpc_parallel.failure.summary import computed_as, summarise
-from hpc_parallel.problems import quoted
+from hpc_parallel.problems import as_override
 from hpc_parallel.record import attempts, host_memory
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import STARTS_AGAIN, Failure, Stop, Summary
@@ -283,7 +282,7 @@ def _start_again(folder: RunFolder, *, launcher: Mapping[str, Any], environment:
 
 
 def _advice(folder: RunFolder) -> str:
-    return f"; go on with {shlex.quote(f'resume={quoted(folder.path)}')}"
+    return f"; go on with {as_override('resume', folder.path)}"
 
 
 def _add_to_line(folder: RunFolder, text: str) -> None:

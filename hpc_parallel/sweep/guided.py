@@ -25,7 +25,7 @@ from hpc_parallel.config.resolve import UnresolvedError, resolve
 from hpc_parallel.config.schema import RunConfig, SweepConfig
 from hpc_parallel.config.tasks import OF_LOSSES, objective_problems, objectives
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
-from hpc_parallel.problems import ConfigError, Problem, Problems, quoted, tried
+from hpc_parallel.problems import ConfigError, Problem, Problems, hydra_value, tried
 from hpc_parallel.record.metrics_file import figure
 from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.sweep_folder import (
@@ -79,7 +79,7 @@ def guide(
         with composing(config_dir, extra_dir=extra_dir):
             hydra = GlobalHydra.instance().hydra
             assert hydra is not None
-            hydra.multirun(config_name, trial, [*words, f"hydra.sweep.dir={quoted(scope.folder)}"])
+            hydra.multirun(config_name, trial, [*words, f"hydra.sweep.dir={hydra_value(scope.folder)}"])
     except KeyboardInterrupt:
         with suppress(ConfigError):  # nothing ran yet
             _report(trial, None, names=scope.objectives)
