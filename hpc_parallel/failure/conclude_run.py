@@ -247,13 +247,12 @@ def _conclude_stop(
     else:
         kept = f"saved at step {stopped.step}" if saved else f"{stopped.kept} are kept"
     line = f"{reasons[how]}: {kept}"
-    if how != restart.CANCELLED and not restarts:
-        line += f"; {decision.why}"
+    outcome = STARTS_AGAIN if restarts else "cancelled" if how == restart.CANCELLED else "failed"
+    line += f"; {decision.why}" * (outcome == "failed")
     if stopped.step is not None and not restarts:
         line += _advice(folder)
-    if how != restart.CANCELLED and not restarts:
+    if outcome == "failed":
         without_rank(kind=_KINDS[how], message=line, line=line).write(folder)
-    outcome = STARTS_AGAIN if restarts else "cancelled" if how == restart.CANCELLED else "failed"
     write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     replace(stopped, how=how, line=line).write(folder)
     if restarts and packed:
@@ -350,12 +349,7 @@ def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:
         line = f"completed{f' {summary.steps} steps' if summary.steps else ''}{loss}"
     elif summary.ended_well:
         line = str(summary.ended_early)
-    notify.tell(
-        folder,
-        f"{event}: {line}",
-        about=notify.ENDED,
-        waits=decision.action not in restart.IN_JOB,
-    )
+    notify.tell(folder, f"{event}: {line}", about=notify.ENDED, waits=decision.action not in restart.IN_JOB)
 
 
 def main(arguments: Sequence[str]) -> None:

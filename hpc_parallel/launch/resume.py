@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from hpc_parallel.config.checks.suggestions import paths_near
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import compose_run
-from hpc_parallel.config.learning_rate import SCHEDULES, learning_rate, warmup_of
+from hpc_parallel.config.optimizer_rules import SCHEDULES, learning_rate, warmup_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK
 from hpc_parallel.layout.model_data_schema import (

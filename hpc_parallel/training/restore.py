@@ -24,7 +24,7 @@ from hpc_parallel.training.checkpoint import (
     readable,
     set_random_state,
 )
-from hpc_parallel.training.read_once import read_once
+from hpc_parallel.training.written_parts import read_once
 
 
 def newest_sound(folder: Path, *, in_memory: int | None = None) -> tuple[Checkpoint | None, list[str]]:
