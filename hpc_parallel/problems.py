@@ -7,12 +7,18 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _FEW = 64
-_ESCAPED_BYTE = re.compile(r"\\udc([89a-f][0-9a-f])")  # as repr writes a byte that is no UTF-8
-_PLAIN_PATH = re.compile(r"(?!-)[\w.-]*/[\w./-]*", re.ASCII)
+# Hydra reads these texts as they are: all of them are a name or a path, and the others a user types too.
+_BARE = re.compile(r"(?!(?i:null|true|false|nan|inf)$)[A-Za-z_][\w.-]*|(?!-)[\w.-]*/[\w./-]*", re.ASCII)
+_NUMBER = r"[+-]?(?=0\d|\d*[._eE])[\d._]*\d(?i:e[+-]?\d+)?$"  # that may be written otherwise
+_TYPED = re.compile(
+    rf"(?!(?i:null|true|false|nan|inf)$|{_NUMBER})[\w/+.%*@?|:-](?:[\w/+.%*@?|: -]*[\w/+.%*@?|:-])?", re.ASCII
+)
+_PLAIN_WORD = re.compile(r"(?:[\w@%+=:,./\[\]-]|\{[\w:/-]*\})+")  # a shell changes nothing in it
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Problem:
     def __str__(self) -> str:
         text = f"{self.key} = {spell(self.value)} {self.rule}."
         if self.legal:
-            suggestions = [" ".join([f"{self.key}={spell(value)}", *self.along]) for value in self.legal]
+            suggestions = [" ".join([as_override(self.key, value), *self.along]) for value in self.legal]
             text += f" Try {alternatives(suggestions)}."
         return text
 
@@ -59,24 +65,48 @@ def tried(read: Callable[[], _T], problems: list[Problem | str]) -> _T | None:
         return None
 
 
-def spell(value: Any) -> str:
-    """Write the value as on a command line, with quotes if it needs them."""
+def hydra_value(value: Any, *, typed: bool = False) -> str:
+    """Write the value in the grammar of Hydra's overrides.
+
+    typed: as a user types it, `1e-5` or `a b`. Otherwise Hydra reads back the same value of the same type.
+    """
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:g}"
     if isinstance(value, list):
-        return f"[{','.join(map(spell, value))}]"
+        return f"[{','.join(hydra_value(item, typed=typed) for item in value)}]"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{spell(item)}' for key, item in value.items())}}}"
+        items = [f"{key}:{hydra_value(item, typed=typed)}" for key, item in value.items()]
+        return f"{{{','.join(items)}}}"
+    if isinstance(value, int | float):
+        return f"{value:g}" if typed and isinstance(value, float) else repr(value)
     text = str(value)
-    if text and text.isprintable() and not set(text) & set(" '\"$`\\;&|<>()"):
+    if (_TYPED if typed else _BARE).fullmatch(text):
         return text
-    if "'" in text and set(text) & set('"$`\\!'):  # a shell expands these in double quotes
-        return shlex.quote(printable(text))
-    return _ESCAPED_BYTE.sub(r"\\x\1", repr(text))
+    # Hydra takes a backslash literally unless a quote follows it.
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda end: end[1] * 2 + "\\" * len(end[2]) + end[2], text) + "'"
+
+
+def shell_word(text: object) -> str:
+    """Quote any text as one word of a shell; a word that the shell changes nothing in stays as it is."""
+    word = str(text)
+    if _PLAIN_WORD.fullmatch(word):
+        return word
+    if not word.isprintable():
+        escaped = printable(re.sub(r"[\\']", r"\\\g<0>", word))
+        return f"$'{escaped}'"
+    return f'"{word}"' if "'" in word and set(word).isdisjoint('"$`\\!') else shlex.quote(word)
+
+
+def spell(value: Any) -> str:
+    """Write the value of a key for a reader: quoted where a shell needs it, if it is one text."""
+    return shell_word(value) if isinstance(value, str | PurePath) else hydra_value(value, typed=True)
+
+
+def as_override(key: str, value: Any) -> str:
+    """The override, or the flag `--key=value`, as one word of a shell."""
+    return shell_word(f"{key}={value if key.startswith('--') else hydra_value(value, typed=True)}")
 
 
 def printable(text: object, *, keep: str = "") -> str:
@@ -102,28 +132,7 @@ def escape(char: str) -> str:
     """A character as an escape such as \\x1b."""
     if "\udc80" <= char <= "\udcff":  # a byte of the command line or of a file's name (PEP 383)
         return f"\\x{ord(char) - 0xDC00:02x}"
-    return char.encode("unicode_escape").decode()
-
-
-def quoted(text: object) -> str:
-    """Quote any text so that Hydra reads it as one plain string; a plain path needs no quotes."""
-    if _PLAIN_PATH.fullmatch(str(text)):
-        return str(text)
-    # Hydra takes a backslash literally unless a quote follows it.
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda end: end[1] * 2 + "\\" * len(end[2]) + end[2], str(text)) + "'"
-
-
-def excluding(hosts: Sequence[str]) -> str:
-    """The override that leaves out these hosts, as a shell takes it."""
-    names = ",".join(hosts)
-    return (
-        f"launcher.exclude={names}" if set(names).isdisjoint(",[") else with_comma("launcher.exclude", names)
-    )
-
-
-def with_comma(key: str, value: str) -> str:
-    """An override of one text with commas or brackets, as a shell takes it: Hydra needs it to be quoted."""
-    return f"\"{key}='{value}'\""
+    return f"\\u{ord(char):04x}" if "\x80" <= char <= "\xff" else char.encode("unicode_escape").decode()
 
 
 def alternatives(texts: Sequence[str]) -> str:

@@ -41,8 +41,10 @@ def guard_import_path(package: str) -> None:
             sys.exit(2)
         sys.path.insert(0, folder)
     elif any(_is_module(entry) for entry in _entries(path)):
+        import shlex  # not from the folder, which is not on the path
+
         _say(f"Python modules in {path!r} are not imported, because other users may write there. "
-             f"If you trust them: PYTHONPATH={path}")  # fmt: skip
+             f"If you trust them: PYTHONPATH={shlex.quote(path)}")  # fmt: skip
 
 
 def _is_command(words: list[str]) -> bool:

@@ -13,12 +13,12 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
-from hpc_parallel.problems import ConfigError, escape, printable
+from hpc_parallel.problems import ConfigError, escape, printable, shell_word
 from hpc_parallel.record.safe_read import DamagedError
 
 
@@ -83,6 +83,19 @@ def complain(problems: Iterable[object], *, indent: str = "") -> None:
             print(indent + printable(problem, keep="\n\t"), file=sys.stderr, flush=True)
     except OSError:
         _discard(sys.stderr)
+
+
+def output_problems(output: Path, *, ending: str, awaited: Container[Path] = ()) -> Iterator[str]:
+    """Yields what is wrong with `--output FILE`: another ending, or no folder to put it in.
+
+    awaited: folders that an earlier stage makes.
+    """
+    if output.suffix != ending:
+        legal = output.with_suffix(ending) if output.name else output / f"mine{ending}"
+        yield f"--output {output} must end in {ending}. Try --output {shell_word(legal)}."
+    if not os.path.isdir(output.parent) and output.parent not in awaited:
+        folder = output.parent
+        yield f"--output {output}: there is no folder {folder}. Try mkdir -p {shell_word(folder)}."
 
 
 def names_awaited(overrides: Iterable[str], awaited: Container[Path] | None) -> bool:

@@ -12,7 +12,7 @@ from importlib import import_module
 from inspect import signature
 from typing import Any
 
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import ConfigError, shell_word
 from hpc_parallel.shadowing import PUBLIC, is_private
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
@@ -134,7 +134,7 @@ def _unseen(error: BaseException) -> str:
         return f"{entries[0]} lies in {folder}, and Python imports nothing from there: {PUBLIC}."
     return (
         f"{entries[0]} lies in {folder}, where Python does not look with PYTHONSAFEPATH, -P or -I. "
-        f"Try without them, or PYTHONPATH={folder}."
+        f"Try without them, or PYTHONPATH={shell_word(folder)}."
     )
 
 

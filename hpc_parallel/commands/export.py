@@ -12,12 +12,12 @@ from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
-from hpc_parallel.problems import ConfigError, Problem, tried
+from hpc_parallel.problems import ConfigError, Problem, as_override, tried
 from hpc_parallel.record.checkpoint_index import Checkpoint, complete, skipped
 from hpc_parallel.record.find import path_of
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.trust import UntrustedError, require_private
-from hpc_parallel.shell import command_parser
+from hpc_parallel.shell import command_parser, output_problems
 from hpc_parallel.terminal import say, warn
 
 SUFFIX = ".safetensors"
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) ->
         warn(f"{options.output or options.run} can't be written: {error.strerror or error}.")
         return FAILED
     say(f"{output}: the weights of step {checkpoint.step}, {size:,} bytes.")
-    say(f"To start from these weights, add weights={output} to the command of the run.")
+    say(f"To start from these weights, add {as_override('weights', output)} to the command of the run.")
     return DONE
 
 
@@ -91,10 +91,7 @@ def find(folder: RunFolder, *, step: int | None, reads: bool = True) -> Checkpoi
 
 
 def _output_problems(output: Path, awaited: Container[Path]) -> Iterator[str]:
-    if output.suffix != SUFFIX:
-        yield f"--output {output} must end in {SUFFIX}. Try --output {output.with_suffix(SUFFIX)}."
-    if not os.path.isdir(output.parent) and output.parent not in awaited:
-        yield f"--output {output}: there is no folder {output.parent}. Try mkdir -p {output.parent}."
+    yield from output_problems(output, ending=SUFFIX, awaited=awaited)
     if os.path.lexists(output):
         yield f"{output} exists already, and a job may be reading it. Try another --output."
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from hpc_parallel.config.places import OWN_SITES, find_folder
 from hpc_parallel.exit_codes import DONE, REFUSED
 from hpc_parallel.machine.fabric_kind import fabric_devices
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import ConfigError, shell_word
 from hpc_parallel.record.safe_read import DamagedError, read_bytes
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.shell import command_parser, complain
@@ -49,7 +49,9 @@ def main(arguments: Sequence[str]) -> int:
     write_text(path, text, mode=0o644)  # a profile is for colleagues too
     print(text, end="")
     print(f"\nwritten     {path}")
-    print(f"check it    python -m hpc_parallel check --config-dir {options.folder} cluster={name}")
+    print(
+        f"check it    python -m hpc_parallel check --config-dir {shell_word(options.folder)} cluster={name}"
+    )
     return DONE
 
 

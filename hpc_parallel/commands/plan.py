@@ -22,10 +22,10 @@ from pathlib import Path
 from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.planning.hardware import named_hardware
 from hpc_parallel.planning.step_time import StepTime
-from hpc_parallel.problems import ConfigError, Problem, tried
+from hpc_parallel.problems import ConfigError, Problem, shell_word, tried
 from hpc_parallel.record.find import path_of
 from hpc_parallel.record.safe_write import write_text
-from hpc_parallel.shell import command_parser, complain, names_awaited, refuse
+from hpc_parallel.shell import command_parser, complain, names_awaited, output_problems, refuse
 from hpc_parallel.terminal import print_json, say
 
 HARDWARE = "hardware="
@@ -174,17 +174,17 @@ def _usage(file: Path) -> str:
     """How to use a hardware file."""
     name = f"hardware={file.stem}"
     if file.absolute().parent.name == FOLDER:
-        return f"{file}: use it with `plan --config-dir {file.parent.parent} {name}`, or in a run."
+        return (
+            f"{file}: use it with `plan --config-dir {shell_word(file.parent.parent)} {name}`, or in a run."
+        )
     return f"{file}: copy it to FOLDER/{FOLDER}/, then `plan --config-dir FOLDER {name}`."
 
 
 def _output_problems(output: Path | None) -> Iterator[str]:
     if output is None:
         yield f"--output is missing. Try --output site/{FOLDER}/mycluster{ENDING}."
-    elif output.suffix != ENDING:
-        yield f"--output {output}: a hardware file ends in {ENDING}. Try {output.with_suffix(ENDING)}."
-    elif not output.parent.is_dir():
-        yield f"--output {output}: there is no folder {output.parent}. Try mkdir -p {output.parent}."
+    else:
+        yield from output_problems(output, ending=ENDING)
 
 
 def explanation(step: StepTime) -> Iterator[str]:

@@ -14,8 +14,9 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpc_parallel.config.checks.suggestions import paths_near
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
-from hpc_parallel.problems import Problem, alternatives, nearest, spell
+from hpc_parallel.problems import Problem, alternatives, shell_word
 from hpc_parallel.record.names import RUNS
 from hpc_parallel.record.recorded import find_runs
 from hpc_parallel.record.safe_write import write_bytes, write_text
@@ -82,13 +83,9 @@ def find_problems(folders: Sequence[Path]) -> Iterator[Problem | str]:
 
 
 def _near(folder: Path) -> list[str]:
-    if (named := RUNS / os.path.relpath(folder)).is_dir():  # by its label, as `status` takes it
-        return [spell(named)]
-    try:
-        names = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()]
-    except OSError:
-        return []
-    return [spell(folder.with_name(name)) for name in nearest(folder.name, names)]
+    named = os.path.normpath(RUNS / os.path.relpath(folder))  # by its label, as `status` takes it
+    near = [named] if os.path.isdir(named) else paths_near(folder, folders=True)
+    return [shell_word(path) for path in near]
 
 
 def files_of(report: Report) -> dict[str, str | bytes]:

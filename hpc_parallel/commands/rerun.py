@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hpc_parallel.problems import ConfigError, quoted
+from hpc_parallel.problems import ConfigError, hydra_value
 from hpc_parallel.record.find import path_of
 from hpc_parallel.record.provenance import installed_packages
 from hpc_parallel.record.recorded_start import RecordedStart, key_of, read_start
@@ -94,7 +94,7 @@ def _kept_script(folder: RunFolder) -> list[str]:
     paths = {key: text(script.get(key)) for key in ("file", "command")}
     prefix = f"{folder.code.name}/"
     return [
-        f"script.{key}={quoted(folder.path / path)}"
+        f"script.{key}={hydra_value(folder.path / path)}"
         for key, path in paths.items() if path is not None and path.startswith(prefix)
     ]  # fmt: skip
 

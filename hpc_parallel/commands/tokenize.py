@@ -21,10 +21,10 @@ from hpc_parallel.commands.encode_text import encode_text, tokenizer_failures
 from hpc_parallel.data.folder_files import list_files, name_matcher
 from hpc_parallel.data.tokens import Description, description_file
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
-from hpc_parallel.problems import ConfigError, nearest
+from hpc_parallel.problems import ConfigError, as_override, nearest, shell_word
 from hpc_parallel.record.safe_read import DamagedError, list_folder, open_regular, read_bytes
 from hpc_parallel.record.safe_write import replacing, write_text
-from hpc_parallel.shell import command_parser, complain
+from hpc_parallel.shell import command_parser, complain, output_problems
 
 PIECE = 1 << 18  # bytes read at once
 TOKENIZER_BYTES = 256 << 20  # ten times the largest vocabularies of today
@@ -58,7 +58,9 @@ def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) ->
     print(f"{output}: {count:,} tokens of {encoder.vocab_size:,} ({encoder.name}), from {len(files)} files.")
     for note in notes:
         print(note)
-    print(f"Train on them: data=tokens data.path={output} model.vocab_size={encoder.vocab_size}")
+    print(
+        f"Train on them: data=tokens {as_override('data.path', output)} model.vocab_size={encoder.vocab_size}"
+    )
     if encoder.end_of_text is not None:
         print(f"In samples of whole documents: data.packing=true data.separator={encoder.end_of_text}")
     return DONE
@@ -143,11 +145,7 @@ def _write_header(stream: BinaryIO, *, dtype: np.dtype[Any], count: int) -> None
 
 
 def _output_problems(output: Path, awaited: Container[Path]) -> Iterator[str]:
-    if output.suffix != ".npy":
-        legal = output.with_suffix(".npy") if output.name else output / "tokens.npy"
-        yield f"--output {output} must end in .npy. Try --output {legal}."
-    if not os.path.isdir(output.parent) and output.parent not in awaited:
-        yield f"--output {output}: there is no folder {output.parent}. Try mkdir -p {output.parent}."
+    yield from output_problems(output, ending=".npy", awaited=awaited)
     for file in (output, description_file(output)) if output.name else ():
         if os.path.lexists(file):
             yield f"{file} exists already, and a run may be reading it. Try another --output."
@@ -179,7 +177,7 @@ def _find_sources(
             files.append(source)
         else:
             names = nearest(source.name, (entry.name for entry in list_folder(source.parent)))
-            near = "".join(f" Try {source.with_name(name)}." for name in names)
+            near = "".join(f" Try {shell_word(source.with_name(name))}." for name in names)
             problems.append(f"{source} does not exist.{near}")
     return files
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.problems import Problem, Problems, nearest, spell
+from hpc_parallel.problems import Problem, Problems, nearest, shell_word
 from hpc_parallel.record.safe_read import is_file, is_real_folder, list_folder
 
 
@@ -70,7 +70,7 @@ def _without_module(target: str, module: str, *, kind: str) -> tuple[str, tuple[
     if "." in module:
         return rule, ()
     if (folder := _folder_of(module)) is not None:
-        return f"{rule}, but in {folder}: start in that folder, or with PYTHONPATH={spell(folder)}", ()
+        return f"{rule}, but in {folder}: start in that folder, or with PYTHONPATH={shell_word(folder)}", ()
     stems = [Path(entry.name).stem for entry in list_folder(Path.cwd()) if entry.name.endswith(".py")]
     similar = [target.replace(module, stem, 1) for stem in nearest(module, stems)]
     return f"{rule}, in this folder or on PYTHONPATH", tuple(similar)

@@ -7,12 +7,11 @@ override alone, and runs the other checks on the configuration without the refus
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
@@ -43,9 +42,9 @@ from hpc_parallel.config.key_suggestions import (
 from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.places import OWN_SITES
 from hpc_parallel.config.resolve import REQUIRED, as_switch, flat, missing_keys, resolve, unknown_keys
-from hpc_parallel.config.typed_config import choices_of, kind_of, rule_of
+from hpc_parallel.config.typed_config import choices_of, kind_of, rule_of, types_of
 from hpc_parallel.layout.layout import layout_of
-from hpc_parallel.problems import ConfigError, Problem, alternatives, nearest, spell, with_comma
+from hpc_parallel.problems import ConfigError, Problem, alternatives, as_override, nearest, shell_word, spell
 
 PLUGINS = {"hydra/sweeper": "sweeper", "hydra/launcher": "launcher"}
 LISTS_OF_SLURM = ("launcher.exclude", "launcher.partition", "launcher.extra.")  # a comma is part of the value
@@ -184,20 +183,21 @@ def _explain(
     if isinstance(error, OverrideParseException):
         rule = "can't be read as key=value: quote special characters of the value, and again for the shell"
         no_value = "has no =: a key is written key=value, and a script of yours comes after --"
-        return f"{override} {rule if '=' in override else no_value}."
+        advice = f" Try {text}." if (text := _as_one_text(key, value)) else ""
+        return f"{override} {rule if '=' in override else no_value}.{advice}"
     if override.startswith("~"):
         return f"{override}: {key[1:]} can't be deleted: it has a default or does not exist."
     key = key.lstrip("+")
     text = str(error.__cause__ or error)
     choices = _choices(key)
     if value in choices and override.startswith("+"):
-        return f"{override}: {key} has a place already, and + adds a new key. Try {key}={value}."
+        return f"{override}: {key} has a place already, and + adds a new key. Try {as_override(key, value)}."
     if value in choices and key == "jobs":
         first = "# @package _global_"
         return f"{override}: the first line of {value}.yaml must be {first!r}, and its keys those of a run."
     values = value.split(",")
     if "Ambiguous value" in text or (len(values) > 1 and set(values) <= set(choices)):
-        return _several_values(override)
+        return _several_values(override, composer.compose(accepted))
     if isinstance(error, YAMLError):
         return unreadable_file(error)
     plain = composer.compose(accepted)
@@ -278,17 +278,19 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
     parent_key = key.rpartition(".")[0]
     parent = OmegaConf.select(plain, parent_key, default=None) if parent_key else plain
     if OmegaConf.is_dict(parent) and not is_dataclass(OmegaConf.get_type(parent)):
-        return f"{override}: {parent_key} has no such key yet, and a new one needs a plus. Try +{override}."
+        added = shell_word(f"+{override}")
+        return f"{override}: {parent_key} has no such key yet, and a new one needs a plus. Try {added}."
     text = f"{override}: there is no key {key}."
     if tables := nearest(parent_key, TABLES, likeness=TYPING_ERROR):
-        plus = "+" * (tables[0] != "script.arguments")
-        return f"{text} Try {plus}{tables[0]}.{key.rpartition('.')[2]}={value}."
+        meant = f"{'+' * (tables[0] != 'script.arguments')}{tables[0]}.{key.rpartition('.')[2]}={value}"
+        return f"{text} Try {shell_word(meant)}."
     if key.rpartition(".")[2] in ACCUMULATION:
         size = f"training.microbatch_size={_microbatch_size(value, plain=plain)}"
         return f"{text} Gradients are accumulated over microbatches. Try {size}."
     name, equals, replacement = (suggest(key, flat(plain)) or "").partition("=")
     if not name:
-        return text
+        option = as_override(f"+launcher.extra.{key.rpartition('.')[2]}", value)
+        return f"{text} If it is an option of sbatch, try {option}." if parent_key == "launcher" else text
     if choices := _choices(name):
         return f"{text} Try {name}={replacement or (nearest(value, choices) or choices)[0]}."
     if _is_table(plain, name):
@@ -296,7 +298,7 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
     if equals:
         with_unit = name.endswith(("time_minutes", "_gb"))  # `time=2h` is converted; 3 epochs are not 3 steps
         near = _near(plain, key=name, value=value) if with_unit else (OmegaConf.select(plain, name),)
-        return f"{text} Try {name}={replacement or spell(near[0])}."
+        return f"{text} Try {as_override(name, replacement or near[0])}."
     return f"{text} Try {_legal_override(f'{name}={value}', plain=plain)}."
 
 
@@ -323,20 +325,32 @@ def _legal_override(override: str, *, plain: DictConfig) -> str:
     trial = plain.copy()
     try:
         parsed = OverridesParser.create().parse_override(override)
+        if parsed.is_sweep_override() and (text := _as_one_text(key, value)):
+            return text
         OmegaConf.update(trial, key, parsed.value())
     except COMPOSE_ERRORS:
         near = _near(plain, key=key, value=value)
-        return f"{key}={spell(near[0]) if near else 'VALUE'}"
-    return override
+        return _as_one_text(key, value) or as_override(key, near[0] if near else "VALUE")
+    return shell_word(override)
 
 
-def _several_values(override: str) -> str:
+def _several_values(override: str, plain: DictConfig) -> str:
     key, _, value = override.partition("=")
-    sweep, one = shlex.quote(override), shlex.quote(f"{key}={value.partition(',')[0]}")
+    if key.startswith("launcher.") and not types_of(key):
+        return _unknown(override, key=key, value=value, plain=plain)
+    sweep, one = shell_word(override), shell_word(f"{key}={value.partition(',')[0]}")
     advice = f"Try -m {sweep}, or one value: {one}"
-    if key.lstrip("+").startswith(LISTS_OF_SLURM) and set(value).isdisjoint("'\"$`\\!"):
-        advice = f"For Slurm, they are one: {with_comma(key, value)}. To sweep them: -m {sweep}"
+    if key.lstrip("+").startswith(LISTS_OF_SLURM) and (text := _as_one_text(key, value)):
+        advice = f"For Slurm, they are one: {text}. To sweep them: -m {sweep}"
     return f"{override}: several values are a sweep. {advice}."
+
+
+def _as_one_text(key: str, value: str) -> str | None:
+    """The override with quotes around its value; None if it has some, or the key takes no text."""
+    name = key.lstrip("+")
+    hints = [str] if name.startswith(tuple(f"{table}." for table in TABLES)) else types_of(name)
+    takes_text = any(str in (get_args(hint) or (hint,)) and get_origin(hint) is not list for hint in hints)
+    return as_override(key, value) if takes_text and set(value).isdisjoint("'\"") else None
 
 
 def _type_in_schema(plain: DictConfig, key: str) -> str:

@@ -14,7 +14,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from hpc_parallel.config.hydra_internals import current_loader
 from hpc_parallel.data.text import usual_pattern
-from hpc_parallel.problems import spell
+from hpc_parallel.problems import as_override, shell_word
 from hpc_parallel.record.safe_read import is_file, is_folder, is_real_folder, list_folder
 
 _REFUSED = re.compile(r"In '([^']+)': (\w+) raised while composing config:\n(.*)\n\s+full_key: ?(\S*)\n")
@@ -52,9 +52,11 @@ def misplaced_file(group: str, name: str) -> str | None:
             continue
         folder = Path(source.path)
         if (path := folder / group / f"{name}.yml").is_file():
-            return f"{path} must end in .yaml. Try mv {path} {path.with_suffix('.yaml')}."
+            names = f"{shell_word(path)} {shell_word(path.with_suffix('.yaml'))}"
+            return f"{path} must end in .yaml. Try mv {names}."
         if folder.name == group and (folder / f"{name}.yaml").is_file():
-            return f"{name}.yaml is in {folder} itself. Try --config-dir {folder.parent} {group}={name}."
+            parent = shell_word(folder.parent)
+            return f"{name}.yaml is in {folder} itself. Try --config-dir {parent} {group}={name}."
     return None
 
 
@@ -136,16 +138,16 @@ def _configuration(key: str, value: str) -> str | None:
     """The overrides for FOLDER/KEY/VALUE.yaml near the current folder, or for the path of such a file."""
     path = Path(value).expanduser()
     if path.suffix in (".yaml", ".yml") and is_file(path) and path.absolute().parent.name == key:
-        return f"--config-dir {spell(path.parent.parent)} {key}={path.stem}"
+        return f"--config-dir {shell_word(path.parent.parent)} {as_override(key, path.stem)}"
     folders = [Path(), *(Path(entry.name) for entry in list_folder(Path()) if is_real_folder(entry))]
     matches = (folder for folder in sorted(folders) if is_file(folder / key / f"{value}.yaml"))
-    return next((f"--config-dir {spell(folder)} {key}={value}" for folder in matches), None)
+    return next((f"--config-dir {shell_word(folder)} {as_override(key, value)}" for folder in matches), None)
 
 
 def _data(value: str) -> str | None:
     """The overrides for a file or a folder of data."""
     path = Path(value).expanduser()
-    where = f"data.path={spell(value)}"
+    where = as_override("data.path", value)
     if not is_folder(path):
         kind = _READERS.get(path.suffix)
         return kind and f"data={kind} {where}"

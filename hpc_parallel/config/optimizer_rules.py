@@ -1,11 +1,14 @@
-"""Chooses the optimizer class and settings of a weight by its name and the rules of the configuration."""
+"""The optimizer by its configuration: each weight's class and settings, and each step's learning rate."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
+
+from hydra.utils import get_method
 
 from hpc_parallel.config.schema import AdamWConfig, OptimizerConfig
 
@@ -44,3 +47,57 @@ def _apply(settings: Settings, rule: Mapping[str, Any]) -> Settings:
 def applies(patterns: list[str] | None, name: str) -> bool:
     """Whether a rule with these patterns is for the weight `name`."""
     return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def learning_rate(step: int, *, steps: int, config: OptimizerConfig) -> float:
+    """Returns the rate of the 1-based `step`: a linear warm-up, then the schedule `config.schedule`.
+
+    A user's function sets the rate of all steps, so no warm-up is added. It is called with (step, steps) and
+    returns a factor of `config.learning_rate`. Raises ValueError if this factor is not a finite number of at
+    least 0.
+    """
+    if config.schedule not in SCHEDULES:
+        return config.learning_rate * _users_factor(step, steps=steps, path=config.schedule)
+    warmup = warmup_of(steps) if config.warmup_steps is None else config.warmup_steps
+    if step <= warmup:
+        return config.learning_rate * step / warmup
+    decayed = SCHEDULES[config.schedule](step, warmup, steps, config.decay_share)
+    return config.learning_rate * (1 - (1 - config.final_share) * decayed)
+
+
+def warmup_of(steps: int) -> int:
+    """The steps of warm-up in a training of `steps`, if no number of them is chosen."""
+    return steps // 20
+
+
+def _cosine(step: int, warmup: int, steps: int, _: float) -> float:
+    return (1 - math.cos(math.pi * _linear(step, warmup, steps, _))) / 2
+
+
+def _linear(step: int, warmup: int, steps: int, _: float) -> float:
+    return (step - warmup) / max(1, steps - warmup)
+
+
+def _warmup_stable_decay(step: int, warmup: int, steps: int, decay_share: float) -> float:
+    """Constant, then linear in the last `decay_share` of the steps (Hu et al. 2024, MiniCPM)."""
+    start = max(warmup, steps - round(decay_share * steps))
+    return max(0.0, _linear(step, start, steps, decay_share))
+
+
+SCHEDULES: dict[str, Callable[[int, int, int, float], float]] = {
+    # (step, warmup, steps, decay_share) -> how much of the decay is done, from 0 to 1
+    "cosine": _cosine,
+    "linear": _linear,
+    "constant": lambda *_: 0.0,
+    "wsd": _warmup_stable_decay,
+}
+
+
+def _users_factor(step: int, *, steps: int, path: str) -> float:
+    factor = get_method(path)(step, steps)
+    if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+        raise ValueError(
+            f"optimizer.schedule={path} returned {factor!r} at step {step} of {steps}, not a finite number "
+            "of at least 0."
+        )
+    return float(factor)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
 
-from hpc_parallel.problems import ConfigError, quoted, spell
+from hpc_parallel.problems import ConfigError, hydra_value, shell_word
 from hpc_parallel.record.values import flatten
 
 TASK = "script"
@@ -33,7 +33,9 @@ def with_script(words: Sequence[str]) -> list[str]:
     if "--" not in words:
         for flag, word in zip(("", *words), words, strict=False):
             if re.fullmatch(r"[^-=][^=]*\.py", word) and not flag.startswith("--config-"):
-                suggestion = f"In `run`, try -- {word} at the end of the line, before its arguments"
+                suggestion = (
+                    f"In `run`, try -- {shell_word(word)} at the end of the line, before its arguments"
+                )
                 raise ConfigError([f"{word} is no key=value. {suggestion}."])
         return list(words)
     end = list(words).index("--")
@@ -74,7 +76,7 @@ def with_quotes(word: str) -> str:
 
 def _literal(word: str) -> str:
     """Quote a word so that neither Hydra nor OmegaConf (`${...}`) changes it."""
-    return quoted(re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", word))
+    return hydra_value(re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", word))
 
 
 def is_script(config: Mapping[str, Any]) -> bool:
@@ -153,7 +155,7 @@ def _words_of(key: str, value: Any, *, style: str) -> Iterator[str]:
             yield name
             yield from () if value is True else map(str, value if isinstance(value, list) else [value])
     elif style == "key=value":  # Hydra reads true, false and null
-        yield f"{name}={spell(value) if not isinstance(value, float | str) else value}"
+        yield f"{name}={hydra_value(value) if not isinstance(value, float | str) else value}"
     else:  # Python's literals, as nanoGPT reads them
         yield f"{name}={value}"
 

@@ -20,7 +20,7 @@ from hpc_parallel.config.node_devices import visible_gpus
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.layout.counts import GIB, least_bytes
 from hpc_parallel.layout.layout import layout_of, processes_per_node
-from hpc_parallel.problems import spell
+from hpc_parallel.problems import as_override
 from hpc_parallel.record.values import flatten
 from hpc_parallel.slurm.allocation import ALLOCATION
 from hpc_parallel.slurm.limits import Limits, limits
@@ -131,7 +131,7 @@ def container_warnings(config: RunConfig, *, run_folder: Path, source: Iterable[
     if hidden:
         named = ", ".join(f"{place} ({key})" for key, place in hidden)
         mounts = [*launcher.container_mounts, *dict.fromkeys(str(place) for _, place in hidden)]
-        yield f"the container does not see {named}. Try launcher.container_mounts={spell(mounts)}."
+        yield f"the container does not see {named}. Try {as_override('launcher.container_mounts', mounts)}."
 
 
 def _mounted(config: RunConfig) -> Iterator[Path]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shlex
 import signal
 import sys
 import time
@@ -43,7 +42,7 @@ from hpc_parallel.failure.root_cause import (
     this_attempt,
 )
 from hpc_parallel.failure.summary import computed_as, summarise
-from hpc_parallel.problems import quoted
+from hpc_parallel.problems import as_override
 from hpc_parallel.record import attempts, host_memory
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import STARTS_AGAIN, Failure, Stop, Summary
@@ -248,13 +247,12 @@ def _conclude_stop(
     else:
         kept = f"saved at step {stopped.step}" if saved else f"{stopped.kept} are kept"
     line = f"{reasons[how]}: {kept}"
-    if how != restart.CANCELLED and not restarts:
-        line += f"; {decision.why}"
+    outcome = STARTS_AGAIN if restarts else "cancelled" if how == restart.CANCELLED else "failed"
+    line += f"; {decision.why}" * (outcome == "failed")
     if stopped.step is not None and not restarts:
         line += _advice(folder)
-    if how != restart.CANCELLED and not restarts:
+    if outcome == "failed":
         without_rank(kind=_KINDS[how], message=line, line=line).write(folder)
-    outcome = STARTS_AGAIN if restarts else "cancelled" if how == restart.CANCELLED else "failed"
     write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
     replace(stopped, how=how, line=line).write(folder)
     if restarts and packed:
@@ -283,7 +281,7 @@ def _start_again(folder: RunFolder, *, launcher: Mapping[str, Any], environment:
 
 
 def _advice(folder: RunFolder) -> str:
-    return f"; go on with {shlex.quote(f'resume={quoted(folder.path)}')}"
+    return f"; go on with {as_override('resume', folder.path)}"
 
 
 def _add_to_line(folder: RunFolder, text: str) -> None:
@@ -351,12 +349,7 @@ def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:
         line = f"completed{f' {summary.steps} steps' if summary.steps else ''}{loss}"
     elif summary.ended_well:
         line = str(summary.ended_early)
-    notify.tell(
-        folder,
-        f"{event}: {line}",
-        about=notify.ENDED,
-        waits=decision.action not in restart.IN_JOB,
-    )
+    notify.tell(folder, f"{event}: {line}", about=notify.ENDED, waits=decision.action not in restart.IN_JOB)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -41,16 +41,11 @@ def expandable(path: str) -> ShellWord:
     """A path whose `$VARIABLES` the job's shell expands. The shell names an unset variable and stops."""
     parts, end = [], 0
     for match in Template.pattern.finditer(path):
-        if name := match["named"] or match["braced"]:
-            parts += [
-                _literal(path[end : match.start()]),
-                f'"${{{name}:?in cluster.scratch is not set in this job}}"',
-            ]
-        elif match["escaped"]:
-            parts.append(_literal(path[end : match.start()] + "$"))
-        else:
-            continue
-        end = match.end()
+        name = match["named"] or match["braced"]
+        if name or match["escaped"]:
+            parts.append(_literal(path[end : match.start()] + "$" * (not name)))
+            parts += [f'"${{{name}:?in cluster.scratch is not set in this job}}"'] * bool(name)
+            end = match.end()
     return ShellWord("".join([*parts, _literal(path[end:])]))
 
 
@@ -227,7 +222,7 @@ def render(run: PreparedRun, *, payload: bool = False) -> str:
     """A complete batch script. payload: whether submitit starts the ranks, from its pickled payload."""
     suffix = "_0_log.out" if payload else ".out"  # submitit's name for the output of a job
     output: Flags = {"output": f"{run.folder.slurm}/%j{suffix}", "open-mode": "append"}
-    values = {"flags": sbatch_flags(run) | output, "tasks": None, "payload": payload}
+    values = {"flags": sbatch_flags(run) | output, "payload": payload}
     return _templates().get_template("job.sh.j2").render({**_values(run, suffix), **values})
 
 
@@ -239,7 +234,7 @@ def render_packed(
     room: what its nodes have, if runs share GPUs there. hosts: of its place, if it is in an allocation.
     """
     arguments = srun_arguments(run, packed=need, room=room)
-    values: dict[str, object] = {"flags": {}, "tasks": None, "payload": False, "packed": not hosts}
+    values: dict[str, object] = {"flags": {}, "packed": not hosts}
     values |= {"hosts": ",".join(hosts), "srun_arguments": arguments, "shares_gpu": room is not None}
     return _templates().get_template("job.sh.j2").render({**_values(run, ".out"), **values})
 
@@ -286,23 +281,21 @@ def render_array(
     array_values: dict[str, object] = {
         "flags": sbatch_flags(run) | array_flags,
         "tasks": str(tasks),
-        "payload": False,
         "job": ARRAY_TASK,
         "run_folder": RUN,
         "log": ShellWord(f'"$hpc_parallel_run/{run.folder.slurm.name}/{ARRAY_TASK}.out"'),
-        "import_path": _import_path(run, folder=RUN),
+        "import_path": _import_path(run),
     }
     return _templates().get_template("job.sh.j2").render({**_values(run, ".out"), **array_values})
 
 
-def _import_path(run: PreparedRun, *, folder: ShellWord) -> ShellWord | str:
+def _import_path(run: PreparedRun) -> ShellWord | str:
     """PYTHONPATH for a batch script of many runs, whose copies of the source have the same relative path."""
     if run.imports is None:
         return ""
-    run_folder = run.folder.path
     return ShellWord(os.pathsep.join(
-        f"{folder}/{shlex.quote(str(path.relative_to(run_folder)))}"
-        if path.is_relative_to(run_folder) else shlex.quote(str(path))
+        f"{RUN}/{shlex.quote(str(path.relative_to(run.folder.path)))}"
+        if path.is_relative_to(run.folder.path) else shlex.quote(str(path))
         for path in run.imports.import_path
     ))  # fmt: skip
 
@@ -310,7 +303,12 @@ def _import_path(run: PreparedRun, *, folder: ShellWord) -> ShellWord | str:
 def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
     launcher, cluster = run.config.launcher, run.config.cluster
     arguments = cluster.container_arguments
+    counts: Flags = {"nodes": run.config.nodes, "ntasks": run.processes}
+    if chooses_hosts(launcher):
+        counts = _chosen_place(run.processes_per_node)
     return {
+        "tasks": None,
+        "payload": False,
         "job": JOB,
         "python": host_python(launcher),
         "run_folder": str(run.folder.path),
@@ -334,16 +332,14 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "srun_arguments": srun_arguments(run),
         "mpirun_arguments": cluster.mpirun,
         "torchrun_arguments": run.config.script.torchrun,
-        "nodes": ShellWord('"$SLURM_JOB_NUM_NODES"') if chooses_hosts(launcher) else run.config.nodes,
+        "nodes": counts["nodes"],
         "all_nodes": run.config.nodes,
         "smaller": bool(run.smaller),
         "hosts": ",".join(hosts_here(run)),
         "chooses_hosts": chooses_hosts(launcher),
         "checks_spares": launcher.spares > 0 and run.config.preflight.act != "off",
         "processes_per_node": run.processes_per_node,
-        "processes": ShellWord(f'"$((SLURM_JOB_NUM_NODES * {run.processes_per_node}))"')
-        if chooses_hosts(launcher)
-        else run.processes,
+        "processes": counts["ntasks"],
         "cpus_per_process": run.cpus_per_process,
         "master_suffix": cluster.master_suffix,
         "port": cluster.port,
@@ -372,12 +368,8 @@ def _templates() -> Environment:
         keep_trailing_newline=True,
         autoescape=False,  # shell, not HTML: every value goes through `quote`
     )
-    environment.filters["quote"] = _quote
+    environment.filters["quote"] = lambda x: x if isinstance(x, ShellWord) else shlex.quote(str(x))
     return environment
-
-
-def _quote(value: object) -> str:
-    return value if isinstance(value, ShellWord) else shlex.quote(str(value))
 
 
 class ScriptLauncher:
@@ -399,8 +391,8 @@ class ScriptLauncher:
     def write_script(self, run: PreparedRun) -> None:
         """Write the batch script into the run folder, which must exist."""
         run.folder.slurm.mkdir(mode=0o700, exist_ok=run.resumes)
-        write_text(run.folder.batch_script, render(run))
-        write_text(run.folder.resubmission, render(run))
+        for file in (run.folder.batch_script, run.folder.resubmission):
+            write_text(file, render(run))
 
     def announce(self, run: PreparedRun) -> None:
         """Print the command that submits the script."""

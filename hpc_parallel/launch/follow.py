@@ -20,7 +20,7 @@ from hpc_parallel.failure.conclude_run import cancelled_by, conclude
 from hpc_parallel.failure.failure import CONFIGURATION, signal_name
 from hpc_parallel.failure.run_state import NO_OUTPUT
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.problems import printable, quoted
+from hpc_parallel.problems import as_override, printable
 from hpc_parallel.record import owner
 from hpc_parallel.record.attempts import ends, ends_before_start
 from hpc_parallel.record.checkpoint_index import complete
@@ -185,7 +185,7 @@ class RunFollower:
         is_done = bool(checkpoints) and checkpoints[0].step >= self._steps > 0  # what failed came afterwards
         is_refused = failure is not None and failure.kind == CONFIGURATION  # the same line would be again
         if checkpoints and not is_done and not is_refused and "resume=" not in line:
-            command = shlex.join([*RUN_COMMAND, f"resume={quoted(from_here(self._folder.path))}"])
+            command = " ".join([*RUN_COMMAND, as_override("resume", from_here(self._folder.path))])
             self._say(f"continue after step {checkpoints[0].step}: {command}")
         if line:
             self._say(line)

@@ -8,7 +8,6 @@ always has the configuration that its record describes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from numbers import Integral, Real
@@ -22,12 +21,11 @@ from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.launch.checked_run import reporting_all_problems
 from hpc_parallel.launch.prepare import PreparedRun, prepare
-from hpc_parallel.problems import ConfigError, Problem, quoted
+from hpc_parallel.problems import ConfigError, Problem, hydra_value
 from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.values import flatten
 
 _MAX_ROUNDS = 4  # an override may change a derived value (`name`), which the next round resets
-_BARE = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z_][\w.-]*", re.ASCII | re.IGNORECASE)
 _ORIGIN = "_origin"  # an attribute, not a field, so it is neither compared nor written to config.yaml
 
 
@@ -95,7 +93,7 @@ def _with_changes(
     kept = [override for override in overrides if override.startswith("~") or key_of(override) not in values]
     added_keys = {key_of(override) for override in overrides if override.startswith("+")}
     added_keys |= values.keys() - flatten(composed).keys()
-    new = [f"{'+' * (key in added_keys)}{key}={override_value(value)}" for key, value in values.items()]
+    new = [f"{'+' * (key in added_keys)}{key}={hydra_value(value)}" for key, value in values.items()]
     return (*kept, *new)
 
 
@@ -122,18 +120,3 @@ def _inexpressible(composed: Mapping[str, Any], target: Mapping[str, Any]) -> li
         for key in sorted(removed)
     ]
     return problems or ["No override can express how the configuration was changed. Try compose() again."]
-
-
-def override_value(value: Any) -> str:
-    """Write the value in Hydra's override grammar."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return value if _BARE.fullmatch(value) else quoted(value)
-    if isinstance(value, list):
-        return f"[{','.join(map(override_value, value))}]"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{override_value(item)}' for key, item in value.items())}}}"
-    return repr(value) if isinstance(value, int | float) else quoted(value)

@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from hpc_parallel.config.checks.suggestions import paths_near
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import compose_run
-from hpc_parallel.config.learning_rate import SCHEDULES, learning_rate, warmup_of
+from hpc_parallel.config.optimizer_rules import SCHEDULES, learning_rate, warmup_of
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK
 from hpc_parallel.layout.model_data_schema import (
@@ -31,7 +31,7 @@ from hpc_parallel.layout.model_data_schema import (
     UNetConfig,
     schema_of,
 )
-from hpc_parallel.problems import ConfigError, Problem, Problems, nearest, quoted, spell
+from hpc_parallel.problems import ConfigError, Problem, Problems, as_override, hydra_value, nearest, spell
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.find import near_runs, path_of
@@ -93,7 +93,7 @@ def resumed(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stder
         words = [word for word in words if word != AUTO_STRATEGY]  # the chosen layout is recorded
     typed = {key_of(word) for word in words if not word.startswith("-")}
     before = [word for word in start.overrides if not is_replaced(key_of(word), typed)]
-    run_dir = quoted(folder.path)
+    run_dir = hydra_value(folder.path)
     names_dir = any(word.startswith(("--config-dir", "-cd")) for word in words)
     flags = ["--config-dir", str(start.config_dir)] if start.config_dir and not names_dir else []
     others = [word for word in words if word not in resume_words]
@@ -140,7 +140,7 @@ def value_of(override: str) -> Any:
     except HydraException as error:
         key, _, value = override.partition("=")
         rule = "can't be read: quote special characters of the value, and again for the shell"
-        raise ConfigError([Problem(key, value, rule, (quoted(value),))]) from error
+        raise ConfigError([Problem(key, value, rule, (value,))]) from error
 
 
 def newest(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stderr) -> Path:
@@ -161,8 +161,8 @@ def newest(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stderr
     if not users_runs:
         rule = f"finds no run of yours in {Path('runs', name)}"
         near = nearest(name, [path.name for path in Path("runs").glob("*") if path.is_dir()])
-        hint = tuple(f"auto name={similar}" for similar in near if similar != name)
-        raise ConfigError([Problem("resume", AUTO, rule, hint or (None,))])
+        along = [as_override("name", similar) for similar in near if similar != name]
+        raise ConfigError([Problem("resume", AUTO, rule, (AUTO if along else None,), tuple(along))])
     return max(users_runs, key=lambda path: path.name).absolute()
 
 
@@ -364,7 +364,7 @@ def other_than_trained(config: RunConfig, path: Path) -> str | None:
     before = flatten({group: table(trained.get(group)) for group in groups})
     values = flatten({group: table(getattr(config, group)) for group in groups})
     differ = [
-        f"{key}={spell(values[key])} (trained with {spell(value)})"
+        f"{as_override(key, values[key])} (trained with {spell(value)})"
         for key, value in before.items() if key in values and values[key] != value
     ]  # fmt: skip
     return f"the weights of {path} were trained otherwise: {', '.join(differ)}" if differ else None

@@ -12,15 +12,48 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hpc_parallel.failure.error_place import mark
 from hpc_parallel.layout.stage_cuts import PartCosts, PartFlops
 from hpc_parallel.models.attention import Positions, product_dtype
 from hpc_parallel.models.drawn_weights import Drawing, by_rows, draw
-from hpc_parallel.models.sample_indices import SampleIndices
 from hpc_parallel.problems import ConfigError
+
+
+class SampleIndices:
+    """The indices of the current microbatch's samples on this device, counted over the whole training.
+
+    If `used`, the step sets the next batch, and the schedule sets the next microbatch.
+    """
+
+    def __init__(self) -> None:
+        self.used = False  # whether a layer needs the indices
+        self.of_replica: Callable[[Tensor], Tensor] = lambda rows: rows  # set for several replicas
+        self._batch = self._current = torch.empty(0, dtype=torch.int64)
+
+    def begin_batch(self, indices: NDArray[np.int64] | Tensor, *, device: torch.device) -> None:
+        """Set the `indices` [batch] of the samples in this replica's next batch."""
+        batch = torch.as_tensor(indices)
+        batch = batch.pin_memory() if device.type == "cuda" and not batch.is_cuda else batch
+        self._batch = self._current = batch.to(device, non_blocking=True)
+
+    def begin_microbatch(self, index: int, *, count: int) -> None:
+        """Set the microbatch of the next forward passes: number `index` (0-based) of `count`."""
+        self._current = self._batch.chunk(count)[index]
+
+    def current(self) -> Tensor:
+        """The indices of the current microbatch [samples], for the replica of this thread."""
+        return self.of_replica(self._current)
+
+    def exchange(self, microbatch: Tensor) -> Tensor:
+        """Set the current indices to `microbatch`, an earlier value of `current`; returns the old ones."""
+        before, self._current = self._current, microbatch
+        return before
+
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "expert_load")
 """Buffers that a training pass writes and does not read, by the ends of their names."""

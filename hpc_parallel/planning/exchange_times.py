@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hpc_parallel.planning.collective_times import GroupExchange, GroupShape, bus_bytes_per_s, send_s
@@ -75,11 +75,8 @@ class ExchangeTimes:
         Assumes that the router uses all experts equally. The device does not compute meanwhile.
         """
         size = self._share.activation_bytes * self._share.decoder.per_token
-        return (
-            self.counts_s
-            + self._expert_s("tokens to experts", size)
-            + self._expert_s("outputs of experts", size)
-        )
+        names = "tokens to experts", "outputs of experts"
+        return self.counts_s + sum(self._expert_s(name, size) for name in names)
 
     @cached_property
     def counts_s(self) -> float:
@@ -126,7 +123,9 @@ class ExchangeTimes:
         exchange, part = message.exchange, "block forward" if message.kind is FORWARD else "block backward"
         self.sent[exchange.name] = exchange
         terms = self._kernels.terms(part, self._share, precision=self._work.precision)
-        hidden_s = message.beside * attention_s(terms) * self.beside_compute
+        names = (f": {SCORES}", f": {SOFTMAX}", f": {VALUES}")
+        attention_s = sum(term.seconds for term in terms if any(name in term.name for name in names))
+        hidden_s = message.beside * attention_s * self.beside_compute
         seconds = message.count * max(0.0, exchange.seconds(self._hardware) - hidden_s)
         text = f"{message.count} x {exchange.formula(self._hardware)}, less {hidden_s:.4g} s of attention"
         return self._terms.add(exchange.name, seconds, text)
@@ -136,11 +135,16 @@ class ExchangeTimes:
         """Whether each block's weights are gathered for each microbatch."""
         return self._work.shard > 1 and self._work.pipeline == 1
 
-    def _sliced_s(
-        self, what: str, operation: str, weights: float, *, number_bytes: int, blocks: float
-    ) -> float:
-        """blocks: of how many blocks the experts are sent too, if an expert axis splits them."""
+    def _sliced_s(self, of: str, weights: float, *, gathers: bool, blocks: float) -> float:
+        """The gather of weights, or the sum of their gradients, over the axis `shard`.
+
+        blocks: of how many blocks the experts are sent too, if an expert axis splits them.
+        """
         work, group = self._work, self._group(self._work.shard, stride=self._work.tensor)
+        what, operation = f"gradients of {of}", "reduce_scatter"
+        number_bytes = work.number_bytes if gathers else work.gradient_bytes
+        if gathers:
+            what, operation = f"weights of {of}", "all_gather"
         exchange = GroupExchange(what, operation, number_bytes * weights / work.tensor, group)
         seconds = self._exchange_s(exchange, self._loads.all)
         if work.expert == 1:
@@ -152,13 +156,11 @@ class ExchangeTimes:
 
     @cached_property
     def gather_s(self) -> float:
-        weights, size = self._work.sliced_weights, self._work.number_bytes
-        return self._sliced_s("weights of a block", "all_gather", weights, number_bytes=size, blocks=1)
+        return self._sliced_s("a block", self._work.sliced_weights, gathers=True, blocks=1)
 
     @cached_property
     def scatter_s(self) -> float:
-        weights, size = self._work.sliced_weights, self._work.gradient_bytes
-        return self._sliced_s("gradients of a block", "reduce_scatter", weights, number_bytes=size, blocks=1)
+        return self._sliced_s("a block", self._work.sliced_weights, gathers=False, blocks=1)
 
     @cached_property
     def stage_to_stage_s(self) -> dict[int, float]:
@@ -201,9 +203,12 @@ class ExchangeTimes:
         if work.expert > 1:
             seconds += self._mean_of_experts_s
         if work.bucket_bytes is not None and seconds > 0 and (work.bucket_bytes > 0 or self.beside_compute):
-            copying_s = 0.0 if self.beside_compute else mean.copying_s(self._loads.all)
-            share = min(1.0, work.bucket_bytes / size)
-            seconds = self._after_backward_s(seconds, backward_s, share=share, least_s=copying_s)
+            copying_s = 0.0 if self.beside_compute else mean.copying_s(self._loads.all)  # by a CPU
+            share = min(1.0, work.bucket_bytes / size)  # of all gradients, in one message
+            sent = f"{seconds:.6g} s in messages of {100 * share:.3g} %"
+            text = f"{sent}, beside {backward_s:.6g} s of computation"
+            left_s = max(copying_s, left_after(backward_s, seconds, share=share))
+            seconds = self._terms.add("exposed gradients", left_s, text)
         if work.decoder.tied and self._last not in self._ranks.stages_of(0):
             ends = self._group(2, stride=work.tensor * work.alike * (work.pipeline - 1))
             size = work.gradient_bytes * work.decoder.end_weights / work.tensor / work.shard
@@ -252,12 +257,17 @@ class ExchangeTimes:
     def _served_s(self, size: float) -> float:
         """The time to send gradients to a parameter server and, after its update, to send weights back.
 
-        size: the bytes of all gradients.
+        Every worker joins its gradients. The server receives them in turn, adds them, and divides. It joins
+        the weights and sends them to each worker in turn. size: the bytes of all gradients.
         """
         work = self._work
         messages = math.ceil(size / work.bucket_bytes) if work.bucket_bytes else 1
-        serving = Serving(work.workers, work.workers < work.data, size, messages)
-        terms = serving.collect(self._loads.alone), serving.hand_out(self._loads.alone)
+        added = work.workers if work.workers < work.data else work.workers - 1  # the first starts the sum
+        serving = Serving(work.workers, size, messages, self._loads.alone)
+        terms = (
+            serving.term("gradients to the server", JOINED + ADDED * added + DIVIDED),
+            serving.term("weights from the server", 2 * JOINED),  # the last worker copies them
+        )
         return sum(self._terms.add(term.name, term.seconds, term.formula) for term in terms)
 
     def _slices_s(self, weights: float) -> float:
@@ -265,21 +275,8 @@ class ExchangeTimes:
         ends = self._work.microbatches * self._work.decoder.stage_weights(0, first=True, last=True)
         weights = ends if self.gathers_blocks else weights * self._work.tensor
         blocks = 0 if self.gathers_blocks else self._most_blocks
-
-        def sent_s(what: str, operation: str, size: int) -> float:
-            return self._sliced_s(what, operation, weights, number_bytes=size, blocks=blocks)
-
-        gather_s = sent_s("weights of a step", "all_gather", self._work.number_bytes)
-        return gather_s + sent_s("gradients of a step", "reduce_scatter", self._work.gradient_bytes)
-
-    def _after_backward_s(self, seconds: float, hidden_s: float, *, share: float, least_s: float) -> float:
-        """The part of messages that lasts longer than the backward pass, which takes `hidden_s`.
-
-        share: the share of all gradients in one message. least_s: the time that a CPU needs to copy them.
-        """
-        left_s = max(least_s, left_after(hidden_s, seconds, share=share))
-        text = f"{seconds:.6g} s in messages of {100 * share:.3g} %, beside {hidden_s:.6g} s of computation"
-        return self._terms.add("exposed gradients", left_s, text)
+        gather_s = self._sliced_s("a step", weights, gathers=True, blocks=blocks)
+        return gather_s + self._sliced_s("a step", weights, gathers=False, blocks=blocks)
 
 
 def left_after(computed_s: float, sent_s: float, *, share: float) -> float:
@@ -304,26 +301,18 @@ class Serving:
 
     strategies/parameter_server.py sends flat messages one after the other, so no two workers send at the same
     time, and no device computes meanwhile.
-    trains: whether rank 0 also computes gradients. bytes: the bytes of all gradients, which equal the bytes
-    of all weights. They are sent in `messages` messages.
+    bytes: the bytes of all gradients, which equal the bytes of all weights. They are sent in `messages`
+    messages.
     """
 
     workers: int
-    trains: bool
     bytes: float
     messages: int
+    hardware: Hardware
 
-    def collect(self, hardware: Hardware) -> Term:
-        """Every worker joins its gradients. The server receives them in turn, adds them, and divides."""
-        added = self.workers if self.trains else self.workers - 1  # the first message starts the sum
-        return self._term("gradients to the server", JOINED + ADDED * added + DIVIDED, hardware)
-
-    def hand_out(self, hardware: Hardware) -> Term:
-        """The server joins the weights and sends them to each worker in turn; the last worker copies them."""
-        return self._term("weights from the server", 2 * JOINED, hardware)
-
-    def _term(self, name: str, moved: int, hardware: Hardware) -> Term:
+    def term(self, name: str, moved: int) -> Term:
         """moved: the reads and writes of each byte. Nothing is sent at the same time."""
+        hardware = self.hardware
         inside = min(self.workers, hardware.node.devices - 1)
         size = self.bytes / self.messages
         counts = {False: inside, True: self.workers - inside}
@@ -373,33 +362,24 @@ class PlannedSplitAttention:
         decoder = self.share.decoder
         return 2 * self.share.tokens * decoder.kv_dim / self.share.tensor
 
-    @property
-    def _bytes(self) -> int:
-        return self.share.number_bytes
-
-    @property
-    def _precise(self) -> int:
-        """Bytes of one number of the gradients of keys and values, which are summed over devices."""
-        return precise_bytes(self._bytes)
-
     def _ring(self) -> Iterator[Message]:
         """Each hop overlaps the attention to the last keys and values, except the gradients' last hop."""
+        sent = self._kv * self.share.number_bytes
+        summed = self._kv * precise_bytes(self.share.number_bytes)
         hops, beside = self.group.ranks - 1, 1 / self.group.ranks
-        yield Message(self._hop("keys and values", self._bytes), FORWARD, hops, beside)
-        both = self._hop("keys, values and gradients", self._bytes + self._precise)
-        yield Message(both, BACKWARD, hops, beside)
-        yield Message(self._hop("last gradients of keys and values", self._precise), BACKWARD)
-
-    def _hop(self, name: str, number_bytes: int) -> GroupExchange:
-        return GroupExchange(f"context: {name}", "send_recv", number_bytes * self._kv, self.group)
+        forward = self._at_once(FORWARD, "keys and values", "send_recv", sent)
+        backward = self._at_once(BACKWARD, "keys, values and gradients", "send_recv", sent + summed)
+        yield from (replace(message, count=hops, beside=beside) for message in (forward, backward))
+        yield self._at_once(BACKWARD, "last gradients of keys and values", "send_recv", summed)
 
     def _gather(self) -> Iterator[Message]:
         """Under the mask of packed documents, autograd keeps all keys and values, and sums in their type."""
-        every, masked = self._kv * self.group.ranks, self.share.decoder.masked
-        yield self._at_once(FORWARD, "keys and values", "all_gather", every * self._bytes)
+        every, number_bytes = self._kv * self.group.ranks, self.share.number_bytes
+        masked = self.share.decoder.masked
+        yield self._at_once(FORWARD, "keys and values", "all_gather", every * number_bytes)
         if not masked:
-            yield self._at_once(BACKWARD, "keys and values again", "all_gather", every * self._bytes)
-        summed = every * (self._bytes if masked else self._precise)
+            yield self._at_once(BACKWARD, "keys and values again", "all_gather", every * number_bytes)
+        summed = every * (number_bytes if masked else precise_bytes(number_bytes))
         yield self._at_once(BACKWARD, "gradients of keys and values", "reduce_scatter", summed)
 
     def _all_to_all(self) -> Iterator[Message]:
@@ -408,15 +388,10 @@ class PlannedSplitAttention:
         copies = max(1, self.group.ranks // (decoder.kv_heads // tensor))
         queries = self.share.tokens * decoder.query_dim / tensor
         for kind, of in ((FORWARD, ""), (BACKWARD, "gradients of ")):
-            sent = (queries + copies * self._kv) * self._bytes
-            yield self._at_once(kind, f"{of}queries, keys and values", "all_to_all", sent)
-            yield self._at_once(kind, f"{of}outputs", "all_to_all", queries * self._bytes)
+            sent = queries + copies * self._kv
+            for what, numbers in (("queries, keys and values", sent), ("outputs", queries)):
+                size = numbers * self.share.number_bytes
+                yield self._at_once(kind, f"{of}{what}", "all_to_all", size)
 
     def _at_once(self, kind: ActionKind, name: str, operation: str, size_bytes: float) -> Message:
         return Message(GroupExchange(f"context: {name}", operation, size_bytes, self.group), kind)
-
-
-def attention_s(terms: Iterable[Term]) -> float:
-    """The seconds of the scores, their softmax and the weighted values among the terms of a block."""
-    names = (f": {SCORES}", f": {SOFTMAX}", f": {VALUES}")
-    return sum(term.seconds for term in terms if any(name in term.name for name in names))

@@ -84,8 +84,27 @@ def without_secret_values(overrides: Iterable[str]) -> list[str]:
     """Overrides for a page that others read: a value that may hold a credential is shown as `...`."""
     public = []
     for override in overrides:
-        key, _, value = override.partition("=")
-        public.append(f"{key}=..." if "{" in value or may_be_secret(key, value) else override)
+        key, equals, value = override.partition("=")
+        has_table = "{" in value and set(value).isdisjoint("'\"\\")
+        hides = may_be_secret(key, "") if has_table else "{" in value or may_be_secret(key, value)
+        public.append(f"{key}{equals}{'...' if hides else _public_items(key, value)}")
+    return public
+
+
+def _public_items(key: str, value: str) -> str:
+    """The value without quotes, with `...` for each item of its tables that may hold a credential."""
+    path, name, public = [key], "", ""
+    for token in re.findall(r"[{},]|[^{},]+", value):
+        head, colon, item = token.partition(":")
+        if token == "{":
+            path.append(name)
+        elif token == "}":
+            del path[-1:]
+        elif token != ",":
+            name, item = (head.strip(), item) if colon else (name, head)
+            if item.strip() and may_be_secret(".".join(filter(None, (*path, name))), token):
+                token = f"{head}:..." if colon else "..."
+        public += token
     return public
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+from hpc_parallel.problems import shell_word
 from hpc_parallel.record.endings import has_final_summary
 from hpc_parallel.record.run_folder import RunFolder, locked
 from hpc_parallel.record.safe_read import DamagedError, read_json
@@ -42,7 +42,7 @@ def claim(folder: RunFolder) -> None:
         try:
             owner = living_owner(folder)
         except DamagedError as error:
-            suggestion = f"Try rm {folder.owner} if nothing runs there"
+            suggestion = f"Try rm {shell_word(folder.owner)} if nothing runs there"
             raise OwnedError(f"may be going on: {error}. {suggestion}") from error
         if owner is not None:
             raise OwnedError(f"is going on already, as {owner}")
@@ -220,7 +220,7 @@ def elsewhere(owner: Owner | None) -> str | None:
         return None
     if clusters is None:
         return f"its job is on the usual cluster, and this shell has {CLUSTERS}={here}. Try unset {CLUSTERS}"
-    return f"its job is on another cluster. Try export {CLUSTERS}={shlex.quote(clusters)}"
+    return f"its job is on another cluster. Try export {CLUSTERS}={shell_word(clusters)}"
 
 
 def is_job(folder: RunFolder, job_id: str) -> bool:
@@ -241,7 +241,7 @@ def living_owner(folder: RunFolder) -> str | None:
         state = job_state(job)
         if state.ended or (state.state == UNKNOWN and has_final_summary(folder)):
             return None
-        advice = f". If it has ended: rm {folder.owner}"
+        advice = f". If it has ended: rm {shell_word(folder.owner)}"
         return f"job {job.id} ({state})" + advice * (state.state == UNKNOWN and state.reason != NOT_YET)
     lives = process_lives(owner)
     if lives is None:  # on another host, where only the summary shows that it has ended

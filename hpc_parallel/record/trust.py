@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpc_parallel.problems import ConfigError, spell
+from hpc_parallel.problems import ConfigError, shell_word, spell
 
 _MAX_LINKS = 40  # the kernel's limit (path_resolution(7))
 
@@ -43,7 +43,9 @@ def require_private(path: Path, *, parents: bool = True) -> None:
             continue  # the mode of a link has no meaning: its folder decides who can change it
         sticky = status.st_mode & stat.S_ISVTX and index < len(parts) - 1  # only owners can rename entries
         if not closed and not sticky and (writers := _other_writers(status, user=user)):
-            suggestion = f"chmod go-w {spell(part)}" if status.st_uid == user else "use a folder of your own"
+            suggestion = (
+                f"chmod go-w {shell_word(part)}" if status.st_uid == user else "use a folder of your own"
+            )
             mode = f"{stat.S_IMODE(status.st_mode):04o}"
             raise UntrustedError(f"{part} (mode {mode}) can be written by {writers}. Try: {suggestion}")
         closed = closed or (stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o011)

@@ -5,14 +5,19 @@ The cause of a failure is in the file of torch's `@record`, or else in the rank'
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -24,7 +29,6 @@ from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json, read_tail, size_of
 from hpc_parallel.record.values import table, text
-from hpc_parallel.script.py_spy import spied_stacks
 from hpc_parallel.script.script_rank import error_file
 from hpc_parallel.user_code import is_users
 
@@ -255,3 +259,45 @@ def python_of(process: int) -> int:
             if "python" in os.path.basename(member.exe()):  # torch changes the name of its process
                 return int(member.pid)
     return process
+
+
+_DUMP_S = 8.0  # py-spy reads the symbols of all libraries
+
+
+def spied_stacks(process: int, *, native: bool) -> str | None:
+    """The stacks of a process as faulthandler writes them: innermost frame first, main thread last.
+
+    native: with the frames of C code, for which py-spy pauses the process; else the process is stopped, and
+    py-spy can't stop it once more. Returns None without py-spy, for a process that is not Python, and if the
+    system forbids the access (ptrace_scope).
+    """
+    if (program := find_py_spy()) is None:
+        return None
+    mode = "--native" if native else "--nonblocking"
+    command = [program, "dump", "--pid", str(process), mode, "--json"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DUMP_S)
+        threads = json.loads(done.stdout)
+        stacks = [_stack(thread) for thread in sorted(threads, key=_is_main)]
+    except (OSError, subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
+        return None
+    return "\n".join(stacks) or None
+
+
+def find_py_spy() -> str | None:
+    """The program, beside this Python or on the PATH."""
+    folders = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
+    return shutil.which("py-spy", path=os.pathsep.join(folders))
+
+
+def _stack(thread: Mapping[str, Any]) -> str:
+    frames = [
+        f'  Binary file "{frame["module"]}", at {frame["name"]}\n'  # as Python 3.14 writes frames of C code
+        if frame.get("module") else f'  File "{frame["filename"]}", line {frame["line"]} in {frame["name"]}\n'
+        for frame in thread["frames"]
+    ]  # fmt: skip
+    return f"Thread {thread['thread_name']} (most recent call first):\n{''.join(frames)}"
+
+
+def _is_main(thread: Mapping[str, Any]) -> bool:
+    return bool(thread["os_thread_id"] == thread["pid"])

@@ -19,7 +19,7 @@ from hpc_parallel.machine.host_findings import Finding, findings
 from hpc_parallel.machine.topology import nvml_module
 from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents, event_records
-from hpc_parallel.problems import excluding
+from hpc_parallel.problems import as_override
 from hpc_parallel.record.provenance import installed_packages
 from hpc_parallel.record.recorded_preflight import difference_table, listed_hosts
 from hpc_parallel.record.run_folder import RunFolder
@@ -221,7 +221,11 @@ def warn(findings: Sequence[Finding]) -> None:
     for finding in findings:
         print(f"WARNING: preflight: {finding.line}", file=sys.stderr, flush=True)
     if hosts := accused(findings):
-        print(f"To start without them: {excluding(hosts)}", file=sys.stderr, flush=True)
+        print(
+            f"To start without them: {as_override('launcher.exclude', ','.join(hosts))}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def accused(findings: Sequence[Finding]) -> list[str]:
@@ -251,5 +255,5 @@ def act_on(findings: Sequence[Finding], *, act: str, host: str, hosts: Sequence[
 
 def _advice(first: Finding, *, blamed: Sequence[str]) -> str:
     if first.excludable:
-        return f". Try {excluding(blamed)}, or preflight.act=report"
+        return f". Try {as_override('launcher.exclude', ','.join(blamed))}, or preflight.act=report"
     return ". No host alone is to blame, so none is excluded. Correct the cause, or try preflight.act=report"

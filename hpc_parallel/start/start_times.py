@@ -20,7 +20,7 @@ from hpc_parallel.layout.batch_plan import batch_of, shares_batch_problems
 from hpc_parallel.layout.layout import Layout, servers
 from hpc_parallel.layout.shares import MOST_RATIO
 from hpc_parallel.machine.host_findings import SLOW
-from hpc_parallel.problems import spell
+from hpc_parallel.problems import as_override
 from hpc_parallel.strategies import exchange
 
 ROUNDS, ROUND_S = 3, 0.2  # of matrix products; the fastest round counts
@@ -97,7 +97,7 @@ def measured_shares(config: RunConfig, layout: Layout, *, device: torch.device) 
     shares = shares_of(times_s[servers(config.strategy) :], layout)
     if dist.get_rank() == 0:
         measured = replace(config, strategy=replace(config.strategy, shares=shares))
-        print(f"strategy.shares={spell(shares)} was measured", flush=True)
+        print(f"{as_override('strategy.shares', list(shares))} was measured", flush=True)
         for problem in shares_batch_problems(measured, batch_of(measured, layout)):
             print(f"WARNING: {problem}", file=sys.stderr, flush=True)
     return shares

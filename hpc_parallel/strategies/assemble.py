@@ -37,7 +37,6 @@ from hpc_parallel.strategies import (
     working_weights,
 )
 from hpc_parallel.strategies.context import split_sequence
-from hpc_parallel.strategies.device_traffic import DeviceTraffic
 from hpc_parallel.strategies.dropout import counted_dropout, dropout_shapes
 from hpc_parallel.strategies.forward_backward import Accumulate, ForwardBackward, SequenceParts, TensorGroup
 from hpc_parallel.strategies.groups import Groups
@@ -65,7 +64,7 @@ class Assembled:
     compiled: bool = False  # whether torch.compile compiles the blocks
     in_one_graph: bool = False  # whether it compiles the whole model as one graph
     loss_scale: LossScale | None = None  # only for float16
-    traffic: Sequence[DeviceTraffic] | None = None  # of each device, if one process drives several
+    traffic: Sequence[dataparallel.DeviceTraffic] | None = None  # if one process drives several devices
 
     def named_parameters(self) -> dict[str, Parameter]:
         """Parameters by full name. A tied weight that another rank also holds has its canonical name.
@@ -137,8 +136,7 @@ def assemble(
     elif config.training.compile and axis_of(mesh, "tensor") is None:  # DTensor's loss is not compiled
         loss = compiling.compile_loss(loss)
     loss = loss if loss_scale is None else loss_scale.apply(loss)
-    terms = terms_of(model, mesh=mesh)
-    evaluation = WithMetrics(loss, metrics, terms=terms, model=type(model).__name__)
+    evaluation = WithMetrics(loss, metrics, terms=terms_of(model, mesh=mesh), model=type(model).__name__)
 
     build_schedule = partial(
         build_forward_backward, stages=local_stages, replicas=replicas, loss=evaluation, weight=weight,
@@ -364,7 +362,7 @@ class Replicas:
     runners: Sequence[Module]  # the parts, in wrappers that average their gradients
     unaveraged: DeviceMesh | None = None  # the axis over which no wrapper averages gradients
     server: ParameterServer | None = None
-    traffic: Sequence[DeviceTraffic] | None = None
+    traffic: Sequence[dataparallel.DeviceTraffic] | None = None
 
 
 def replicate_parts(

@@ -7,6 +7,7 @@ keeps every result: only memory-bound operations are repeated, and nothing goes 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -21,12 +22,10 @@ from torch.utils.checkpoint import (
 )
 
 from hpc_parallel.layout.step_facts import selective_problem
-from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.models.sample_indices import SampleIndices
+from hpc_parallel.models.layered import STATISTICS, LayeredModel, SampleIndices
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
-from hpc_parallel.strategies.written_buffers import versions_of, written_since
-from hpc_parallel.torch_internals import buffers_of, tree_leaves, written_arguments
+from hpc_parallel.torch_internals import buffers_of, tree_leaves, version_of, written_arguments
 
 EXPENSIVE = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution"}
 # These operations return what devices exchange or compute from it, counts on the host, products in float8,
@@ -155,3 +154,27 @@ class AsInForward:
             self._microbatch = self._samples.exchange(self._microbatch)
             for table, buffers in zip(self._tables, self._kept, strict=True):
                 table.update(buffers)
+
+
+TECHNIQUES = ("FSDP", "Compiled", "Checkpointed")
+
+
+def versions_of(block: Module) -> dict[str, int]:
+    """The versions of the buffers of `block`, by name."""
+    return {name: version_of(buffer) for name, buffer in block.named_buffers()}
+
+
+def written_since(block: Module, versions: Mapping[str, int]) -> str | None:
+    """Returns a clause about the first buffer that was written since `versions` was taken, or None.
+
+    The statistics of BatchNorm are left out: a training pass writes them and does not read them.
+    """
+    for name, version in versions_of(block).items():
+        if version != versions.get(name, version) and not name.endswith(STATISTICS):
+            return f"the forward pass of {_class_of(block)} writes the buffer {name}"
+    return None
+
+
+def _class_of(block: Module) -> str:
+    """The name of the user's class. Techniques derive classes from it, with a prefix in their names."""
+    return next(kind.__name__ for kind in type(block).__mro__ if not kind.__name__.startswith(TECHNIQUES))

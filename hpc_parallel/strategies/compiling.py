@@ -15,8 +15,8 @@ from torch.nn import Module
 
 from hpc_parallel.models.layered import LayeredModel, Loss, stem_outputs, unpacked
 from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.strategies.checkpointing import versions_of, written_since
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
-from hpc_parallel.strategies.written_buffers import versions_of, written_since
 from hpc_parallel.torch_internals import (
     allow_recompiles,
     allow_unknown_sizes,

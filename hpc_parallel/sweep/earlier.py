@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.failure.run_state import State, states
 from hpc_parallel.launch.resume import value_of
-from hpc_parallel.problems import ConfigError, Problem, nearest, quoted
+from hpc_parallel.problems import ConfigError, Problem, as_override, nearest
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import COMPLETED, PRUNED
 from hpc_parallel.record.names import RUNS, from_here
@@ -21,7 +20,7 @@ from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, SweepRun, is_sweep_folder, read_sweep
 from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
 
-KEY = "sweep.resume="
+KEY = "sweep.resume"
 _MAX_NAMES = 3  # runs in one error message
 _MULTIRUN = ("-m", "--multirun")
 # The placement of a run does not identify it: it may change at the second start.
@@ -98,9 +97,9 @@ def read_earlier(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
     Raises ConfigError if that folder can't be continued.
     """
-    resumes = [argument for argument in arguments if argument.startswith(KEY)]
+    resumes = [argument for argument in arguments if argument.startswith(f"{KEY}=")]
     value = value_of(resumes[-1]) if resumes else None
-    others = [argument for argument in arguments if not argument.startswith(KEY)]
+    others = [argument for argument in arguments if not argument.startswith(f"{KEY}=")]
     if value is None:
         return None, others
     folder = Path(os.path.expanduser(str(value))).absolute()
@@ -138,7 +137,7 @@ def require_own(folder: Path) -> None:
 
 def resume_command(folder: Path) -> str:
     """The shell command that runs the missing and failed runs of a sweep."""
-    return f"python -m hpc_parallel.run -m {shlex.quote(f'{KEY}{quoted(from_here(folder))}')}"
+    return f"python -m hpc_parallel.run -m {as_override(KEY, from_here(folder))}"
 
 
 def _split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -20,7 +20,7 @@ from hpc_parallel.failure.packed_job import last_start_s
 from hpc_parallel.launch.batch_script import ScriptLauncher
 from hpc_parallel.launch.launcher import Launcher, launcher_of
 from hpc_parallel.launch.local_launcher import PERIOD_S, Agent, LocalLauncher, counting_signals
-from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.problems import ConfigError, Problem, shell_word
 from hpc_parallel.record import owner
 from hpc_parallel.record.names import from_here
 from hpc_parallel.record.run_folder import RunFolder
@@ -176,7 +176,7 @@ def held(folder: Path, *, key: str) -> Iterator[None]:
         owner.claim(owned)
     except owner.OwnedError as error:
         on_other_host = " on " in str(error).partition(", as ")[2]  # this host can't see if it runs
-        rule = f"{error}" + f". If that process is gone: rm {owned.owner}" * on_other_host
+        rule = f"{error}" + f". If that process is gone: rm {shell_word(owned.owner)}" * on_other_host
         raise ConfigError([Problem(key, folder, rule)]) from error
     except OSError as error:
         rule = f"can't be written: {error.strerror or error}"

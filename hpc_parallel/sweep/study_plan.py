@@ -26,8 +26,7 @@ from hpc_parallel.config.script import PLACEHOLDERS, TASK, absolute
 from hpc_parallel.failure.run_state import states
 from hpc_parallel.launch.checked_run import prepared, reporting_all_problems
 from hpc_parallel.launch.prepare import PreparedRun, is_awaited
-from hpc_parallel.launch.recompose import override_value
-from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.problems import ConfigError, Problem, hydra_value
 from hpc_parallel.record.names import RUNS, command_on, from_here, label
 from hpc_parallel.record.recorded import RecordedRun, read_run
 from hpc_parallel.record.recorded_start import key_of
@@ -285,7 +284,7 @@ def _prepared(line: CommandLine, *, folders: Mapping[str, Path], awaited: Contai
             and (text := filled(value, others)) != value
         }  # fmt: skip
         if named:
-            words = [f"{key}={override_value(text)}" for key, text in named.items()]
+            words = [f"{key}={hydra_value(text)}" for key, text in named.items()]
             line = line.with_words([*line.words, *words])
             cell = compose_run(line.overrides, **line.places)
         return prepared(line, cell, awaited=awaited)

@@ -15,9 +15,8 @@ from typing import Any
 
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.script import PLACEHOLDERS
-from hpc_parallel.launch.recompose import override_value
 from hpc_parallel.launch.resume import is_replaced
-from hpc_parallel.problems import ConfigError, Problem, alternatives, nearest
+from hpc_parallel.problems import ConfigError, Problem, alternatives, hydra_value, nearest
 from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.stage_file import MAIN
 from hpc_parallel.record.values import flatten
@@ -137,7 +136,7 @@ def _stage(name: str, entry: Any, problems: list[Problem | str], *, is_table: bo
     if words[:1] == ("export",) and "--output" not in words:  # each start has a new folder
         words = (*words, "--output", f"{{{name}}}/weights.safetensors")
     rest = flatten({str(key): value for key, value in values.items() if key not in _KEYS})
-    settings = tuple(f"{'++' * ('.extra.' in key)}{key}={override_value(rest[key])}" for key in rest)
+    settings = tuple(f"{'++' * ('.extra.' in key)}{key}={hydra_value(rest[key])}" for key in rest)
     return StudyStage(name, words, settings, str(when))
 
 
@@ -181,7 +180,7 @@ def _after(
 def line_of(stage: StudyStage, line: CommandLine, *, name: str, folders: Mapping[str, Path]) -> CommandLine:
     """The command line of a stage's run. folders: of this stage and those before it. Raises ConfigError."""
     typed = [word for word in line.words if key_of(word).partition(".")[0] != "then"]
-    run_dir = f"run_dir={override_value(str(folders[stage.name]))}"
+    run_dir = f"run_dir={hydra_value(str(folders[stage.name]))}"
     if stage.name == MAIN:
         kept = [word for word in typed if key_of(word) not in ("run_dir", "dry_run")]
         return line.with_words([*kept, "then=null", run_dir])
@@ -201,7 +200,7 @@ def line_of(stage: StudyStage, line: CommandLine, *, name: str, folders: Mapping
         )
     ]  # fmt: skip
     if {"task=infer", "task=generate"} & {*words} and "weights" not in own:
-        words = [*words, f"weights={override_value(str(folders[MAIN]))}"]
+        words = [*words, f"weights={hydra_value(str(folders[MAIN]))}"]
     if "task=infer" in words and stage.when == BESIDE:
         words = [*words, "task.follow=true"]
     ours = [f"name={name}.{stage.name}", "then=null", run_dir]

@@ -25,7 +25,7 @@ from hpc_parallel.config.tasks import LEAST_OTHERS, OF_LOSSES
 from hpc_parallel.launch import run_files
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.layout.batch_plan import usual_batch_size
-from hpc_parallel.problems import ConfigError, Problem, Problems, quoted, spell
+from hpc_parallel.problems import ConfigError, Problem, Problems, as_override, hydra_value, spell
 from hpc_parallel.record.provenance import source_state
 from hpc_parallel.record.snapshot import Snapshot, cached_plan_snapshot
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, is_sweep_folder
@@ -198,9 +198,8 @@ class _SweepChecker:
     def _resumed(self, cell: Cell, *, before: SweepRun) -> PreparedRun | None:
         """The run from its newest checkpoint, in its own folder; None if it can't be resumed."""
         run_dir = str(before.run_dir)
-        overrides = [
-            *run_overrides(cell.overrides), f"run_dir={quoted(run_dir)}", f"resume={quoted(run_dir)}"
-        ]  # fmt: skip
+        places = [f"{key}={hydra_value(run_dir)}" for key in ("run_dir", "resume")]
+        overrides = [*run_overrides(cell.overrides), *places]
         try:
             return self._prepared(cell.config, overrides, run_dir=run_dir, resume=run_dir)
         except ConfigError:  # its configuration has changed, or its last step is done
@@ -284,7 +283,8 @@ def folder_problems(folder: Path) -> list[Problem | str]:
     if not is_path(str(folder)):
         return [Problem("hydra.sweep.dir", str(folder), PATH_RULE, ("runs/sweeps/mine",))]
     if is_sweep_folder(folder):
-        return [f"hydra.sweep.dir = {folder} already holds a sweep. Try sweep.resume={folder}."]
+        resume = as_override("sweep.resume", folder)
+        return [f"hydra.sweep.dir = {folder} already holds a sweep. Try {resume}."]
     return []
 
 

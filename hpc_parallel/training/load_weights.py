@@ -29,8 +29,8 @@ from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.training.checkpoint import CheckpointReader, StateDict, state_of
-from hpc_parallel.training.read_once import read_once
 from hpc_parallel.training.restore import newest_sound
+from hpc_parallel.training.written_parts import read_once
 
 PARTS = ("stem.", "blocks.", "head.")  # prefixes of our names; a library's file has other names
 # Keys of a configuration of transformers on which no result of a training depends.

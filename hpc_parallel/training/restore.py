@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.problems import ConfigError, spell
+from hpc_parallel.problems import ConfigError, as_override
 from hpc_parallel.record import checkpoint_index
 from hpc_parallel.record.checkpoint_index import Checkpoint
 from hpc_parallel.record.values import table
@@ -24,7 +24,7 @@ from hpc_parallel.training.checkpoint import (
     readable,
     set_random_state,
 )
-from hpc_parallel.training.read_once import read_once
+from hpc_parallel.training.written_parts import read_once
 
 
 def newest_sound(folder: Path, *, in_memory: int | None = None) -> tuple[Checkpoint | None, list[str]]:
@@ -69,8 +69,8 @@ def restore(
     if checkpoint.manifest["data"] != digest:
         rule = "was trained on other data than the configuration names now, so the order of samples can't"
         path = table(table(checkpoint.manifest.get("config")).get("data")).get("path")
-        where = f"at data.path={spell(path)}, or has changed since" if path else "or has changed since"
-        advice = f"That of the checkpoint was {where}."
+        where = f"at {as_override('data.path', path)}, " if path else ""
+        advice = f"That of the checkpoint was {where}or has changed since."
         raise ConfigError([f"data: the checkpoint of step {checkpoint.step} {rule} continue. {advice}"])
     has_state = set(random_names(reader)) >= set(random_state(device))
     all_have_state = torch.tensor(int(has_state))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpc_parallel.config.learning_rate import learning_rate
+from hpc_parallel.config.optimizer_rules import learning_rate
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.sampler import Batches
 from hpc_parallel.strategies.loss import WithMetrics

@@ -1,19 +1,23 @@
-"""Chooses which rank writes which part of a checkpoint: one of the ranks that hold the same part.
+"""Chooses which rank writes or reads which part of a checkpoint: one of the ranks that hold the same part.
 
 torch.distributed.checkpoint removes duplicates too, but only after each replica has copied its entire state
-to the host, and has sent the plan for its entire state to rank 0.
+to the host, and has sent the plan for its entire state to rank 0. Each of N replicas would read all of it.
+The readers are spread over the ranks, which read at the same time and send the parts to the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from hpc_parallel import torch_internals
 from hpc_parallel.strategies import exchange
+from hpc_parallel.strategies.groups import carries
 from hpc_parallel.training.checkpoint import StateDict
 from hpc_parallel.training.replicas import digest, holding
 
@@ -71,3 +75,35 @@ def all_keys(keys: list[int]) -> Tensor:
     rows = [torch.empty_like(row) for _ in counts]
     dist.all_gather(rows, row)
     return torch.stack(rows)
+
+
+@torch.no_grad()
+def read_once(state: StateDict, fill: Callable[[StateDict], object]) -> None:
+    """Fill the tensors of `state`. `fill` is called with the tensors that this rank reads.
+
+    All ranks must call it together. If the ranks that hold a part have no process group, each of them reads
+    the part.
+    """
+    keys = {name: digest(holding(name, tensor)) for name, tensor in sorted(state.items())}
+    groups = torch_internals.groups_by_ranks()
+    shared: dict[str, tuple[int, dist.ProcessGroup]] = {}  # the reader and the group of each part
+    for name, ranks in holders(keys).items():
+        group = groups.get(ranks)
+        if len(ranks) > 1 and group is not None and carries(group, state[name].device.type):
+            shared[name] = chosen(ranks, keys[name]), group
+    rank = dist.get_rank()
+    fill({name: tensor for name, tensor in state.items() if name not in shared or shared[name][0] == rank})
+    for name, (reader, group) in shared.items():  # in one order on all ranks
+        send(state[name], reader=reader, group=group)
+
+
+def send(tensor: Tensor, *, reader: int, group: dist.ProcessGroup) -> None:
+    """Send the local part of `tensor` from the rank `reader` to all ranks of `group`.
+
+    It sends bytes, because gloo and NCCL do not support every type, for example int16.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    message = local.contiguous()
+    dist.broadcast(message.view(-1).view(torch.uint8), src=reader, group=group)
+    if message is not local:
+        local.copy_(message)

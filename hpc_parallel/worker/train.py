@@ -30,7 +30,7 @@ from hpc_parallel.record.trust import UntrustedError, require_private
 from hpc_parallel.record.values import integer
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled
-from hpc_parallel.strategies.device_traffic import figures, ring_all_reduce
+from hpc_parallel.strategies.dataparallel import ring_all_reduce, traffic_figures
 from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.strategies.groups import make_saving_group
 from hpc_parallel.strategies.mesh import axis_of, weight_axes
@@ -356,7 +356,7 @@ def traffic_of(session: Session, *, steps: int) -> dict[str, Any]:
     assembled = session.assembled
     traffic: dict[str, Any] = {}
     if assembled.traffic is not None and steps:
-        traffic |= figures(assembled.traffic, steps=steps)
+        traffic |= traffic_figures(assembled.traffic, steps=steps)
     if assembled.traffic is not None or assembled.server is not None:
         weights_bytes = sum(weight.nbytes for weight in assembled.named_parameters().values())
         traffic["ring_all_reduce"] = ring_all_reduce(

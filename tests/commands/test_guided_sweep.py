@@ -65,7 +65,7 @@ class StandIn:
 
 @pytest.fixture(autouse=True)
 def here(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr("hpc_parallel.sweep.trial.launcher_of", lambda run: (StandIn(), "launcher stand-in"))
+    monkeypatch.setattr("hpc_parallel.sweep.guided.launcher_of", lambda run: (StandIn(), "launcher stand-in"))
     yield here
     NOTED.clear()
     ASKED.clear()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_parallel.models.sample_indices import SampleIndices
+from hpc_parallel.models.layered import SampleIndices
 from hpc_parallel.strategies import precision
 from hpc_parallel.strategies.dataparallel import ReplicaLocal, Threads, apply
 from tests import printed

@@ -22,9 +22,9 @@ from hpc_parallel.config.schema import TrainingConfig
 from hpc_parallel.record.checkpoint_index import Checkpoint
 from hpc_parallel.training import saver as module
 from hpc_parallel.training.checkpoint import CheckpointReader, CheckpointWriter, read
-from hpc_parallel.training.read_once import send
 from hpc_parallel.training.saver import Saver, SavingGroup
 from hpc_parallel.training.stager import Stager
+from hpc_parallel.training.written_parts import send
 from tests.marks import in_full
 from tests.workers import Workers, do_here
 

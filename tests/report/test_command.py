@@ -169,6 +169,9 @@ def test_a_label_of_status_is_found(
     monkeypatch.chdir(runs.parent)
     assert report("data-1") == 2
     assert capsys.readouterr().err.endswith(f"{runs.parent}/data-1 is not there. Try runs/data-1.\n")
+    (runs.parent / "a b").mkdir()
+    assert report("../a b") == 2
+    assert capsys.readouterr().err.endswith("/a b is not there. Try 'a b'.\n")
 
 
 def test_all_errors_are_reported_at_once(

@@ -113,10 +113,14 @@ def test_exports_contain_model_data_training_and_strategy() -> None:
 def test_a_page_shows_overrides_without_their_secrets() -> None:
     words = ["nodes=2", "launcher.setup=[export KEY=hunter2]", "+cluster.environment.KEY=hunter2",
              "data.token=hunter2", "data.path=s3://me:hunter2@host/x", "launcher.extra={export:K=hunter2}",
-             "sweep.also=[launcher.setup=hunter2]", "launcher=slurm", "-m"]  # fmt: skip
+             "sweep.also=[launcher.setup=hunter2]", "launcher=slurm", "-m",
+             "data={path:s3://me:hunter2@host/x,rows:[3,s3://me:hunter2@host/y],auth:{user:hunter2},size:4}",
+             "launcher={extra:{export:hunter2},kind:slurm}", "a={b:'hunter2,'}", "}}={c:1}}{"]  # fmt: skip
     assert without_secret_values(words) == [
         "nodes=2", "launcher.setup=...", "+cluster.environment.KEY=...", "data.token=...", "data.path=...",
         "launcher.extra=...", "sweep.also=...", "launcher=slurm", "-m",
+        "data={path:...,rows:[3,s3:...,auth:{user:...},size:4}", "launcher={extra:{export:...},kind:slurm}",
+        "a=...", "}}={c:1}}{",
     ]  # fmt: skip
 
 

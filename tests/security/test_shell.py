@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from hpc_parallel import __main__, shell
 from hpc_parallel.__main__ import COMMANDS, main
@@ -95,7 +96,7 @@ def test_unencodable_characters_are_escaped(tmp_path: Path) -> None:
 
     with stdout(str(tmp_path / "out"), encoding="ascii"):
         assert shell.run_command(work) == 0
-    assert (tmp_path / "out").read_text() == "caf\\xe9 \\x80 \\u2026\n"
+    assert (tmp_path / "out").read_text() == "caf\\u00e9 \\x80 \\u2026\n"
 
 
 def test_a_byte_that_is_no_utf8_is_shown_as_one(tmp_path: Path) -> None:
@@ -202,13 +203,22 @@ sys.exit(run_command(work))
 @pytest.mark.parametrize(
     "name",
     ["a'$(touch x)", "a;touch x", "a;b", "a|b", "a&b", "a>b", "a<b", "a(b)", "it's \"`id`\"", "$HOME",
-     "a'b\"c", "plain-1.5/x"],
+     "a'b\"c", "plain-1.5/x", "a*b?", "#a", "~/x", "{a,b}", "{1..3}", "node[1-2],n7", "a=b", "!x", "a\\",
+     "null", "1_0", "true", "{run}", "a\nb", "\x1b[31m", "Gr\xfc\xdfe\xad", "\u202e"],
 )  # fmt: skip
 def test_a_shell_expands_nothing_in_advice(name: str, tmp_path: Path) -> None:
     """Another user may have named the run that an error suggests."""
-    line = str(Problem("resume", "x", "is not a run folder", (Path(name),))).rpartition("Try ")[2]
+    legal = {"resume": Path(name), "list": [name, "z"], "table": {"a": name, "b": 1}, "--output": name}
+    problems = (str(Problem(key, "x", "is wrong", (value,))) for key, value in legal.items())
+    words = " ".join(problem.rpartition("Try ")[2].removesuffix(".") for problem in problems)
     done = subprocess.run(
-        ["bash", "-c", f"printf %s {line[:-1]}"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert (done.stdout, done.stderr) == (f"resume={name}", "")
+        ["bash", "-c", f"printf '%s\\0' {words}"], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "LC_ALL": "C.UTF-8"},
+    )  # fmt: skip
+    *overrides, flag, end = done.stdout.split("\0")
+    values = [OverridesParser.create().parse_override(override).value() for override in overrides]
+    assert [str(values[0]), *(str(value) for value in [*values[1], *values[2].values()])] == [
+        name, name, "z", name, "1",
+    ]  # fmt: skip
+    assert (flag, end, done.stderr) == (f"--output={name}", "", "")
     assert not any(tmp_path.iterdir())

@@ -11,8 +11,7 @@ from torch import nn
 from hpc_parallel.config.task_schema import GenerateConfig
 from hpc_parallel.strategies import exchange
 from hpc_parallel.training.nonfinite import NonFiniteError
-from hpc_parallel.worker.cache_check import shares_of_norm
-from hpc_parallel.worker.generation import chooser, require_finite
+from hpc_parallel.worker.generation import chooser, require_finite, shares_of_norm
 
 
 def test_the_distance_is_a_share_of_the_norm() -> None:

@@ -55,7 +55,7 @@ def test_problems_come_in_the_order_of_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("value", "spelt"),
     [(None, "null"), (True, "true"), (3, "3"), (1e-8, "1e-08"), (0.5, "0.5"), ("", "''"), ("a b", "'a b'"),
-     ("a\nb", r"'a\nb'"), ("Grüße", "Grüße"), ([0.9, 1.0], "[0.9,1]"), ([], "[]"), ({}, "{}"),
+     ("a\nb", r"$'a\nb'"), ("Grüße", "Grüße"), ([0.9, 1.0], "[0.9,1]"), ([], "[]"), ({}, "{}"),
      ({"a": None}, "{a:null}")],
 )  # fmt: skip
 def test_values_are_spelt_as_on_the_command_line(value: object, spelt: str) -> None:
@@ -212,7 +212,7 @@ WRONG = {
     ("optimizer.schedule=tests.optimizers.triangle", "optimizer.warmup_steps=5"): "has no effect: "
     "tests.optimizers.triangle decides every step. Try optimizer.warmup_steps=null.",
     ("optimizer.decay_share=1.5",): "optimizer.decay_share = 1.5 must lie between 0 and 1.",
-    ("+optimizer.groups.a={match:stem.*}",): "optimizer.groups.a.match = stem.* must be a list of patterns.",
+    ("+optimizer.groups.a={match:stem.*}",): "a.match = 'stem.*' must be a list of patterns.",
     ("+optimizer.groups.a={weight_decy:0.1}",): "Try optimizer.groups.a.weight_decay.",
     ("+optimizer.groups.a={lr:0.1}",): "optimizer.groups.a.lr: a rule has no such key.",
     ("+optimizer.groups.a={weight_decay:-1}",): "optimizer.groups.a.weight_decay = -1 must be a number",

@@ -462,7 +462,7 @@ def test_a_failed_run_prints_the_line_that_continues_it(
     following, shown = follower(folder)
     following.finish()
     assert shown.getvalue().splitlines()[-2:] == [
-        """continue after step 20: python -m hpc_parallel.run 'resume='"'"'run [1]'"'"''""",
+        """continue after step 20: python -m hpc_parallel.run "resume='run [1]'\"""",
         "rank 1 failed first",
     ]
     plain = folder.path.parent / "runs" / "base" / "2026-1"

@@ -17,10 +17,10 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.dataset import as_data
 from hpc_parallel.layout.batch_plan import Plan
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.proof import layout_check_key as keys
-from hpc_parallel.proof.layout_check_key import TECHNIQUES, layout_check_key
+from hpc_parallel.proof import verify as keys
 from hpc_parallel.proof.small_checks import mixes_positions
 from hpc_parallel.proof.small_model import SmallRun, build_small
+from hpc_parallel.proof.verify import TECHNIQUES, layout_check_key
 from tests.composed import prepared
 from tests.marks import in_full
 

@@ -26,12 +26,12 @@ from hpc_parallel.failure import conclude_run, failure, notify, restart
 from hpc_parallel.launch.batch_script import render
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine.world import World
-from hpc_parallel.problems import ConfigError, quoted
+from hpc_parallel.problems import ConfigError, hydra_value
 from hpc_parallel.record import attempts, checkpoint_index
 from hpc_parallel.record.recorded_start import read_start
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from tests.composed import prepared
+from tests.composed import composed, prepared
 from tests.waiting import wait_for
 
 WORLD = World(1, 2, 1, 2, 0, 1, host="n1", launcher="slurm", attempt="x")
@@ -292,7 +292,7 @@ def test_a_webhook_gets_the_line(
 )  # fmt: skip
 def test_a_webhook_needs_https(target: str, suggestion: str | None) -> None:
     def problems(value: str) -> list[str]:
-        words = ("launcher=local", "launcher.snapshot=false", f"launcher.notify={quoted(value)}")
+        words = ("launcher=local", "launcher.snapshot=false", f"launcher.notify={hydra_value(value)}")
         try:
             prepared(*words)
         except ConfigError as error:
@@ -302,7 +302,10 @@ def test_a_webhook_needs_https(target: str, suggestion: str | None) -> None:
     found = problems(target)
     assert len(found) == (suggestion is not None)
     if suggestion is not None:
-        assert found[0].endswith(f"Try launcher.notify={suggestion}.")
+        advised = found[0].rpartition(" Try ")[2].removesuffix(".")
+        assert composed(*shlex.split(advised)).launcher.notify == (
+            None if suggestion == "null" else suggestion
+        )
         assert suggestion == "null" or problems(suggestion) == []
 
 

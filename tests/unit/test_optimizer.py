@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpc_parallel.config.learning_rate import learning_rate
+from hpc_parallel.config.optimizer_rules import learning_rate
 from hpc_parallel.config.schema import AdamWConfig, OptimizerConfig
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.gradients import GradientNorm, clip

@@ -27,7 +27,7 @@ from hpc_parallel.report.page import render
 from hpc_parallel.run import main
 from hpc_parallel.sweep import view
 from hpc_parallel.sweep.earlier import Earlier
-from hpc_parallel.sweep.trial import read_result
+from hpc_parallel.sweep.guided import read_result
 from hpc_parallel.training import pruning
 from hpc_parallel.training.pruning import Pruning, behind
 from tests.composed import prepared

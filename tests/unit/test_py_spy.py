@@ -16,7 +16,7 @@ from hpc_parallel.failure.stacks import NATIVE, spot_of, stack_of
 from hpc_parallel.failure.supervisor import state_of
 from hpc_parallel.machine.world import World
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.script import py_spy
+from hpc_parallel.script import script_failure
 from hpc_parallel.script.script_failure import ScriptSupervisor
 
 pytestmark = pytest.mark.processes
@@ -115,7 +115,7 @@ def test_faulthandler_takes_its_place(
 ) -> None:
     supervisor, process = hung
     if answer is None:  # not installed
-        monkeypatch.setattr(py_spy.shutil, "which", lambda *given, **more: None)
+        monkeypatch.setattr(script_failure.shutil, "which", lambda *given, **more: None)
     else:
         install(tmp_path, monkeypatch, answer=answer, ends=1)
     supervisor.on_alarm()
@@ -126,14 +126,14 @@ def test_faulthandler_takes_its_place(
 
 
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.skipif(py_spy.find_py_spy() is None, reason="py-spy is not installed")
+@pytest.mark.skipif(script_failure.find_py_spy() is None, reason="py-spy is not installed")
 def test_the_real_py_spy_reads_a_script_without_faulthandler(
     hung: tuple[ScriptSupervisor, subprocess.Popen[str]], native: bool
 ) -> None:
     _, process = hung
     if not native:
         stop(process)
-    text = py_spy.spied_stacks(process.pid, native=native)
+    text = script_failure.spied_stacks(process.pid, native=native)
     if text is None:
         pytest.skip("this system does not let py-spy read another process (ptrace_scope)")
     assert spot_of(stack_of(text)).endswith("/train.py:4 in load")

@@ -77,7 +77,7 @@ def test_a_stage_comes_after_the_one_before_it_or_after_those_it_names(then: Any
     ("then", "messages"),
     [
         ("reprot", ["then = reprot names no command", "Try then=report"]),
-        ("eval.py", ["Try then='-- eval.py'"]),
+        ("eval.py", ["Try 'then=-- eval.py'"]),
         ({"report": {"when": "latter"}}, ["then.report.when = latter is no time", "report.when=after"]),
         ({"report": {"after": "expot"}, "export": None}, ["expot is no stage", "report.after=export"]),
         ({"a": {"run": "show", "after": "b"}, "b": {"run": "show", "after": "a"}}, ["waits for the next: a"]),

@@ -214,7 +214,7 @@ def test_only_the_holder_releases_a_sweep(here: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "typed"),
     [("runs/sweeps/20261130-0321", "sweep.resume=runs/sweeps/20261130-0321"),
-     ("a b/1", "\"sweep.resume='a b/1'\""), ("mine", "\"sweep.resume='mine'\"")],
+     ("a b/1", "'sweep.resume=a b/1'"), ("mine", "sweep.resume=mine"), ("1_0", "\"sweep.resume='1_0'\"")],
 )  # fmt: skip
 def test_the_command_that_resumes_a_sweep_names_it(place: str, typed: str) -> None:
     command_line = resume_command(Path(place).absolute())
@@ -228,4 +228,4 @@ def test_unreadable_overrides_are_reported(word: str, capsys: pytest.CaptureFixt
     assert main(["-m", word] if word.startswith("sweep") else [word]) == 2
     key = word.partition("=")[0]
     said = f"{key} = '/a/(b' can't be read: quote special characters of the value, and again for the shell."
-    assert f"""{said} Try {key}="'/a/(b'".""" in capsys.readouterr().err
+    assert f"""{said} Try "{key}='/a/(b'".""" in capsys.readouterr().err

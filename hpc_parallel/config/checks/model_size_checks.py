@@ -16,7 +16,7 @@ from hpc_parallel.config.tasks import prompt_lengths
 from hpc_parallel.layout.counts import class_path, sequence_length
 from hpc_parallel.layout.layout import divisors, legal_layout
 from hpc_parallel.layout.model_data_schema import CellsDataConfig, DigitsDataConfig
-from hpc_parallel.problems import Problem, Problems, nearest, spell
+from hpc_parallel.problems import Problem, Problems, as_override, nearest, spell
 
 CLASSES = {DigitsDataConfig._target_: 10, CellsDataConfig._target_: 2}
 # Sizes without a default, each with a legal value. A model type has defaults for the other sizes.
@@ -111,7 +111,7 @@ def _huggingface_keys(given: Mapping[str, Any], *, kind: str, source: Source) ->
 
 def _refused(key: str, value: Any, rule: str, *, legal: Any) -> str:
     """The suggestion has two pluses: they work whether or not the model's file has the key."""
-    return f"model.config.{key} = {spell(value)} {rule}. Try ++model.config.{key}={spell(legal)}."
+    return f"model.config.{key} = {spell(value)} {rule}. Try {as_override(f'++model.config.{key}', legal)}."
 
 
 def _huggingface_sizes(config: RunConfig, given: Mapping[str, Any], *, kind: str) -> Problems:

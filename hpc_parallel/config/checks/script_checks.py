@@ -17,7 +17,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import KINDS, NODE, RANKS, TASK, TORCHRUN, absolute, may_mention
 from hpc_parallel.config.task_schema import ScriptConfig
 from hpc_parallel.layout.layout import processes_per_node
-from hpc_parallel.problems import Problem, Problems
+from hpc_parallel.problems import Problem, Problems, shell_word
 
 # Keys of our own training, which a script does not read.
 UNREAD = ("strategy", "model", "data", "optimizer", "training", "weights")
@@ -53,7 +53,7 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
         own = next((word for word in script.words if word.endswith(".py")), "train.py")
         yield (
             f"{launcher.pop()} starts processes itself, and hpc_parallel does that already: name the script "
-            f"alone, as in -- {own}, or try script.start=node, which starts it once for each node."
+            f"alone, as in -- {shell_word(own)}, or try script.start=node, which starts it once a node."
         )
     elif script.file:
         yield from _file(config, script.file)
@@ -98,8 +98,8 @@ def _run_by_interpreter(script: ScriptConfig) -> str:
     first = next((word for word in words if word in operand or _GIVEN.fullmatch(word)), "-c")
     is_program = first in operand and not first.endswith(".py")
     if is_program or first.endswith(".sh"):  # without a slash it is looked up on the PATH
-        return os.path.join(os.path.dirname(first) or ".", os.path.basename(first))
-    return " ".join([first, *islice(words, first == "-m")]) if not first.endswith("c") else ""
+        return shell_word(os.path.join(os.path.dirname(first) or ".", os.path.basename(first)))
+    return shlex.join([first, *islice(words, first == "-m")]) if not first.endswith("c") else ""
 
 
 def _unread(overrides: Sequence[str]) -> Problems:
@@ -166,7 +166,7 @@ def _command(config: RunConfig, command: str) -> Problems:
         rule = "is a folder" if path.is_dir() else "does not exist"
         yield Problem("script.command", command, rule, _near(command, path))
     elif not os.access(path, os.X_OK):
-        yield f"script.command = {command} is not executable. Try chmod +x {command}."
+        yield f"script.command = {command} is not executable. Try chmod +x {shell_word(command)}."
 
 
 def _folder(folder: str | None) -> Problems:

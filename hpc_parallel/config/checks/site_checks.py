@@ -14,7 +14,7 @@ from hpc_parallel.config.job_python import HOOK, find_environment, named
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK, absolute
 from hpc_parallel.config.site_schema import HERE
-from hpc_parallel.problems import Problem, Problems, excluding, nearest, spell
+from hpc_parallel.problems import Problem, Problems, as_override, nearest, shell_word, spell
 from hpc_parallel.record.run_folder import is_run_folder, unreadable
 from hpc_parallel.record.safe_read import DamagedError, list_folder, read_text
 from hpc_parallel.slurm.short_forms import minutes_of
@@ -96,7 +96,7 @@ def _launcher(config: RunConfig) -> Problems:
     if launcher.exclude and "/" in launcher.exclude:
         rule = "is a file, to which no restart could add a host: name the hosts themselves"
         if hosts := _hosts_in(launcher.exclude):
-            rule += f", as {excluding(hosts)}"
+            rule += f", as {as_override('launcher.exclude', ','.join(hosts))}"
         yield Problem("launcher.exclude", launcher.exclude, rule, (None,))
     if (address := launcher.notify) and re.match(r"\w+:/", address) and not _WEBHOOK.fullmatch(address):
         secure = re.sub(r"^\w+:/+([^/@]*@)?", "https://", address)
@@ -222,12 +222,12 @@ def conda_problems(config: RunConfig) -> Problems:
             rule = "names no environment, because no conda is known here. Load its module, or name its folder"
         yield Problem("launcher.conda", text, rule, tuple(nearest(Path(text).name, names) or [*names][:2]))
     elif not environment.python.exists():
-        command = f"conda install -p {spell(environment.folder)} python"
+        command = f"conda install -p {shell_word(environment.folder)} python"
         yield f"launcher.conda = {text} has no Python ({environment.python}). Try {command}."
     elif environment.hook is None:
         yield (
             f"launcher.conda = {text} can't be activated, because no conda with an {HOOK} is known here. "
-            f"Load its module, or try launcher.python={spell(environment.python)}."
+            f"Load its module, or try {as_override('launcher.python', environment.python)}."
         )
 
 
@@ -239,7 +239,8 @@ def venv_problems(config: RunConfig) -> Problems:
         rule = f"can't be with launcher.conda={spell(launcher.conda)}: each is the environment of the job"
         yield Problem("launcher.venv", venv, rule, (None,))
     elif (folder / "conda-meta").is_dir():
-        yield f"launcher.venv = {venv} is an environment of conda. Try launcher.conda={spell(folder)}."
+        conda = as_override("launcher.conda", folder)
+        yield f"launcher.venv = {venv} is an environment of conda. Try {conda}."
     elif not (folder / "bin" / "activate").exists():
         current = Path(sys.prefix)
         legal = (current if (current / "bin" / "activate").exists() else None,)

@@ -20,10 +20,14 @@ def near(value: int, legal: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(sorted(legal, key=lambda number: abs(number - value))[:2]))
 
 
-def paths_near(path: Path, *, ending: str = "") -> tuple[Path, ...]:
-    """The path beside `path` that has the nearest name, of those that end so, or as `path` does."""
-    ending = ending or path.suffix
-    names = [entry.name for entry in list_folder(path.parent) if entry.name.endswith(ending)]
+def paths_near(path: Path, *, ending: str = "", folders: bool = False) -> tuple[Path, ...]:
+    """The path beside `path` that has the nearest name, of those that end so, or as `path` does.
+
+    folders: whether only folders count.
+    """
+    ending = "" if folders else ending or path.suffix
+    entries = [entry for entry in list_folder(path.parent) if not folders or os.path.isdir(entry)]
+    names = [entry.name for entry in entries if entry.name.endswith(ending)]
     return tuple(path.parent / name for name in nearest(path.name, names))
 
 

@@ -17,8 +17,7 @@ from urllib.parse import urlparse
 from hpc_parallel.config.checks.suggestions import without_axis
 from hpc_parallel.config.class_paths import class_tables, target_problems
 from hpc_parallel.config.key_suggestions import suggest
-from hpc_parallel.config.learning_rate import SCHEDULES, warmup_of
-from hpc_parallel.config.optimizer_rules import ELEMENTWISE
+from hpc_parallel.config.optimizer_rules import ELEMENTWISE, SCHEDULES, warmup_of
 from hpc_parallel.config.schema import OptimizerConfig, RunConfig
 from hpc_parallel.layout.batch_plan import batch_of
 from hpc_parallel.layout.counts import class_path, decoder_sizes, is_convnet, sequence_length

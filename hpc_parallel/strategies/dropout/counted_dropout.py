@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_parallel.models.attention import Positions
 from hpc_parallel.models.drawn_weights import tensor_seed
-from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.models.sample_indices import SampleIndices
+from hpc_parallel.models.layered import LayeredModel, SampleIndices
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.dropout.dropout_shapes import ELEMENTWISE, WholeShape, dropouts
 from hpc_parallel.strategies.halo import Grid

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_parallel.config.build import build
-from hpc_parallel.config.learning_rate import learning_rate
+from hpc_parallel.config.optimizer_rules import learning_rate
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.data.dataset import as_data
 from hpc_parallel.data.sampler import Batches
