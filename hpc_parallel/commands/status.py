@@ -301,13 +301,14 @@ def _damaged_row(run: RecordedRun, state: State, reason: str) -> RunRow:
 
 def row_of(run: RecordedRun, state: State) -> RunRow:
     last, steps = run.newest_line, total_steps(run, state)
+    saved = integer(run.totals.steps) if state.ended else None  # by a signal, between two lines
     rate = run.totals.samples_per_s if state.ended else None
     if rate is None and run.line_of_layout is not None:
         rate = run.line_of_layout.samples_per_s
     return RunRow(
         run=label(run.path), path=str(run.path), strategy=run.strategy, nodes=run.nodes,
         gpus_per_node=run.gpus_per_node, state=state.name, reason=state.reason or _slow(run, state),
-        ended=state.ended, step=None if last is None else last.step, steps=steps,
+        ended=state.ended, step=None if last is None else max(last.step, saved or 0), steps=steps,
         loss=None if last is None else last.loss, samples_per_s=rate,
         time_left_s=_left_s(run.line_of_layout, steps) if state.name == RUNNING else None,
         job_left_s=state.left_s,

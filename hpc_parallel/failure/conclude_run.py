@@ -295,7 +295,7 @@ def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str])
     history = attempts.history(
         folder, environment=environment, until=datetime.now(UTC), layout=computed_as(config, ran_on)
     )
-    return summarise(
+    summary = summarise(
         config,
         outcome=outcome,
         lines=MetricsReader(folder.metrics).read(),
@@ -303,6 +303,10 @@ def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str])
         measured={"slow_ranks": accusations(folder)},
         environment=ran_on,
     )
+    stopped, logged = Stop.read(folder), summary["steps"]
+    if stopped is not None and stopped.step is not None and 0 < logged < stopped.step:
+        summary |= {"steps": stopped.step, "samples": summary["samples"] * stopped.step // logged}
+    return summary
 
 
 def _follow_failure(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from statistics import median
 from types import MappingProxyType
 from typing import Any
 
@@ -217,12 +216,14 @@ def _validated(lines: Lines) -> dict[str, Any]:
 
 
 def _typical(lines: Lines, key: str) -> float | None:
-    """The median of all lines after the first, which contains the warm-up.
+    """The value in the line with the median step time, of all after the first, which contains the warm-up.
 
-    A line with only profiled steps repeats the figures of the line before it, and is skipped.
+    It is the slower one of two in the middle: a time and a rate of one line belong together, their means do
+    not. A line with only profiled steps repeats the figures of the line before it, and is skipped.
     """
-    steady = [line[key] for line in lines[1:] if line.get("timed_steps", 1)]
-    return median(steady or [lines[0][key]]) if lines else None
+    steady = [line for line in lines[1:] if line.get("timed_steps", 1)] or lines[:1]
+    by_time = sorted(steady, key=lambda line: line["step_time_s"])
+    return by_time[len(by_time) // 2][key] if by_time else None
 
 
 def _last(lines: Lines, key: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -99,7 +99,7 @@ def change_sweep(path: Path, change: Callable[[Sweep], Sweep]) -> None:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """The sweep in the folder `path`.
+    """The sweep in the folder `path`. Runs that were copied or moved with it are those beside it.
 
     Raises FileNotFoundError if there is no manifest, and DamagedError if it is invalid.
     """
@@ -108,7 +108,15 @@ def read_sweep(path: Path) -> Sweep:
         raise FileNotFoundError(file)
     if (sweep := build(Sweep, manifest)) is None:
         raise DamagedError(file, "it is not the manifest of a sweep")
-    return sweep
+    runs = (replace(run, run_dir=_beside(path, run.run_dir)) for run in sweep.runs)
+    return replace(sweep, runs=tuple(runs))
+
+
+def _beside(path: Path, run_dir: Path) -> Path:
+    """`runs/NAME/ID` beside the sweep folder `runs/sweeps/ID`, if it is another folder than `run_dir`."""
+    here = path.absolute().parent.parent.joinpath(*run_dir.parts[-2:])
+    is_same = not here.is_dir() or (run_dir.exists() and here.samefile(run_dir))
+    return run_dir if is_same else here
 
 
 def sweep_of(path: Path) -> Sweep | None:

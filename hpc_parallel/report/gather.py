@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import cache, cached_property
 from pathlib import Path
@@ -33,11 +34,13 @@ from hpc_parallel.record.credentials import without_secret_values
 from hpc_parallel.record.endings import PRUNED
 from hpc_parallel.record.names import RUN_COMMAND
 from hpc_parallel.record.recorded import RecordedRun, find_runs
+from hpc_parallel.record.safe_read import read_lines
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, sweep_of
 from hpc_parallel.record.task_files import RankTimeline, StepTimeline
+from hpc_parallel.record.time_use import time_of
 from hpc_parallel.record.values import flatten, table, without
 from hpc_parallel.report.figures import Spread, fullest, is_count, number, throughput_spread
-from hpc_parallel.report.labels import Label, labels_of
+from hpc_parallel.report.labels import RUN_KEYS, Label, labels_of
 
 COMPLETED = "completed"
 FIGURES = (  # of summary.json, with the keys and units of its contract
@@ -48,6 +51,7 @@ FIGURES = (  # of summary.json, with the keys and units of its contract
 PARTS = ("compute", "communication", "bubble", "data", "other")  # of a step's time
 # Keys of `training` that change how a step is computed, but not its result.
 SAME_RESULT = ("microbatch_size", "compile", "compile_whole", "activation_checkpointing")
+REPEATED = {*RUN_KEYS, "seed"} - {"nodes", "gpus_per_node"}  # keys in which repeated runs may differ
 MAX_STARTS = 1000
 MAX_OVERLAP = 4  # chunks of a rank at the same time: its compute and its transfers
 SWEEPS = ("", "*/", "*/*/")  # where sweep folders are in a folder of runs
@@ -187,6 +191,11 @@ class Row:
         start = {key: self.config.get(key) for key in ("seed", "weights")}
         return identity({**self._computation(), **start})
 
+    @cached_property
+    def repeated(self) -> str:
+        """What runs have in common that are equal except for the seed."""
+        return identity(without(self.config, REPEATED))
+
     def _computation(self, *, optimizer_without: Sequence[str] = ()) -> dict[str, Any]:
         """The sections that decide what a step computes, without keys that change no result.
 
@@ -249,10 +258,21 @@ def gather(folders: Sequence[Path]) -> Gathered:
     sweeps = _sweeps(folders)
     return Gathered(
         folders,
-        rows,
+        _with_repeats(rows),
         left_out=[skipped for sweep in sweeps.values() for skipped in _left_out(sweep, paths)],
         commands=[(path.name, _command(sweep)) for path, sweep in sweeps.items()],
     )
+
+
+def _with_repeats(rows: Sequence[Row]) -> list[Row]:
+    """The rows, whose speeds vary at least as much as those of all completed runs that repeat them."""
+    groups: dict[tuple[object, ...], list[Spread]] = defaultdict(list)
+    for row in rows:
+        groups[row.repeated, row.machine].extend([row.spread] * row.completed)
+    return [
+        replace(row, spread=row.spread.among(groups[row.repeated, row.machine])) if row.completed else row
+        for row in rows
+    ]
 
 
 def _command(sweep: Sweep) -> str:
@@ -340,29 +360,42 @@ def _layout(run: RecordedRun) -> dict[str, int]:
 
 
 def device_hours(run: RecordedRun, *, devices: int | None) -> float | None:
-    """The hours from each start to its end, times its devices and those of spares; None if an end is unknown.
+    """The hours from each launch to its end, times the devices and spares; None if an end is unknown.
 
     The hours of a run that still runs or was interrupted end at its last line of metrics.
     """
     try:
-        records = attempts.starts(run.folder)
-        starts = [_time(start.began) for start in records]
+        starts = _held_from(run)
         ends = [_time(end.ended) for end in attempts.ends(run.folder)]
         if len(starts) + len(ends) > MAX_STARTS:
             return None
         last = run.totals.ended or (run.newest_line and run.newest_line.time)
         ends += [_time(last)] if last else []
         hours, spares = 0.0, table((run.config or {}).get("launcher")).get("spares") or 0
-        for record, start, following in zip(records, starts, [*starts[1:], None], strict=True):
-            ends_between = [end for end in ends if end >= start and (following is None or end <= following)]
+        for (start, layout), following in zip(starts, [*starts[1:], None], strict=True):
+            ends_between = [end for end in ends if end >= start and (not following or end <= following[0])]
             if not ends_between:
                 return None
-            held = _devices(record.layout.get("nodes"), record.layout.get("gpus_per_node")) or devices or 0
+            held = _devices(layout.get("nodes"), layout.get("gpus_per_node")) or devices or 0
             held += _devices(spares, run.gpus_per_node) or 0
             hours += (min(ends_between) - start).total_seconds() / 3600 * held
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError):
         return None
     return number(hours) if starts and devices else None
+
+
+def _held_from(run: RecordedRun) -> list[tuple[datetime, dict[str, Any]]]:
+    """From when each start held its devices, and its layout: from its launch; from its begin if unknown."""
+    starts: list[tuple[datetime, dict[str, Any]]] = []
+    begun = True
+    for event in read_lines(run.folder.attempts):
+        if (launched := time_of(event.get("launched"))) is not None:
+            starts.append((launched, {}))
+            begun = False
+        elif (began := time_of(event.get("began"))) is not None:
+            starts.append((began if begun else starts.pop()[0], table(event.get("layout"))))
+            begun = True
+    return starts
 
 
 def _time(text: str) -> datetime:

@@ -62,7 +62,7 @@ DEFINITIONS = (
     "communication: the share of a step in which a device waits for others and computes nothing, without "
     "the bubble. Both are means over the ranks in profiled steps. '-': there is no other device to wait for.",
     "Traffic per step: bytes sent by all ranks; for dataparallel on a CPU only those of activations, because "
-    "its threads share the weights. Device-hours: from each start to its end, times its devices and spares.",
+    "its threads share the weights. Device-hours: from each launch to its end, times its devices and spares.",
     "'not measured': the run folder has no such figure. Nothing is estimated.",
     "On CPUs all devices of a machine share its cores. Speeds are comparable only if each has its own cores.",
 )
@@ -247,7 +247,8 @@ def _summary(gathered: Gathered) -> str:
 def _best_note(comparison: Comparison) -> str:
     text = (
         "The best figure of the completed runs is marked in each column, unless all are equal. "
-        "Nothing is marked where the difference is within the spread of the speeds, or below "
+        "Nothing is marked where the difference is within the spread of the speeds (runs that differ only in "
+        "their seed share one), or below "
         f"{NOISE:.0%} for other measured figures, {ROUNDING:.1%} for losses (what bfloat16 rounds). "
         "A column without a figure is left out."
     )

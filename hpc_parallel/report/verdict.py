@@ -13,15 +13,12 @@ from statistics import mean, stdev
 
 from hpc_parallel.record.endings import other_state, other_statistics, other_versions
 from hpc_parallel.record.metrics_file import own_metrics_of
-from hpc_parallel.record.values import without
 from hpc_parallel.report.figures import number
-from hpc_parallel.report.gather import Row, identity
-from hpc_parallel.report.labels import RUN_KEYS
+from hpc_parallel.report.gather import Row
 from hpc_parallel.report.tables import TableColumn, Unit, best_of, column_of, digits, spread_text, unit_of
 
 SHOWN_RUNS = 3  # the most tied runs that a line names
 POOLED = ("final_loss", "samples_per_s", "step_time_s")  # figures of equal runs; speeds after the loss
-_IGNORED = {*RUN_KEYS, "seed"} - {"nodes", "gpus_per_node"}
 MOST_METRICS = 20
 PREDICTABLE = (
     "step_time_s", "samples_per_s", "latency_s", "peak_memory_bytes", "bubble_share",
@@ -206,7 +203,7 @@ def pools(rows: Sequence[Row]) -> list[Pool]:
     groups: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if row.completed:
-            groups[identity(without(row.config, _IGNORED))].append(row)
+            groups[row.repeated].append(row)
     return [_pool(group) for group in groups.values() if len({_seed(row) for row in group}) > 1]
 
 

@@ -40,9 +40,11 @@ class StopFlag:
     """The stop flag of this rank, and the agreement of all ranks. Inside the context, signals set the flag.
 
     About every `period_s` seconds rank 0 broadcasts two numbers. All ranks calculate the same number for the
-    step at which it does. Steps between have no collective. A second SIGINT ends the process at once. A
-    further SIGTERM does not: Slurm repeats it at the end of a preemption's grace time, and sends it at the
-    time limit after SIGUSR2. It sends SIGKILL after KillWait, so a save may use that time.
+    step at which it does. Steps between have no collective, and are at most twice as many as before: the
+    first step after a validation may have its data already, and says little about the time of the next ones.
+    A second SIGINT ends the process at once. A further SIGTERM does not: Slurm repeats it at the end of a
+    preemption's grace time, and sends it at the time limit after SIGUSR2. It sends SIGKILL after KillWait,
+    so a save may use that time.
     """
 
     def __init__(self, *, step: int, time_limit: TimeLimit | None = None, period_s: float = PERIOD_S) -> None:
@@ -78,7 +80,8 @@ class StopFlag:
         if step < self._next_step:
             return None
         now = time.monotonic()
-        step_s = (now - self._agreed_s) / max(1, step - self._agreed_step)
+        steps = max(1, step - self._agreed_step)
+        step_s = (now - self._agreed_s) / steps
         if not self._flag and self._time_limit is not None and self._time_limit.is_near(step_s=step_s):
             self._flag = 1 + STOP_SIGNALS.index(signal.SIGUSR2)
             self._publish()
@@ -86,7 +89,7 @@ class StopFlag:
         dist.broadcast(torch.from_numpy(numbers), src=0)
         flag, step_s = numbers
         self._agreed_step, self._agreed_s = step, now
-        self._next_step = step + max(1, int(self._period_s / max(step_s, 1e-6)))
+        self._next_step = step + max(1, min(2 * steps, int(self._period_s / max(step_s, 1e-6))))
         return STOP_SIGNALS[int(flag) - 1] if flag else None
 
     def _publish(self) -> None:

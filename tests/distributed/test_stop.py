@@ -50,6 +50,26 @@ def stops_after(signals: dict[int, list[int]], last: int) -> tuple[int, str | No
     return last, None
 
 
+def stops_after_quick_steps() -> int:
+    """Two steps whose data was there already, then steps of 0.3 s, and a signal after the 4th."""
+    with StopFlag(step=100) as stop:
+        for step in range(101, ENDLESS):
+            time.sleep(0.0 if step <= 102 else 0.3)
+            if step == 104:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if stop.after(step) is not None:
+                return step
+            if step == 120:
+                break
+    return ENDLESS
+
+
+def test_quick_first_steps_put_no_stop_off(workers: Workers) -> None:
+    """The ranks look after step 101, then 2 steps and at most 4 steps ahead: 103, 107."""
+    (answer,) = workers.run(1, stops_after_quick_steps)
+    assert answer == 107
+
+
 @pytest.mark.parametrize(
     ("signals", "heeded"),
     [

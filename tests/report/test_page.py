@@ -29,9 +29,10 @@ Ask = Callable[..., Opened]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("page") / "runs"
-    for name, rate in RATES.items():
+    for kept, (name, rate) in enumerate(RATES.items(), start=1):  # no repeats of each other
         shares = {"bubble_share": rate / 200, "exposed_communication_share": 0.1, "traffic_bytes": 12345}
-        ended(root / name, "strategy=pipeline", "nodes=2", samples_per_s=rate, step_parts_s=PARTS, **shares)
+        words = ("strategy=pipeline", "nodes=2", f"training.keep_last={kept}")
+        ended(root / name, *words, samples_per_s=rate, step_parts_s=PARTS, **shares)
     started(root / "d", "strategy=data", "nodes=2", samples_per_s=50)
     assert main(["report", str(root)]) == 0
     return root

@@ -10,8 +10,10 @@ import pytest
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.report.gather import gather
 from hpc_parallel.report.page import render
-from hpc_parallel.report.verdict import pools
+from hpc_parallel.report.tables import compare
+from hpc_parallel.report.verdict import pools, verdicts
 from tests.recorded_runs import finished
+from tests.report.measured_runs import ended
 
 
 def test_equal_runs_with_different_seeds_are_pooled(tmp_path: Path) -> None:
@@ -30,6 +32,22 @@ def test_equal_runs_with_different_seeds_are_pooled(tmp_path: Path) -> None:
     report = render(gathered)
     assert f"| {pool.label} | 1, 2, 3 | final_loss | 2.200 ± 0.20 |" in report.markdown
     assert report.html.count("2.200 ± 0.20") == 1
+
+
+def test_a_speed_is_no_better_than_what_its_repeats_reach(tmp_path: Path) -> None:
+    """Each run is steady, but the seeds of `data` have 60 and 140 samples/s: 100 is neither more nor less."""
+    for name, rates in {"data": (60, 140), "fsdp": (100,), "hsdp": (50,)}.items():
+        for seed, rate in enumerate(rates):
+            words = (f"strategy={name}", "nodes=2", f"seed={seed}")
+            ended(tmp_path / "runs" / f"{name}{seed}", *words, samples_per_s=rate)
+    gathered = gather([tmp_path / "runs"])
+    reaches = {row.label: row.spread.reach for row in gathered.rows}
+    assert list(reaches.values()) == [(60, 140), (60, 140), None, None]
+    assert not any(cell.best for cells in compare(gathered.rows).cells for cell in cells[:1])
+    (line, *_) = verdicts(gathered.rows)
+    assert line.text.startswith(
+        "data 2 x 1, seed=1; fsdp 2 x 1; data 2 x 1, seed=0 (can't be told apart): 140"
+    )
 
 
 def test_speeds_of_different_devices_are_not_pooled(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ def test_best_is_more_of_throughput_and_less_of_all_else(tmp_path: Path, new: Ca
         rank_state_bytes=state(160, 80), **shares,
     )  # fmt: skip
     ended(
-        new(), *words, samples_per_s=80, peak_memory_bytes=300, hours=1, final_loss=2.4, restarts=0,
+        new(), *words, "strategy.schedule=gpipe", samples_per_s=80, peak_memory_bytes=300, hours=1,
+        final_loss=2.4, restarts=0,
         rank_state_bytes=state(120, 120), **{key: value / 2 for key, value in shares.items()},
     )  # fmt: skip
     assert best(tmp_path) == {column.key: [1] for column in COLUMNS}
@@ -133,7 +134,8 @@ def test_no_star_is_won_within_the_noise_or_without_a_spread(tmp_path: Path, new
         )  # fmt: skip
     found = best(tmp_path)
     assert [key for key, places in found.items() if places] == []  # 1000 and 1001 are equal as shown
-    ended(new(), "strategy=pipeline", "nodes=2", peak_memory_bytes=50, traffic_bytes=990, samples_per_s=500)
+    words = ("strategy=pipeline", "nodes=2", "strategy.schedule=gpipe")
+    ended(new(), *words, peak_memory_bytes=50, traffic_bytes=990, samples_per_s=500)
     found = best(tmp_path)
     assert [key for key, places in found.items() if places] == [
         "samples_per_s", "step_time_s", "peak_memory_bytes", "traffic_bytes",
@@ -262,10 +264,10 @@ def test_an_axis_that_a_recorded_run_does_not_have_is_1(
 
 
 def test_figures_of_another_batch_are_no_rivals(tmp_path: Path, new: Callable[[], Path]) -> None:
-    for batch, step_s in ((16, 2.0), (16, 1.5), (8, 1.0)):
+    for strategy, batch, step_s in (("data", 16, 2.0), ("fsdp", 16, 1.5), ("data", 8, 1.0)):
         ended(
-            new(), "strategy=data", "nodes=2", f"training.global_batch_size={batch}", step_time_s=step_s,
-            samples_per_s=batch / step_s,
+            new(), f"strategy={strategy}", "nodes=2", f"training.global_batch_size={batch}",
+            step_time_s=step_s, samples_per_s=batch / step_s,
         )  # fmt: skip
     assert best(tmp_path)["step_time_s"] == [1]
 
@@ -302,10 +304,16 @@ def test_device_hours_are_those_of_every_start(tmp_path: Path, new: Callable[[],
     )  # fmt: skip
     started(new(), "strategy=data", "nodes=3", "training.global_batch_size=12")  # to its last line
     written(new())
+    slow = ended(new(), "strategy=data", "nodes=2", hours=5)  # held for an hour before its ranks began
+    launch = json.dumps({"launched": (BEGAN - timedelta(hours=1)).isoformat()})
+    slow.attempts.write_text(f"{launch}\n{slow.attempts.read_text()}")
+    note(slow.attempts, ended=(BEGAN + timedelta(hours=2)).isoformat(), how="preempted", host=None)
+    note(slow.attempts, resumed=(BEGAN + timedelta(hours=3)).isoformat())
+    note(slow.attempts, launched=(BEGAN + timedelta(hours=4)).isoformat())  # and its ranks never began
     hours = [row.figures["device_hours"] for row in rows(tmp_path)]
     assert hours == [
         pytest.approx((2 + 1) * 4), pytest.approx(6), None, pytest.approx(2 * 4 + 1 * 1),
-        pytest.approx(3 * 4 / 60), None,
+        pytest.approx(3 * 4 / 60), None, pytest.approx(2 * (3 + 1)),
     ]  # fmt: skip
 
 

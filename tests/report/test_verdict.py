@@ -190,8 +190,8 @@ def test_the_verdict_is_about_completed_runs_of_the_same_work(
     assert verdicts(rows(tmp_path)) == []
     assert scope(rows(tmp_path)) == ""
     assert "None: no run has completed." in render(gather([tmp_path / "runs"])).markdown
-    for batch, rate in ((16, 10), (16, 20), (64, 900)):
-        ended(new(), *DATA, f"training.global_batch_size={batch}", samples_per_s=rate)
+    for words, batch, rate in ((DATA, 16, 10), (PIPELINE, 16, 20), (DATA, 64, 900)):
+        ended(new(), *words, f"training.global_batch_size={batch}", samples_per_s=rate)
     assert "20.0 samples/s, 2.00 times as much as" in texts(tmp_path)["Fastest"]
     assert scope(rows(tmp_path)).startswith("The verdict is about 2 of 3 completed runs")
 

@@ -329,10 +329,14 @@ def test_ranks_that_the_time_limit_ended_before_a_save_have_failed(
     [("SIGINT", "Ctrl-C"), ("SIGHUP", "the end of its terminal (SIGHUP)"), ("SIGTERM", "SIGTERM")],
 )
 def test_a_cancellation_is_named_as_the_user_caused_it(folder: RunFolder, name: str, words: str) -> None:
-    """The ranks of a local run get SIGTERM, whatever the user sent."""
+    """The ranks of a local run get SIGTERM, whatever the user sent. The saved step counts."""
+    line_of_20 = {"step": 20, "samples": 360, "loss": 1.5, "step_time_s": 0.5, "samples_per_s": 36.0}
+    folder.metrics.write_text(json.dumps(line_of_20) + "\n")
     write_json(folder.stopped, {"signal": "SIGTERM", "step": 30})
     line = conclude(folder, returncode=1, cancelled=True, asked_by=name, environment={})
     assert line == f"cancelled by {words}: saved at step 30; go on with resume={folder.path}"
+    summary = read_json(folder.summary)
+    assert (summary["steps"], summary["samples"], summary["final_loss"]) == (30, 540, 1.5)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import io
 import json
 import re
 import shlex
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from rich.console import Console
 
 from hpc_parallel.launch.run_files import write
 from hpc_parallel.record import sweep_folder
+from hpc_parallel.record.recorded import find_runs
 from hpc_parallel.record.run_folder import note_phase
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import (
@@ -66,6 +69,27 @@ def test_the_manifest_has_the_keys_of_the_contract(tmp_path: Path) -> None:
 def test_written_values_are_read_back(tmp_path: Path) -> None:
     write_sweep(tmp_path, SWEEP)
     assert read_sweep(tmp_path) == SWEEP
+
+
+def test_runs_that_were_copied_or_moved_with_their_sweep_are_those_beside_it(tmp_path: Path) -> None:
+    """The manifest has absolute paths: a report on a copy showed each run twice, on a moved one none."""
+    old = tmp_path / "old" / "runs"
+    folders = [old / name / f"{name}-1" for name in ("data", "fsdp")]
+    runs = tuple(SweepRun((), folder, nodes=1, gpus_per_node=1) for folder in folders)
+    create(old / "sweeps" / "one")
+    write_sweep(old / "sweeps" / "one", replace(SWEEP, runs=runs))
+    for folder in folders:
+        folder.mkdir(parents=True)
+        for mark in ("config.yaml", "environment.json"):
+            (folder / mark).touch()
+    new = [tmp_path / "new" / "runs" / name / f"{name}-1" for name in ("data", "fsdp")]
+    assert [run.path for run in find_runs(old)] == folders
+    shutil.copytree(tmp_path / "old", tmp_path / "new")
+    assert [run.path for run in find_runs(old)] == folders
+    for root in (tmp_path / "new", tmp_path / "new" / "runs" / "sweeps" / "one"):
+        assert [run.path for run in find_runs(root)] == new
+    shutil.rmtree(tmp_path / "old")
+    assert [run.run_dir for run in read_sweep(tmp_path / "new" / "runs" / "sweeps" / "one").runs] == new
 
 
 def test_a_folder_holds_one_sweep(tmp_path: Path) -> None:

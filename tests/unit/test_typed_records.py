@@ -189,6 +189,19 @@ def test_what_is_read_of_a_summary_is_what_is_written(task: str) -> None:
     assert summary.batch_sizes == (() if only_of_infer else (Latency(1, 0.1, 0.2, 80.0, 9.0),))
 
 
+def test_a_time_and_a_rate_of_a_summary_belong_together() -> None:
+    """Of an even number of lines too: 8 samples in a step, and so 8 / 0.4 samples/s."""
+    config = {"task": {"name": "train"}, "nodes": 1, "gpus_per_node": 1, "strategy": STRATEGY}
+    lines = [
+        {"step": step, "samples": 8 * step, "loss": 1.0, "step_time_s": time_s, "samples_per_s": 8 / time_s,
+         "tokens_per_s": 80 / time_s}
+        for step, time_s in enumerate([9.0, 0.1, 0.4, 0.05, 0.8], start=1)
+    ]  # fmt: skip
+    summary = summarise(config, outcome="completed", lines=lines, history={})
+    typical = tuple(summary[key] for key in ("step_time_s", "samples_per_s", "tokens_per_s"))
+    assert typical == pytest.approx((0.4, 20.0, 200.0))
+
+
 def test_attempts_are_written_as_ever(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     attempts.begin(folder, step=0, environment={"SLURM_JOB_ID": "7"}, warnings=["w"])
