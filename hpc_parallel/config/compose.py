@@ -45,7 +45,8 @@ from hpc_parallel.config.resolve import with_values
 from hpc_parallel.problems import ConfigError, Problem, nearest
 
 # Hydra raises ValueError for `strategy=null`, and lets the errors of YAML through.
-COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, YAMLError)
+# AssertionError: of OmegaConf, for a key below one that is null.
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, YAMLError, AssertionError)
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ def _explain(
         return f"{override}: the first line of {value}.yaml must be {first!r}, and its keys those of a run."
     values = value.split(",")
     if "Ambiguous value" in text or (len(values) > 1 and set(values) <= set(choices)):
-        return _several_values(override, composer.compose(accepted))
+        return _several_values(override, composer.compose(accepted), composer=composer)
     if isinstance(error, YAMLError):
         return unreadable_file(error)
     plain = composer.compose(accepted)
@@ -206,9 +206,7 @@ def _explain(
             return f"{override}: {unusable_file(error)}"
         return _no_such_file(key, value, choices=choices, default=composer.defaults().get(key))
     if "Could not override" in str(error) or "not in" in text:
-        if files := _files_with(key, composer):
-            return f"{override}: there is no key {key} here. Try {alternatives(files)}."
-        return _unknown(override, key=key, value=value, plain=plain)
+        return _unknown(override, key=key, value=value, plain=plain, composer=composer)
     if isinstance(error.__cause__, OmegaConfBaseException):
         return Problem(key, value, f"is not {_kind(plain, key)}", _near(plain, key=key, value=value))
     return f"{override}: {text.splitlines()[0].rstrip('.')}."
@@ -274,7 +272,12 @@ def _files_with(key: str, composer: Composer) -> list[str]:
     return [override for *_, override in sorted(candidates)[:MOST_FILES]]
 
 
-def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
+def _unknown(override: str, *, key: str, value: str, plain: DictConfig, composer: Composer) -> str:
+    if value.startswith("{") and OmegaConf.is_dict(OmegaConf.select(plain, key, default=None)):
+        added = shell_word(f"+{override}")
+        return f"{override}: {key} lacks some of these keys, and a new one needs a plus. Try {added}."
+    if files := _files_with(key, composer):
+        return f"{override}: there is no key {key} here. Try {alternatives(files)}."
     parent_key = key.rpartition(".")[0]
     parent = OmegaConf.select(plain, parent_key, default=None) if parent_key else plain
     if OmegaConf.is_dict(parent) and not is_dataclass(OmegaConf.get_type(parent)):
@@ -334,10 +337,10 @@ def _legal_override(override: str, *, plain: DictConfig) -> str:
     return shell_word(override)
 
 
-def _several_values(override: str, plain: DictConfig) -> str:
+def _several_values(override: str, plain: DictConfig, *, composer: Composer) -> str:
     key, _, value = override.partition("=")
     if key.startswith("launcher.") and not types_of(key):
-        return _unknown(override, key=key, value=value, plain=plain)
+        return _unknown(override, key=key, value=value, plain=plain, composer=composer)
     sweep, one = shell_word(override), shell_word(f"{key}={value.partition(',')[0]}")
     advice = f"Try -m {sweep}, or one value: {one}"
     if key.lstrip("+").startswith(LISTS_OF_SLURM) and (text := _as_one_text(key, value)):

@@ -30,6 +30,7 @@ from hpc_parallel.layout.batch_plan import default_batch_size, usual_batch_size
 from hpc_parallel.layout.layout import DATAPARALLEL, SPMD
 from hpc_parallel.layout.schedules import schedule_named
 from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.record.values import table
 from hpc_parallel.slurm.allocation import ALLOCATION
 from hpc_parallel.slurm.limits import NodeShare
 
@@ -67,8 +68,10 @@ def resolve(config: DictConfig, *, preset: Mapping[str, Any] = MappingProxyType(
         for set_default in (_set_devices, _set_gpu_defaults, _set_script, _set_batch, _set_time_budget):
             set_default(config)
         _set_restarts(config)
-        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        run = typed(cast(dict[str, Any], values))
+        values = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+        if not table(values["data"]).get("validation", True):
+            values["data"]["validation"] = None  # its default is an empty table, to which keys can be added
+        run = typed(values)
     except OmegaConfBaseException as error:
         refused = f"{error.full_key}: {str(error).splitlines()[0].rstrip('.')}."
         raise UnresolvedError(_problems_of_keys(config) or [refused]) from error

@@ -23,7 +23,7 @@ from torch import Tensor
 from hpc_parallel.data.generators import generator_states, restored, seed_all
 from hpc_parallel.data.packing import Packed, packed_data
 from hpc_parallel.data.sampler import Data, Samples, sample_order
-from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.problems import ConfigError, Problem, spell
 from hpc_parallel.user_code import UserCodeError, described
 
 SPLIT_SEED = 0x5EED  # the seed that chooses the held-out samples, the same for every run
@@ -276,6 +276,8 @@ def as_data(built: Any) -> Data:
 
 
 def _require_map_style(dataset: object) -> None:
+    if isinstance(dataset, dict):
+        raise ConfigError([f"{spell(dataset)} has no _target_, the class of a dataset."])
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if missing:
         name = f"{type(dataset).__module__}.{type(dataset).__qualname__}"

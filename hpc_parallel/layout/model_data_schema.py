@@ -156,8 +156,8 @@ class DatasetDataConfig:
     _convert_: str = "all"  # Hydra hands plain tables and lists to your class.
     # `_target_`, the class of your dataset, and its arguments.
     dataset: dict[str, Any] = field(default_factory=lambda: {"_target_": MISSING})
-    # The same for a dataset of held-out samples; null: a share of `dataset` is held out.
-    validation: dict[str, Any] | None = None
+    # The same for a dataset of held-out samples; empty: a share of `dataset` is held out.
+    validation: dict[str, Any] | None = field(default_factory=dict)
     # The share of the samples that is held out, chosen by a fixed shuffle.
     validation_share: float = key(0.05, HELD_OUT)
     sequence_length: int | None = key(None, SEQUENCE)  # Tokens in one sample, if the samples are tokens.

@@ -15,7 +15,19 @@ from hpc_parallel.config.build import build
 from hpc_parallel.data.dataset import DatasetData, as_data
 from hpc_parallel.data.sampler import Batches
 from hpc_parallel.problems import ConfigError
+from tests.composed import prepared
 from tests.datasets import Points, Sentences, Unseeded
+
+
+def test_held_out_samples_are_chosen_on_the_command_line() -> None:
+    words = ("data=dataset", "data.dataset._target_=tests.datasets.Sentences", "+data.dataset.count=9")
+    assert prepared(*words).config.data["validation"] is None
+    own = ("+data.validation._target_=tests.datasets.Sentences", "+data.validation.count=3")
+    run = prepared(*words, *own)
+    data = build(run.config.data, key="data")
+    assert (len(data.train), len(data.validation)) == (9, 3)
+    with pytest.raises(ConfigError, match=r"\{count:3\} has no _target_, the class of a dataset"):
+        build(prepared(*words, own[1]).config.data, key="data")
 
 
 @given(count=st.integers(2, 300), share=st.floats(0.01, 0.49))
