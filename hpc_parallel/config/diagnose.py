@@ -206,7 +206,8 @@ def _explain(
             return f"{override}: {unusable_file(error)}"
         return _no_such_file(key, value, choices=choices, default=composer.defaults().get(key))
     if "Could not override" in str(error) or "not in" in text:
-        if files := _files_with(key, composer):
+        files = [] if _is_open(plain, key) else _files_with(key, composer)
+        if files:
             return f"{override}: there is no key {key} here. Try {alternatives(files)}."
         return _unknown(override, key=key, value=value, plain=plain)
     if isinstance(error.__cause__, OmegaConfBaseException):
@@ -276,9 +277,9 @@ def _files_with(key: str, composer: Composer) -> list[str]:
 
 def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
     parent_key = key.rpartition(".")[0]
-    parent = OmegaConf.select(plain, parent_key, default=None) if parent_key else plain
-    if OmegaConf.is_dict(parent) and not is_dataclass(OmegaConf.get_type(parent)):
-        return f"{override}: {parent_key} has no such key yet, and a new one needs a plus. Try +{override}."
+    if table := next((table for table in (key, parent_key) if _is_open(plain, table)), None):
+        advice = shlex.quote(f"+{override}")
+        return f"{override}: {table} has no such key yet, and a new one needs a plus. Try {advice}."
     text = f"{override}: there is no key {key}."
     if tables := nearest(parent_key, TABLES, likeness=TYPING_ERROR):
         plus = "+" * (tables[0] != "script.arguments")
@@ -298,6 +299,12 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
         near = _near(plain, key=name, value=value) if with_unit else (OmegaConf.select(plain, name),)
         return f"{text} Try {name}={replacement or spell(near[0])}."
     return f"{text} Try {_legal_override(f'{name}={value}', plain=plain)}."
+
+
+def _is_open(plain: DictConfig, key: str) -> bool:
+    """Whether the key is a table that takes any key."""
+    table = OmegaConf.select(plain, key, default=None) if key else plain
+    return OmegaConf.is_dict(table) and not is_dataclass(OmegaConf.get_type(table))
 
 
 def _microbatch_size(count: str, *, plain: DictConfig) -> int:
