@@ -77,7 +77,7 @@ UNITS = {"rate": "samples/s", "loss": "", "count": "", "hours": ""}
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit in which figures are shown: its size in SI units, its name, significant digits."""
+    """A unit in which figures are shown: its size in SI units, its name, significant digits (0: a count)."""
 
     size: float = 1.0
     name: str = ""
@@ -85,7 +85,9 @@ class Unit:
 
     def show(self, value: float | None) -> str:
         """Format a figure, without the unit's name."""
-        return UNMEASURED if value is None else digits(value / self.size, self.digits)
+        if value is None:
+            return UNMEASURED
+        return digits(value / self.size, self.digits) if self.digits else f"{value:.0f}"
 
 
 def unit_of(kind: str, values: Iterable[float | None]) -> Unit:
@@ -93,7 +95,7 @@ def unit_of(kind: str, values: Iterable[float | None]) -> Unit:
     if kind == "share":
         return Unit(0.01, "%")
     if kind not in SCALES:
-        return Unit(name=UNITS[kind], digits=4 if kind == "loss" else 3)
+        return Unit(name=UNITS[kind], digits={"loss": 4, "count": 0}.get(kind, 3))
     largest = max((abs(value) for value in values if value is not None), default=0.0)
     fitting = (scale for scale in SCALES[kind] if largest >= scale[0])
     size, name = next(fitting, SCALES[kind][-1] if largest else SCALES[kind][0])
