@@ -14,7 +14,7 @@ from typing import Any
 from hpc_parallel.failure.summary import OPTIMIZER_SPEEDLESS, SPEEDLESS
 from hpc_parallel.layout.axes import AXES
 from hpc_parallel.record.values import without
-from hpc_parallel.report.figures import NOISE, ROUNDING
+from hpc_parallel.report.figures import NOISE, ROUNDING, meet
 from hpc_parallel.report.gather import FIGURES, PARTS, Row, identity
 from hpc_parallel.report.labels import RUN_KEYS
 
@@ -225,17 +225,16 @@ def _races(column: TableColumn, rows: Sequence[Row], unit: Unit) -> Iterator[tup
         leaders = {
             index
             for index in texts
-            if index in first or any(_is_even(column, rows[index], rows[at]) for at in first)
+            if index in first
+            or any(are_even(column.key, rows[index], rows[at], noise=column.noise) for at in first)
         }
         yield leaders, set(texts) - leaders
 
 
-def _is_even(column: TableColumn, a: Row, b: Row) -> bool:
-    """Whether the difference of two figures is within their spread or the noise."""
-    if column.timed:
-        return a.spread.overlaps(b.spread)
-    x, y = (row.figures[column.key] or 0.0 for row in (a, b))
-    return abs(x - y) <= column.noise * max(abs(x), abs(y))
+def are_even(key: str, a: Row, b: Row, *, noise: float) -> bool:
+    """Whether two figures differ by no more than the noise, their spread, or what repeated runs differ by."""
+    one, other = a.range_of(key), b.range_of(key)
+    return one is not None and other is not None and meet(one, other, noise=noise)
 
 
 @dataclass(frozen=True)

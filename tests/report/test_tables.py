@@ -161,8 +161,8 @@ def test_no_star_is_won_within_the_noise_or_without_a_spread(tmp_path: Path, new
 def test_no_loss_wins_by_what_bfloat16_rounds(
     other: float, marked: list[int], tmp_path: Path, new: Callable[[], Path]
 ) -> None:
-    for loss in (3.0, other):
-        ended(new(), "strategy=data", "nodes=2", "training.precision=bfloat16", final_loss=loss)
+    for strategy, loss in (("data", 3.0), ("fsdp", other)):
+        ended(new(), f"strategy={strategy}", "nodes=2", "training.precision=bfloat16", final_loss=loss)
     assert best(tmp_path)["final_loss"] == marked
 
 
