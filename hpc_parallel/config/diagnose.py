@@ -197,7 +197,7 @@ def _explain(
         return f"{override}: the first line of {value}.yaml must be {first!r}, and its keys those of a run."
     values = value.split(",")
     if "Ambiguous value" in text or (len(values) > 1 and set(values) <= set(choices)):
-        return _several_values(override, composer.compose(accepted), composer=composer)
+        return _several_values(override, composer.compose(accepted))
     if isinstance(error, YAMLError):
         return unreadable_file(error)
     plain = composer.compose(accepted)
@@ -206,7 +206,10 @@ def _explain(
             return f"{override}: {unusable_file(error)}"
         return _no_such_file(key, value, choices=choices, default=composer.defaults().get(key))
     if "Could not override" in str(error) or "not in" in text:
-        return _unknown(override, key=key, value=value, plain=plain, composer=composer)
+        files = [] if _is_open(plain, key) else _files_with(key, composer)
+        if files:
+            return f"{override}: there is no key {key} here. Try {alternatives(files)}."
+        return _unknown(override, key=key, value=value, plain=plain)
     if isinstance(error.__cause__, OmegaConfBaseException):
         return Problem(key, value, f"is not {_kind(plain, key)}", _near(plain, key=key, value=value))
     return f"{override}: {text.splitlines()[0].rstrip('.')}."
@@ -272,17 +275,11 @@ def _files_with(key: str, composer: Composer) -> list[str]:
     return [override for *_, override in sorted(candidates)[:MOST_FILES]]
 
 
-def _unknown(override: str, *, key: str, value: str, plain: DictConfig, composer: Composer) -> str:
-    if value.startswith("{") and OmegaConf.is_dict(OmegaConf.select(plain, key, default=None)):
-        added = shell_word(f"+{override}")
-        return f"{override}: {key} lacks some of these keys, and a new one needs a plus. Try {added}."
-    if files := _files_with(key, composer):
-        return f"{override}: there is no key {key} here. Try {alternatives(files)}."
+def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
     parent_key = key.rpartition(".")[0]
-    parent = OmegaConf.select(plain, parent_key, default=None) if parent_key else plain
-    if OmegaConf.is_dict(parent) and not is_dataclass(OmegaConf.get_type(parent)):
-        added = shell_word(f"+{override}")
-        return f"{override}: {parent_key} has no such key yet, and a new one needs a plus. Try {added}."
+    if table := next((table for table in (key, parent_key) if _is_open(plain, table)), None):
+        advice = shell_word(f"+{override}")
+        return f"{override}: {table} has no such key yet, and a new one needs a plus. Try {advice}."
     text = f"{override}: there is no key {key}."
     if tables := nearest(parent_key, TABLES, likeness=TYPING_ERROR):
         meant = f"{'+' * (tables[0] != 'script.arguments')}{tables[0]}.{key.rpartition('.')[2]}={value}"
@@ -303,6 +300,12 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig, composer
         near = _near(plain, key=name, value=value) if with_unit else (OmegaConf.select(plain, name),)
         return f"{text} Try {as_override(name, replacement or near[0])}."
     return f"{text} Try {_legal_override(f'{name}={value}', plain=plain)}."
+
+
+def _is_open(plain: DictConfig, key: str) -> bool:
+    """Whether the key is a table that takes any key."""
+    table = OmegaConf.select(plain, key, default=None) if key else plain
+    return OmegaConf.is_dict(table) and not is_dataclass(OmegaConf.get_type(table))
 
 
 def _microbatch_size(count: str, *, plain: DictConfig) -> int:
@@ -337,10 +340,10 @@ def _legal_override(override: str, *, plain: DictConfig) -> str:
     return shell_word(override)
 
 
-def _several_values(override: str, plain: DictConfig, *, composer: Composer) -> str:
+def _several_values(override: str, plain: DictConfig) -> str:
     key, _, value = override.partition("=")
     if key.startswith("launcher.") and not types_of(key):
-        return _unknown(override, key=key, value=value, plain=plain, composer=composer)
+        return _unknown(override, key=key, value=value, plain=plain)
     sweep, one = shell_word(override), shell_word(f"{key}={value.partition(',')[0]}")
     advice = f"Try -m {sweep}, or one value: {one}"
     if key.lstrip("+").startswith(LISTS_OF_SLURM) and (text := _as_one_text(key, value)):

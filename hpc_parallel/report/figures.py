@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from hpc_parallel.record.endings import RankState, Summary
@@ -54,32 +54,22 @@ class Spread:
     """The throughput of the timed steps of one run.
 
     A line of `metrics.jsonl` has the mean of its timed steps. At least half of these means are in `limits`
-    (samples/s), and so is their median. `limits` is None if there are too few lines. `reach`: the same of all
-    runs that are equal except for the seed, if there are several.
+    (samples/s), and so is their median. `limits` is None if there are too few lines.
     """
 
     timed_steps: int = 0
     limits: tuple[float, float] | None = None
-    reach: tuple[float, float] | None = None
 
     def as_record(self) -> dict[str, Any]:
         """The values for `report.csv`."""
         low, high = self.limits or (None, None)
         return {"samples_per_s_low": low, "samples_per_s_high": high, "timed_steps": self.timed_steps}
 
-    def among(self, repeats: Sequence[Spread]) -> Spread:
-        """The same spread, with the reach of `repeats`, which contain it."""
-        limits = [spread.limits for spread in repeats if spread.limits is not None]
-        if len(limits) < 2:
-            return self
-        return replace(self, reach=(min(low for low, _ in limits), max(high for _, high in limits)))
 
-    def overlaps(self, other: Spread) -> bool:
-        """Whether two throughputs can't be told apart; False if a range is unknown."""
-        if self.limits is None or other.limits is None:
-            return False
-        (low, high), (other_low, other_high) = self.reach or self.limits, other.reach or other.limits
-        return low <= other_high and other_low <= high
+def meet(one: tuple[float, float], other: tuple[float, float], *, noise: float = 0.0) -> bool:
+    """Whether two ranges have a value in common, or are apart by at most `noise` of the largest."""
+    gap = max(one[0], other[0]) - min(one[1], other[1])
+    return gap <= noise * max(map(abs, (*one, *other)))
 
 
 def throughput_spread(lines: Sequence[Mapping[str, Any]]) -> Spread:

@@ -43,6 +43,7 @@ from hpc_parallel.report.figures import Spread, fullest, is_count, number, throu
 from hpc_parallel.report.labels import RUN_KEYS, Label, labels_of
 
 COMPLETED = "completed"
+SPEEDS = ("samples_per_s", "step_time_s")  # figures with a spread
 FIGURES = (  # of summary.json, with the keys and units of its contract
     "samples_per_s", "tokens_per_s", "latency_s", "step_time_s", "peak_memory_bytes", "bubble_share",
     "exposed_communication_share", "traffic_bytes", "busiest_rank_traffic_bytes", "final_loss", "restarts",
@@ -72,6 +73,16 @@ class Row:
     figures: Mapping[str, float | None]
     parts: Mapping[str, float] | None  # PARTS of a profiled step, seconds
     spread: Spread  # of the throughput
+    repeats: Sequence[Row] = ()  # the completed runs that are equal except for the seed, with this one
+
+    def range_of(self, key: str) -> tuple[float, float] | None:
+        """The least and largest value of a figure in this run and its repeats; of speeds, in samples/s."""
+        values: list[float | None] = []
+        for row in self.repeats or (self,):
+            speed = key in SPEEDS and row.spread.limits
+            values += speed or [row.figures[SPEEDS[0] if key in SPEEDS else key]]
+        known = [value for value in values if value is not None]
+        return (min(known), max(known)) if known else None
 
     @property
     def label(self) -> str:
@@ -265,14 +276,11 @@ def gather(folders: Sequence[Path]) -> Gathered:
 
 
 def _with_repeats(rows: Sequence[Row]) -> list[Row]:
-    """The rows, whose speeds vary at least as much as those of all completed runs that repeat them."""
-    groups: dict[tuple[object, ...], list[Spread]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        groups[row.repeated, row.machine].extend([row.spread] * row.completed)
-    return [
-        replace(row, spread=row.spread.among(groups[row.repeated, row.machine])) if row.completed else row
-        for row in rows
-    ]
+        if row.completed:
+            groups[row.repeated, row.machine].append(row)
+    return [replace(row, repeats=groups.get((row.repeated, row.machine), ())) for row in rows]
 
 
 def _command(sweep: Sweep) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from hpc_parallel.record.endings import RankState
 from hpc_parallel.report.figures import NOISE, rank_states
 from hpc_parallel.report.gather import Row
-from hpc_parallel.report.tables import COLUMNS, Series, digits, spread_text, unit_of
+from hpc_parallel.report.tables import COLUMNS, Series, are_even, digits, spread_text, unit_of
 
 BACKED, CONTRADICTED, EVEN, OPEN = "backed", "contradicted", "no difference seen", "not measured here"
 NO_VERDICT = "no verdict on a CPU"  # the memory includes the interpreter, libraries and malloc's cache
@@ -75,7 +75,7 @@ def versus(strategy: str, other: str, key: str, *, more: bool) -> Measure:
         if key == "peak_memory_bytes" and (a.on_cpu or b.on_cpu):
             return Evidence(NO_VERDICT, figure)
         backed = (_value(key, a) > _value(key, b)) == more
-        return _judged(figure, backed=backed, even=_are_even(key, a, b))
+        return _judged(figure, backed=backed, even=are_even(key, a, b, noise=NOISE))
 
     return measure
 
@@ -100,7 +100,7 @@ def slower_across_machines(strategy: str) -> Measure:
         if across.hosts < (across.run.nodes or 0):
             return Evidence(ONE_MACHINE, figure)
         backed = _value(key, across) < _value(key, inside)
-        return _judged(figure, backed=backed, even=_are_even(key, across, inside))
+        return _judged(figure, backed=backed, even=are_even(key, across, inside, noise=NOISE))
 
     return measure
 
@@ -121,12 +121,6 @@ def in_one_unit(kind: str, *values: tuple[float, str]) -> str:
     """Values, each with the name of what has it: `4.00 MB (worker) against 8.00 MB (server)`."""
     unit = unit_of(kind, (value for value, _ in values))
     return " against ".join(f"{unit.show(value)} {unit.name} ({name})" for value, name in values)
-
-
-def _are_even(key: str, a: Row, b: Row) -> bool:
-    """Whether the difference between two runs is too small to show anything."""
-    varies = key == "samples_per_s" and a.spread.overlaps(b.spread)
-    return varies or _is_noise(_value(key, a), _value(key, b))
 
 
 def _is_noise(x: float, y: float) -> bool:
@@ -220,7 +214,7 @@ def ahead_of_all(strategy: str, key: str, *, best: Callable[..., Any]) -> Measur
                 unit = unit_of(kind, (x, y))
                 figure = f"{name}: {unit.show(x)} {unit.name} ({row.label}), "
                 figure += f"best of the others {unit.show(y)} {unit.name} ({first.label})"
-                return _judged(figure, backed=best(x, y) == x, even=_are_even(key, row, first))
+                return _judged(figure, backed=best(x, y) == x, even=are_even(key, row, first, noise=NOISE))
         return Evidence()
 
     return measure

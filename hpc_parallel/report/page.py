@@ -247,8 +247,8 @@ def _summary(gathered: Gathered) -> str:
 def _best_note(comparison: Comparison) -> str:
     text = (
         "The best figure of the completed runs is marked in each column, unless all are equal. "
-        "Nothing is marked where the difference is within the spread of the speeds (runs that differ only in "
-        "their seed share one), or below "
+        "Nothing is marked where the difference is within the spread of the speeds, within the range of runs "
+        "that differ only in their seed, or below "
         f"{NOISE:.0%} for other measured figures, {ROUNDING:.1%} for losses (what bfloat16 rounds). "
         "A column without a figure is left out."
     )

@@ -14,7 +14,7 @@ from typing import Any
 from hpc_parallel.failure.summary import OPTIMIZER_SPEEDLESS, SPEEDLESS
 from hpc_parallel.layout.axes import AXES
 from hpc_parallel.record.values import without
-from hpc_parallel.report.figures import NOISE, ROUNDING
+from hpc_parallel.report.figures import NOISE, ROUNDING, meet
 from hpc_parallel.report.gather import FIGURES, PARTS, Row, identity
 from hpc_parallel.report.labels import RUN_KEYS
 
@@ -77,7 +77,7 @@ UNITS = {"rate": "samples/s", "loss": "", "count": "", "hours": ""}
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit in which figures are shown: its size in SI units, its name, significant digits."""
+    """A unit in which figures are shown: its size in SI units, its name, significant digits (0: a count)."""
 
     size: float = 1.0
     name: str = ""
@@ -85,7 +85,9 @@ class Unit:
 
     def show(self, value: float | None) -> str:
         """Format a figure, without the unit's name."""
-        return UNMEASURED if value is None else digits(value / self.size, self.digits)
+        if value is None:
+            return UNMEASURED
+        return digits(value / self.size, self.digits) if self.digits else f"{value:.0f}"
 
 
 def unit_of(kind: str, values: Iterable[float | None]) -> Unit:
@@ -93,7 +95,7 @@ def unit_of(kind: str, values: Iterable[float | None]) -> Unit:
     if kind == "share":
         return Unit(0.01, "%")
     if kind not in SCALES:
-        return Unit(name=UNITS[kind], digits=4 if kind == "loss" else 3)
+        return Unit(name=UNITS[kind], digits={"loss": 4, "count": 0}.get(kind, 3))
     largest = max((abs(value) for value in values if value is not None), default=0.0)
     fitting = (scale for scale in SCALES[kind] if largest >= scale[0])
     size, name = next(fitting, SCALES[kind][-1] if largest else SCALES[kind][0])
@@ -223,17 +225,16 @@ def _races(column: TableColumn, rows: Sequence[Row], unit: Unit) -> Iterator[tup
         leaders = {
             index
             for index in texts
-            if index in first or any(_is_even(column, rows[index], rows[at]) for at in first)
+            if index in first
+            or any(are_even(column.key, rows[index], rows[at], noise=column.noise) for at in first)
         }
         yield leaders, set(texts) - leaders
 
 
-def _is_even(column: TableColumn, a: Row, b: Row) -> bool:
-    """Whether the difference of two figures is within their spread or the noise."""
-    if column.timed:
-        return a.spread.overlaps(b.spread)
-    x, y = (row.figures[column.key] or 0.0 for row in (a, b))
-    return abs(x - y) <= column.noise * max(abs(x), abs(y))
+def are_even(key: str, a: Row, b: Row, *, noise: float) -> bool:
+    """Whether two figures differ by no more than the noise, their spread, or what repeated runs differ by."""
+    one, other = a.range_of(key), b.range_of(key)
+    return one is not None and other is not None and meet(one, other, noise=noise)
 
 
 @dataclass(frozen=True)

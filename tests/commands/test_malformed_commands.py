@@ -39,7 +39,11 @@ def wrong(command: str, *says: str, offers: str | None = None) -> Wrong:
 OF_16 = " training.global_batch_size=16"  # without it, a batch is chosen that fits
 OWN_DATA = "data=dataset data.dataset._target_=tests.datasets.Sentences +data.dataset.count=9"
 UNKNOWN = [
-    wrong(f"{OWN_DATA} data.validation={{count:3}}", "lacks some", offers="+data.validation={count:3}"),
+    wrong(
+        f"{OWN_DATA} data.validation={{count:3}}",
+        "data.validation has no such key yet",
+        offers="+data.validation={count:3}",
+    ),
     wrong("nodez=2", "nodez", offers="nodes=2"),
     wrong("preflight.action=stop", "preflight.action", offers="preflight.act=stop"),
     wrong("profile.window=2", "profile.window", offers="profile.steps=2"),

@@ -34,17 +34,24 @@ def test_equal_runs_with_different_seeds_are_pooled(tmp_path: Path) -> None:
     assert report.html.count("2.200 ± 0.20") == 1
 
 
-def test_a_speed_is_no_better_than_what_its_repeats_reach(tmp_path: Path) -> None:
+def test_a_figure_is_no_better_than_what_its_repeats_reach(tmp_path: Path) -> None:
     """Each run is steady, but the seeds of `data` have 60 and 140 samples/s: 100 is neither more nor less."""
-    for name, rates in {"data": (60, 140), "fsdp": (100,), "hsdp": (50,)}.items():
-        for seed, rate in enumerate(rates):
+    runs = {"data": ((60, 0.2), (140, 0.4)), "fsdp": ((100, 0.3),), "hsdp": ((50, 0.1),)}
+    for name, figures in runs.items():
+        for seed, (rate, share) in enumerate(figures):
             words = (f"strategy={name}", "nodes=2", f"seed={seed}")
-            ended(tmp_path / "runs" / f"{name}{seed}", *words, samples_per_s=rate)
-    gathered = gather([tmp_path / "runs"])
-    reaches = {row.label: row.spread.reach for row in gathered.rows}
-    assert list(reaches.values()) == [(60, 140), (60, 140), None, None]
-    assert not any(cell.best for cells in compare(gathered.rows).cells for cell in cells[:1])
-    (line, *_) = verdicts(gathered.rows)
+            ended(
+                tmp_path / "runs" / f"{name}{seed}", *words, samples_per_s=rate,
+                exposed_communication_share=share,
+            )  # fmt: skip
+    rows = gather([tmp_path / "runs"]).rows
+    assert [row.range_of("samples_per_s") for row in rows] == [(60, 140), (60, 140), (100, 100), (50, 50)]
+    comparison = compare(rows)
+    at = {column.key: index for index, column in enumerate(comparison.columns)}
+    best = {key: [cells[at[key]].best for cells in comparison.cells] for key in at}
+    assert not any(best["samples_per_s"] + best["step_time_s"])
+    assert best["exposed_communication_share"] == [False, False, False, True]  # 0.1, and 0.2 to 0.4 overlaps
+    (line, *_) = verdicts(rows)
     assert line.text.startswith(
         "data 2 x 1, seed=1; fsdp 2 x 1; data 2 x 1, seed=0 (can't be told apart): 140"
     )

@@ -67,6 +67,14 @@ def test_best_is_more_of_throughput_and_less_of_all_else(tmp_path: Path, new: Ca
     assert best(tmp_path) == {column.key: [1] for column in COLUMNS}
 
 
+def test_a_count_is_a_whole_number(tmp_path: Path, new: Callable[[], Path]) -> None:
+    for restarts in (0, 1, 1234):
+        ended(new(), "strategy=data", "nodes=2", restarts=restarts)
+    comparison = compare(rows(tmp_path))
+    at = [column.key for column in comparison.columns].index("restarts")
+    assert [cells[at].text for cells in comparison.cells] == ["0", "1", "1234"]
+
+
 def test_only_comparable_runs_can_be_best(tmp_path: Path, new: Callable[[], Path]) -> None:
     """One device waits for nobody, data has no bubble; what failed or goes on or is not measured is none."""
     zero = {"bubble_share": 0.0, "exposed_communication_share": 0.0, "traffic_bytes": 0}
@@ -153,8 +161,8 @@ def test_no_star_is_won_within_the_noise_or_without_a_spread(tmp_path: Path, new
 def test_no_loss_wins_by_what_bfloat16_rounds(
     other: float, marked: list[int], tmp_path: Path, new: Callable[[], Path]
 ) -> None:
-    for loss in (3.0, other):
-        ended(new(), "strategy=data", "nodes=2", "training.precision=bfloat16", final_loss=loss)
+    for strategy, loss in (("data", 3.0), ("fsdp", other)):
+        ended(new(), f"strategy={strategy}", "nodes=2", "training.precision=bfloat16", final_loss=loss)
     assert best(tmp_path)["final_loss"] == marked
 
 

@@ -13,7 +13,7 @@ import pytest
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.report import page
-from hpc_parallel.report.figures import Spread, throughput_spread
+from hpc_parallel.report.figures import Spread, meet, throughput_spread
 from hpc_parallel.report.gather import Gathered, Row, gather
 from hpc_parallel.report.page import render, table
 from hpc_parallel.report.tables import compare, scaling
@@ -77,10 +77,10 @@ def test_no_strangers_line_is_a_speed(key: str, value: Any) -> None:
     assert throughput_spread([{}, *good, {**good[0], key: value}]) == Spread(3, (10.0, 30.0))
 
 
-def test_ranges_overlap_if_they_have_a_speed_in_common() -> None:
-    one = Spread(9, (10.0, 20.0))
-    others = {(20.0, 30.0): True, (5.0, 40.0): True, (21.0, 30.0): False, (1.0, 9.0): False, None: False}
-    assert {limits: one.overlaps(Spread(9, limits)) for limits in others} == others
+def test_ranges_meet_if_they_have_a_value_in_common_or_nearly() -> None:
+    others = {(20.0, 30.0): True, (5.0, 40.0): True, (21.0, 30.0): False, (1.0, 9.0): False}
+    assert {other: meet((10.0, 20.0), other) for other in others} == others
+    assert [meet((10.0, 20.0), (least, 30.0), noise=0.1) for least in (23.0, 23.1)] == [True, False]
 
 
 def test_three_lines_name_the_winner_the_lead_and_the_spread(tmp_path: Path, new: Callable[[], Path]) -> None:
