@@ -270,7 +270,9 @@ def spied_stacks(process: int, *, native: bool) -> str | None:
     """The stacks of a process as faulthandler writes them: innermost frame first, main thread last.
 
     py-spy (github.com/benfred/py-spy) reads the memory of the process, so it also works if a script has
-    disabled faulthandler. native: with the frames of C code, for which py-spy pauses the process; else the process is stopped, and
+    disabled faulthandler.
+
+    native: with the frames of C code, for which py-spy pauses the process; else the process is stopped, and
     py-spy can't stop it once more. Returns None without py-spy, for a process that is not Python, and if the
     system forbids the access (ptrace_scope).
     """
