@@ -38,7 +38,7 @@ LINES = {
     "optimizer._target_=torch.optim.SGD": "Try optimizer=custom optimizer._target_=torch.optim.SGD.",
     "training.foo=1": "there is no key training.foo.",
     "training.learning_rate=0.1": "Try optimizer.learning_rate=0.1.",
-    "launcher.schedule=x": "there is no key launcher.schedule.",
+    "launcher.schedule=x": "If it is an option of sbatch, try +launcher.extra.schedule=x.",
     "strategy=ddp": "Try strategy=data.",
     "strategy=zero3": "Try strategy=fsdp.",
     "strategy=cp": "Try strategy=context.",
