@@ -135,10 +135,10 @@ def test_a_typing_error_has_its_key() -> None:
 
 
 FOLDERS = {
-    "data=notes": "Try data=text data.path=notes data.pattern=*.txt.",
-    "data.path=notes": "no file matches data.pattern = *.py in notes. Try data.pattern=*.txt.",
-    "data.path=notes data.pattern=*.c": "no file matches data.pattern = *.c in notes. Try data.pattern="
-    "*.txt.",
+    "data=notes": "Try data=text data.path=notes 'data.pattern=*.txt'.",
+    "data.path=notes": "no file matches data.pattern = *.py in notes. Try 'data.pattern=*.txt'.",
+    "data.path=notes data.pattern=*.c": "no file matches data.pattern = *.c in notes. Try 'data.pattern="
+    "*.txt'.",
     "data.path=pictures": "in pictures. It must be a text file or a folder of text files.",
     "data=pictures": "Try data=text.",
     "data=tables": "Try data=parquet data.path=tables.",
