@@ -22,7 +22,7 @@ from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.memory import MemoryPlan, text_table
 from hpc_parallel.planning.ranking import mfu, model_flops
 from hpc_parallel.planning.step_time import StepTime, step_time
-from hpc_parallel.planning.storage_times import StorageTimes, Wait
+from hpc_parallel.planning.storage_times import StorageTimes
 from hpc_parallel.planning.work import Work, assumptions, unplanned, work_of_run
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.metrics_file import duration, size
@@ -156,7 +156,8 @@ def figures(plan: Planned, *, tokens: float) -> Iterator[Figure]:
     waits = {"checkpoints": times.checkpoints(steps), "input": times.input(steps)}
     if config.training.memory_checkpoint_every is not None:
         waits["memory_copies"] = times.memory_copies(steps)
-    yield from (_of_wait(name, wait) for name, wait in waits.items())
+    for name, wait in waits.items():
+        yield Figure(f"{name}_s", name.replace("_", " "), wait.seconds, wait.text, wait.formula)
     yield from _of_failures(config, times)
     training_s = times.training_s(steps)
     devices = config.devices_of_job
@@ -188,11 +189,6 @@ def _of_step(work: Work, step: StepTime, hardware: Hardware) -> Iterator[Figure]
     share = step.exposed_s / total_s
     text = f"{step.exposed_s:.4g} s of tensor sums, gathers and gradients / {total_s:.4g} s"
     yield Figure("exposed_communication_share", "exposed communication", share, f"{100 * share:.1f} %", text)
-
-
-def _of_wait(name: str, wait: Wait) -> Figure:
-    """The figure for a wait of the whole training."""
-    return Figure(f"{name}_s", name.replace("_", " "), wait.seconds, wait.text, wait.formula)
 
 
 def _of_failures(config: RunConfig, times: StorageTimes) -> Iterator[Figure]:

@@ -153,7 +153,8 @@ def _parts(run: RecordedRun, row: RunRow, changed: Mapping[str, Change]) -> Iter
         yield "\nnot the defaults"
         yield _table([  # the form for faults asks for what this command prints
             (f"{key} = {'...' if may_be_secret(key, change.value) else spell(change.value)}",
-             _default_text(change)) for key, change in changed.items()
+             f"default {spell(change.default)}" if change.has_default else "")
+            for key, change in changed.items()
         ])  # fmt: skip
     if hosts := grid.hosts(run):
         yield f"\n{_devices(run)}" + ("" if run.task == SCRIPT else f" = {grid.layout(run)}")
@@ -261,10 +262,6 @@ def _checkpoints(run: RecordedRun) -> list[int]:
 def _devices(run: RecordedRun) -> str:
     nodes, devices = run.nodes or 0, run.gpus_per_node or 0
     return f"{nodes} node{'s' * (nodes > 1)} x {devices} device{'s' * (devices > 1)}"
-
-
-def _default_text(change: Change) -> str:
-    return f"default {spell(change.default)}" if change.has_default else ""
 
 
 def _table(lines: Iterable[tuple[str, ...]]) -> RenderableType:

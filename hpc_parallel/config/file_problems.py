@@ -155,7 +155,7 @@ def _data(value: str) -> str | None:
     if suffixes[".parquet"] or suffixes[".arrow"]:
         return f"data=parquet {where}"
     pattern = usual_pattern(path)
-    return pattern and f"data=text {where} data.pattern={pattern}"
+    return pattern and f"data=text {where} {as_override('data.pattern', pattern)}"
 
 
 def _class_path(value: str) -> str | None:

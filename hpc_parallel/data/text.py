@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_parallel.data.folder_files import FolderFiles, list_files, name_matcher, walk_files
+from hpc_parallel.problems import as_override
 from hpc_parallel.record.safe_read import DamagedError, open_regular
 
 if TYPE_CHECKING:
@@ -87,7 +88,11 @@ def find_files(path: str | None, *, pattern: str) -> FolderFiles:
         found.require()
     if not found.matching:
         usual = usual_pattern(root)
-        hint = f"Try data.pattern={usual}." if usual else "It must be a text file or a folder of text files."
+        hint = (
+            f"Try {as_override('data.pattern', usual)}."
+            if usual
+            else "It must be a text file or a folder of text files."
+        )
         raise ValueError(f"no file matches data.pattern = {pattern} in {root}. {hint}")
     return found
 

@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from hpc_parallel.failure import failure
+from hpc_parallel.problems import as_override
 from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_text
@@ -271,7 +272,7 @@ def _why_not(ends: Sequence[attempts.End], *, counts: Mapping[str, int], limits:
     reason = f"it failed so twice after step {end.step}, so it does not start again"
     if end.host is None or before.host != end.host:
         return reason
-    return f"{reason}. If {end.host} is to blame, try launcher.exclude={end.host}"
+    return f"{reason}. If {end.host} is to blame, try {as_override('launcher.exclude', end.host)}"
 
 
 def _place(end: attempts.End) -> tuple[object, ...]:

@@ -273,7 +273,7 @@ def wait_for_job(run: PreparedRun, job: Job) -> int:
     try:
         state = _follow(follower, run.folder, job)
         deadline = time.monotonic() + summary_timeout_s(state.state)
-        while _awaits_summary(run, job_id) and time.monotonic() < deadline:
+        while owner.is_job(run.folder, job_id) and not has_summary(run) and time.monotonic() < deadline:
             follower.poll()
             time.sleep(PERIOD_S)
     except KeyboardInterrupt:
@@ -319,10 +319,6 @@ def has_ended(folder: RunFolder, state: JobState) -> bool:
     if (holder := owner.Owner.read(folder)) is not None and holder.over:
         return True
     return state.ended or (state.state == UNKNOWN and has_final_summary(folder))
-
-
-def _awaits_summary(run: PreparedRun, job_id: str) -> bool:
-    return owner.is_job(run.folder, job_id) and not has_summary(run)
 
 
 def has_summary(run: PreparedRun) -> bool:

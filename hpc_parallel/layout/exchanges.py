@@ -207,7 +207,7 @@ def _expert(setup: Setup) -> Iterator[Exchange]:
     if setup.layout.expert > 1 and not setup.layout.by_fully_shard:
         on = _On(setup, "replicate", *SAMPLE_AXES)
         yield on(UPDATE, "gradients of experts", ALL_REDUCE, STEP)
-    if setup.model.loads:  # balance_experts.py
+    if setup.model.loads:  # expert.py
         yield _On(setup, *BATCH_AXES, *SAMPLE_AXES)(UPDATE, "loads of experts", ALL_REDUCE, STEP)
 
 

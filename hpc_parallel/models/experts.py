@@ -156,7 +156,7 @@ class LoadBalance(nn.Module):
     """A bias for each expert, added to its score when a token's experts are chosen, not to its gate.
 
     Wang et al. 2024 (balance without a loss), DeepSeek-AI 2024 (V3). After each optimizer step,
-    strategies/balance_experts.py moves each expert's bias by `step` against its load in the global batch.
+    strategies/expert.py moves each expert's bias by `step` against its load in the global batch.
     """
 
     def __init__(self, experts: int, *, step: float) -> None:

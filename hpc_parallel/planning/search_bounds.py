@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 
 from hpc_parallel.config.schema import StrategyConfig
@@ -53,10 +52,6 @@ class _Profile:
 
     rows: list[tuple[int, int]]
     in_front: int
-
-
-def _exceeds(row: tuple[int, int], other: tuple[int, int]) -> bool:
-    return other != row and other[0] >= row[0] and other[1] >= row[1]
 
 
 class Bounds:
@@ -134,7 +129,10 @@ class Bounds:
                 for stages in map(pipeline.stages_of, range(layout.pipeline))
                 for at, stage in enumerate(stages)
             ]
-            longest = [row for row in rows if not any(map(partial(_exceeds, row), rows))]
+            longest = [
+            row for row in rows
+            if not any(other != row and other[0] >= row[0] and other[1] >= row[1] for other in rows)
+        ]  # fmt: skip
             self._profiles[key] = _Profile(longest, in_front=blocks[0])
         return self._profiles[key]
 

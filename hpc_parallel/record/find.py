@@ -89,7 +89,7 @@ def _find(word: str) -> Match:
         raise ConfigError([f"{damage}."])
     recorded_runs = newest_first(find_runs(RUNS))
     if is_job_id(word) and (
-        runs := [run for run in recorded_runs if any(_of(job, word) for job in run.job_ids)]
+        runs := [run for run in recorded_runs if any(f"{job}_".startswith(f"{word}_") for job in run.job_ids)]
     ):
         return _run(runs[0]) if len(runs) == 1 else Match(f"job {word}", None, tuple(runs))
     labels = {label(run.path): run for run in recorded_runs}
@@ -150,10 +150,6 @@ def _fitting(word: str) -> list[Callable[[str], bool]]:
         lambda name: name.rpartition("/")[2] == word,
         lambda name: word != "" and holds(name),
     ]
-
-
-def _of(job: str, word: str) -> bool:
-    return job == word or job.startswith(f"{word}_")
 
 
 def _sweeps(word: str) -> list[Path]:

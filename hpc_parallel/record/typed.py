@@ -80,10 +80,6 @@ def first(count: int) -> Reader:
     return lambda value: value[:count] if isinstance(value, list) else None
 
 
-def _truth(value: Any) -> bool | None:
-    return value if isinstance(value, bool) else None
-
-
 def _path(value: Any) -> Path | None:
     """A path that the system accepts."""
     if not isinstance(value, str) or "\0" in value:
@@ -96,7 +92,8 @@ def _path(value: Any) -> Path | None:
 
 
 _PLAIN: Mapping[Any, Reader] = {
-    int: integer, float: number, str: text, bool: _truth, Path: _path, Any: lambda value: value,
+    int: integer, float: number, str: text, Path: _path, Any: lambda value: value,
+    bool: lambda value: value if isinstance(value, bool) else None,
 }  # fmt: skip
 
 

@@ -267,6 +267,9 @@ _DUMP_S = 8.0  # py-spy reads the symbols of all libraries
 def spied_stacks(process: int, *, native: bool) -> str | None:
     """The stacks of a process as faulthandler writes them: innermost frame first, main thread last.
 
+    py-spy (github.com/benfred/py-spy) reads the memory of the process, so it also works if a script has
+    disabled faulthandler.
+
     native: with the frames of C code, for which py-spy pauses the process; else the process is stopped, and
     py-spy can't stop it once more. Returns None without py-spy, for a process that is not Python, and if the
     system forbids the access (ptrace_scope).
@@ -277,8 +280,8 @@ def spied_stacks(process: int, *, native: bool) -> str | None:
     command = [program, "dump", "--pid", str(process), mode, "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DUMP_S)
-        threads = json.loads(done.stdout)
-        stacks = [_stack(thread) for thread in sorted(threads, key=_is_main)]
+        threads = sorted(json.loads(done.stdout), key=lambda thread: thread["os_thread_id"] == thread["pid"])
+        stacks = [_stack(thread) for thread in threads]
     except (OSError, subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
         return None
     return "\n".join(stacks) or None
@@ -297,7 +300,3 @@ def _stack(thread: Mapping[str, Any]) -> str:
         for frame in thread["frames"]
     ]  # fmt: skip
     return f"Thread {thread['thread_name']} (most recent call first):\n{''.join(frames)}"
-
-
-def _is_main(thread: Mapping[str, Any]) -> bool:
-    return bool(thread["os_thread_id"] == thread["pid"])

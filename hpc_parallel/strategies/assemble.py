@@ -19,7 +19,6 @@ from hpc_parallel.layout.step_facts import casts_once
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss, materialise
 from hpc_parallel.strategies import (
-    balance_experts,
     batch_norm,
     channels_last,
     checkpointing,
@@ -224,9 +223,9 @@ def surround(
     if layers := float8_scales.scaled_layers(parts):
         axes = slicing_axis(mesh), axis_of(mesh, "tensor")
         schedule = float8_scales.WeightScales(schedule, layers=layers, axes=axes)
-    if balances := balance_experts.balances_of(parts):
+    if balances := expert.balances_of(parts):
         axis = joint(mesh, *BATCH_AXES, *SAMPLE_AXES)
-        schedule = balance_experts.BalanceExperts(schedule, balances=balances, axis=axis)
+        schedule = expert.BalanceExperts(schedule, balances=balances, axis=axis)
     averages = axis_of(mesh, "expert") is not None and slicing_axis(mesh) is None
     if averages and (axis := joint(mesh, "replicate", *SAMPLE_AXES)) is not None:
         schedule = expert.ExpertReplicas(

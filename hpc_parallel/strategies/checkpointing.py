@@ -160,7 +160,7 @@ TECHNIQUES = ("FSDP", "Compiled", "Checkpointed")
 
 
 def versions_of(block: Module) -> dict[str, int]:
-    """The versions of the buffers of `block`, by name."""
+    """The versions of the buffers of `block`, by name. A recomputation would read what was written since."""
     return {name: version_of(buffer) for name, buffer in block.named_buffers()}
 
 

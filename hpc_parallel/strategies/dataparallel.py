@@ -194,7 +194,7 @@ class Gpus(torch.nn.DataParallel[LayeredModel]):
 
 @dataclass
 class DeviceTraffic:
-    """Bytes that one device has sent to other devices and received from them in training so far."""
+    """Bytes that one device has sent to others and received in training so far, which no collective sends."""
 
     sent_bytes: int = 0
     received_bytes: int = 0

@@ -29,7 +29,7 @@ from torch.func import functional_call
 from torch.nn import Module, Parameter
 
 from hpc_parallel.layout.layout import Layout
-from hpc_parallel.models.experts import WIDTH_DIMS, Experts, Reorder
+from hpc_parallel.models.experts import WIDTH_DIMS, Experts, LoadBalance, Reorder
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.forward_backward import ForwardBackward
@@ -305,3 +305,40 @@ class ExpertReplicas:
             if message is not gradient:
                 gradient.copy_(message)
         self._started.clear()
+
+
+def balances_of(parts: Sequence[LayeredModel]) -> list[LoadBalance]:
+    return [module for part in parts for module in part.modules() if isinstance(module, LoadBalance)]
+
+
+class BalanceExperts:
+    """The `inner` schedule; then the `balances` of this device's blocks move (Wang et al. 2024).
+
+    Each expert's bias moves against its load once in an optimizer step. The load is that of the global batch,
+    so the biases are the same on every device and in every layout. They are buffers of the model: checkpoints
+    hold them, and a step that is skipped restores them.
+
+    `axis`: the devices that have other samples, or other positions, of the batch; None: there are none.
+    """
+
+    def __init__(
+        self, inner: ForwardBackward, *, balances: Sequence[LoadBalance], axis: DeviceMesh | None
+    ) -> None:
+        self._inner, self._balances, self._axis = inner, balances, axis
+        self.copies = inner.copies
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        for balance in self._balances:
+            balance.expert_load.zero_()
+        loss = self._inner.train(inputs, targets)
+        loads = torch.cat([balance.expert_load for balance in self._balances])  # one message for all blocks
+        if self._axis is not None:
+            with marked(f"all_reduce {name_of(self._axis)}"):
+                dist.all_reduce(loads, group=self._axis.get_group())
+        sizes = [len(balance.expert_load) for balance in self._balances]
+        for balance, load in zip(self._balances, loads.split(sizes), strict=True):
+            balance.move(load)
+        return loss
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self._inner.evaluate(inputs, targets)

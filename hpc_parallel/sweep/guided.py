@@ -51,6 +51,10 @@ from hpc_parallel.sweep import view
 from hpc_parallel.sweep.start import open_folder
 from hpc_parallel.sweep.sweep_plan import OF_THE_SWEEP, PlannedRun, different_losses, run_overrides
 
+RESULTS = "optimization_results.yaml"  # written by Hydra's plugins for Optuna, Ax and Nevergrad
+# Keys of `sweep.` that are allowed; every run is waited for anyway.
+_ALLOWED = ("objective", "wait", "prune", "prune_after")
+
 
 class RunFailedError(RuntimeError):
     """A run has no value for the sweeper; the message names the run and the reason."""
@@ -108,7 +112,10 @@ class Trial:
         try:
             launcher.launch(run)
         except (ConfigError, SiteRefusedError):
-            change_sweep(self.folder, lambda sweep: _without(sweep, path))
+            change_sweep(
+                self.folder,
+                lambda sweep: replace(sweep, runs=tuple(run for run in sweep.runs if run.run_dir != path)),
+            )
             raise
         ended = read_run(path)
         job = next(iter(ended.job_ids[-1:]), None)
@@ -148,18 +155,9 @@ def read_result(path: Path, *, names: Sequence[str]) -> Result:
     return Result(figures, f"{end} without {' and '.join(missing)}" if missing else None, end)
 
 
-def _without(sweep: Sweep, path: Path) -> Sweep:
-    return replace(sweep, runs=tuple(run for run in sweep.runs if run.run_dir != path))
-
-
 def _with_job(sweep: Sweep, path: Path, job: str) -> Sweep:
     runs = tuple(replace(run, job_id=job) if run.run_dir == path else run for run in sweep.runs)
     return replace(sweep, runs=runs)
-
-
-RESULTS = "optimization_results.yaml"  # written by Hydra's plugins for Optuna, Ax and Nevergrad
-# Keys of `sweep.` that are allowed; every run is waited for anyway.
-_ALLOWED = ("objective", "wait", "prune", "prune_after")
 
 
 def guide(

@@ -96,12 +96,9 @@ def _entries(then: Any, problems: list[Problem | str]) -> dict[str, Any]:
     for name in entries:
         if name in reserved or not _NAME.fullmatch(name):
             rule = "is reserved" if name in reserved else "must be letters, digits, - and _"
-            problems.append(f"then.{name}: the name of a stage {rule}. Try then.{_legal(name)}.")
+            legal = f"stage_{re.sub(r'[^A-Za-z0-9_-]', '_', name)}"
+            problems.append(f"then.{name}: the name of a stage {rule}. Try then.{legal}.")
     return entries
-
-
-def _legal(name: str) -> str:
-    return f"stage_{re.sub(r'[^A-Za-z0-9_-]', '_', name)}"
 
 
 def _name_of(words: Sequence[str]) -> str:

@@ -38,7 +38,7 @@ LINES = {
     "optimizer._target_=torch.optim.SGD": "Try optimizer=custom optimizer._target_=torch.optim.SGD.",
     "training.foo=1": "there is no key training.foo.",
     "training.learning_rate=0.1": "Try optimizer.learning_rate=0.1.",
-    "launcher.schedule=x": "there is no key launcher.schedule.",
+    "launcher.schedule=x": "If it is an option of sbatch, try +launcher.extra.schedule=x.",
     "strategy=ddp": "Try strategy=data.",
     "strategy=zero3": "Try strategy=fsdp.",
     "strategy=cp": "Try strategy=context.",
@@ -138,10 +138,10 @@ def test_a_typing_error_has_its_key() -> None:
 
 
 FOLDERS = {
-    "data=notes": "Try data=text data.path=notes data.pattern=*.txt.",
-    "data.path=notes": "no file matches data.pattern = *.py in notes. Try data.pattern=*.txt.",
-    "data.path=notes data.pattern=*.c": "no file matches data.pattern = *.c in notes. Try data.pattern="
-    "*.txt.",
+    "data=notes": "Try data=text data.path=notes 'data.pattern=*.txt'.",
+    "data.path=notes": "no file matches data.pattern = *.py in notes. Try 'data.pattern=*.txt'.",
+    "data.path=notes data.pattern=*.c": "no file matches data.pattern = *.c in notes. Try 'data.pattern="
+    "*.txt'.",
     "data.path=pictures": "in pictures. It must be a text file or a folder of text files.",
     "data=pictures": "Try data=text.",
     "data=tables": "Try data=parquet data.path=tables.",

@@ -18,8 +18,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.models.auxiliary_loss import AuxiliaryLoss, SequenceSum
 from hpc_parallel.models.experts import Experts, LoadBalance, SharedExperts, grouped_product
 from hpc_parallel.models.moe import MixtureOfExperts, imbalance
-from hpc_parallel.strategies.balance_experts import BalanceExperts, balances_of
-from hpc_parallel.strategies.expert import ExpertReplicas
+from hpc_parallel.strategies.expert import BalanceExperts, ExpertReplicas, balances_of
 from hpc_parallel.torch_internals import group_of, operator_arguments, operator_name
 from hpc_parallel.worker.session import Session
 from tests.composed import prepared

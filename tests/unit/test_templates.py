@@ -17,9 +17,8 @@ import pytest
 from hpc_parallel.config.places import find_folder
 from hpc_parallel.launch.batch_script import needs_own_script, render, render_array, sbatch_flags
 from hpc_parallel.launch.prepare import PreparedRun
-from hpc_parallel.launch.recompose import override_value
 from hpc_parallel.launch.run_files import write
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import ConfigError, hydra_value
 from tests.composed import prepared
 from tests.marks import in_full
 
@@ -333,7 +332,7 @@ def test_traps_of_setup_lines_run_beside_ours(removed: bool, tmp_path: Path) -> 
     lines = (
         ["trap - EXIT TERM"] if removed else ["trap 'echo \"gone: $?\" > cleaned' EXIT", "trap 'true' TERM"]
     )
-    run = started("srun", "none", f"launcher.setup={override_value(lines)}", f"run_dir={tmp_path / 'run'}")
+    run = started("srun", "none", f"launcher.setup={hydra_value(lines)}", f"run_dir={tmp_path / 'run'}")
     write(run)
     tools = tmp_path / "bin"
     tools.mkdir()

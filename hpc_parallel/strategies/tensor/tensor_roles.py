@@ -43,7 +43,8 @@ def matches(name: str, pattern: str) -> bool:
 
 def find_problems(model: LayeredModel, *, degree: int, options: StrategyConfig) -> Problems:
     """Returns why the layers of `model`, which is not split yet, can't be split over `degree` devices."""
-    unknown = [repr(role) for role in model.tensor_roles.values() if not _is_role(role)]
+    others = (role for role in model.tensor_roles.values() if role not in ROLES)
+    unknown = [repr(role) for role in others if not (isinstance(role, Column) and role.parts > 0)]
     if unknown:
         yield _problem(model, degree, f"has the unknown role {', '.join(unknown)}; {', '.join(ROLES)} exist")
         return
@@ -84,10 +85,6 @@ def roles_of(model: LayeredModel) -> dict[str, str | Column]:
         for pattern, role in model.tensor_roles.items()
         if matches(name, pattern)
     }
-
-
-def _is_role(role: object) -> bool:
-    return role in ROLES or (isinstance(role, Column) and role.parts > 0)
 
 
 def _problem(model: LayeredModel, degree: int, clause: str) -> Problem:
