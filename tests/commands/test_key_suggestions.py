@@ -53,7 +53,7 @@ LINES = {
     "launcher.cpus_per_device=maybe": "is not a whole number. Try launcher.cpus_per_device=1.",
     "script.requeue_codes=maybe": "is not a list of whole numbers [a,b]. Try script.requeue_codes=[].",
     "script.argumnts.lr=1e-3": "Try script.arguments.lr=1e-3.",
-    "launcher.extra={nice:10}": "needs a plus. Try '+launcher.extra={nice:10}'.",
+    "launcher.extra={nice:10}": "needs a plus. Try +launcher.extra={nice:10}.",
     "optimizer.groups={a:{dims:[1],weight_decay:0}}": "'+optimizer.groups={a:{dims:[1],weight_decay:0}}'.",
     "cluster.environment.A=b": "needs a plus. Try +cluster.environment.A=b.",
     "launcher.extr.reservation=mine": "Try +launcher.extra.reservation=mine.",
