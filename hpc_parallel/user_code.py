@@ -43,12 +43,18 @@ class UserCodeError(ConfigError):
 
 
 def described(error: BaseException) -> str:
-    """Returns `ValueError: a bad label (mydata.py:12)`, on one line; without a place if none is known."""
+    """Returns `ValueError: a bad label (mydata.py:12)`, on one line; without a place if none is known.
+
+    The place is that of a cause if no line of the user's code is in the traceback of `error` itself: a
+    pipeline of torch raises its own exception for that of a block.
+    """
     text, place = str(error), user_line(error)
     if isinstance(error, SyntaxError) and error.filename:
         text, place = error.msg, f"{os.path.basename(error.filename)}:{error.lineno}"
     text = " ".join(text.split())[:_MOST_OF_ONE].removesuffix(".")
     message = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if place is None and (place := next(filter(None, map(user_line, causes(error))), None)):
+        return f"{message}{causes_of(error)} ({place})"
     return (f"{message} ({place})" if place else message) + causes_of(error)
 
 

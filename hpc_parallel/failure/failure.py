@@ -121,14 +121,15 @@ def record_exception(
     xids: errors that the driver reported for this rank's GPU.
     """
     kind, source = kind_and_source(error)
-    where = place_of(error)
+    no_code = kind in WITHOUT_CODE | {NONFINITE, REPLICAS}
+    where = None if no_code else place_of(error)
     details: dict[str, Any] = {"where": where} if where else {}
     if kind == OUT_OF_MEMORY:
         message, details = oom.describe(source, where=where)
     else:
         text = " ".join(str(source).split())[:_MESSAGE_CHARACTERS]
         # The text of these exceptions needs no class name before it.
-        is_ours = kind in WITHOUT_CODE | {NONFINITE, REPLICAS} or isinstance(source, ConfigError)
+        is_ours = no_code or isinstance(source, ConfigError)
         message = text if is_ours and text else described(source)
         message += "" if is_ours else hint(text)
         details |= getattr(source, "details", {})

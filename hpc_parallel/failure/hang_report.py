@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 # The phases that a watchdog reports, in the order of a step. The lowest (step, phase) is furthest behind.
 PHASES = ("start", "data", "step", "log", "validate", "save", "done")
+PLACES = {
+    "data": "loading the data of step", "log": "the metrics of step",
+    "validate": "the validation after step", "save": "the checkpoint of step",
+}  # fmt: skip
 READER = "read ahead"  # the name of the thread that reads the next batch (training/read_ahead.py)
 LOOKS = 10  # checks of a watchdog within the time-out
 PROBE_S = 4.0  # time-out of a connection to rank 0's host
@@ -72,9 +76,7 @@ class HangReport:
         """The phase, step and code line as text."""
         if self.phase is None:
             return f"at {self.where}"
-        names = {"data": "loading the data of step", "log": "the metrics of step",
-                 "validate": "the validation after step", "save": "the checkpoint of step"}  # fmt: skip
-        phase = f"the {self.phase}" if self.phase in ("start", "done") else names.get(self.phase, "step")
+        phase = f"the {self.phase}" if self.phase in ("start", "done") else PLACES.get(self.phase, "step")
         return f"in {phase}{'' if self.phase == 'start' else f' {self.step}'} at {self.where}"
 
 

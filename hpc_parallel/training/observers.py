@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hpc_parallel.failure.error_place import mark_step
+from hpc_parallel.failure import hang_report
+from hpc_parallel.failure.error_place import mark, mark_step
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.training.callbacks import Callbacks
 from hpc_parallel.training.metrics import Metrics
@@ -37,6 +38,14 @@ class Progress:
         name = f"{phase} {step}"
         if not self.begun or self.begun[-1][1] != name:  # a long wait is marked again and again
             self.begun.append((time.time_ns(), name))
+
+    def locate(self, error: BaseException) -> None:
+        """Mark an exception with the step, and with the phase if no inner place is known."""
+        _, phase, step = self.latest
+        if phase in hang_report.PLACES:
+            mark(error, f"{hang_report.PLACES[phase]} {step}")
+        if phase != "start":
+            mark_step(error, step)
 
 
 class Profiler(Protocol):
@@ -75,12 +84,8 @@ class Observers:
             self.metrics.data_s.append(time.perf_counter() - started)
             return
         contexts = [profiler.watch(number) for profiler in self.profilers]
-        try:
-            with _inside(contexts), marked(f"step {step}"):
-                yield
-        except Exception as error:
-            mark_step(error, step)
-            raise
+        with _inside(contexts), marked(f"step {step}"):
+            yield
 
 
 @contextmanager

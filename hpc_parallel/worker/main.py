@@ -95,6 +95,7 @@ def main(run_folder: str) -> int:
             task(TaskContext(config, values, folder, device, os.environ, marks))
         dist.destroy_process_group()
     except BaseException as error:
+        marks.locate(error)
         failure.record_exception(
             folder, world=world, error=error, collectives=flight_recorder.entered(marks.begun),
             xids=xids.new() if xids is not None else (),

@@ -25,7 +25,7 @@ from hpc_parallel.config.schema import AdamWConfig, TrainingConfig
 from hpc_parallel.failure import failure, flight_recorder, normal_end, restart, root_cause
 from hpc_parallel.failure.conclude_run import conclude, find_root_cause
 from hpc_parallel.failure.desync import compare
-from hpc_parallel.failure.error_place import located, mark_step
+from hpc_parallel.failure.error_place import located, mark, mark_step
 from hpc_parallel.failure.failure import Record
 from hpc_parallel.failure.flight_recorder import Call, Entered
 from hpc_parallel.failure.summary import OPTIMIZER_SPEEDLESS, SPEEDLESS, computed_as
@@ -39,6 +39,7 @@ from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.slurm import submit
 from hpc_parallel.slurm.jobs import Job
+from hpc_parallel.training.observers import Progress
 from hpc_parallel.user_code import causes_of, hint
 
 SUMMARY_KEYS = {
@@ -752,6 +753,47 @@ def test_the_line_of_a_gpu_out_of_memory(folder: RunFolder) -> None:
     assert read_json(folder.failure)["details"] == {
         "where": "block 7", "asked_bytes": round(2.1 * 2**30), "free_bytes": 300 * 2**20,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("phase", "details"),
+    [
+        ("start", {}),
+        ("data", {"where": "loading the data of step 7", "step": 7}),
+        ("step", {"step": 7}),
+        ("log", {"where": "the metrics of step 7", "step": 7}),
+        ("validate", {"where": "the validation after step 7", "step": 7}),
+        ("save", {"where": "the checkpoint of step 7", "step": 7}),
+        ("done", {"step": 7}),
+    ],
+)
+def test_an_exception_is_recorded_with_the_phase_in_which_it_was_raised(
+    folder: RunFolder, phase: str, details: dict[str, Any]
+) -> None:
+    progress, replicas = Progress(), type("ReplicaError", (RuntimeError,), {"details": {"step": 6}})
+    if phase != "start":
+        progress.mark(phase, 7)
+    inner = ValueError("planted")
+    mark(inner, "block 2")
+    expected = [(ValueError("planted"), details), (inner, details | {"where": "block 2"})]
+    expected += [(replicas("planted"), {"step": 6})]  # names its weight: no code is to blame
+    for rank, (error, wanted) in enumerate(expected):
+        progress.locate(error)
+        failure.record_exception(folder, world=world(rank), error=error)
+        assert json.loads((folder.logs / f"rank-{rank}.failure.json").read_text())["details"] == wanted
+
+
+def test_the_place_of_an_exception_that_torch_wraps_is_that_of_its_cause(folder: RunFolder) -> None:
+    with pytest.raises(ValueError, match="a bad label") as raised:
+        raise ValueError("a bad label")
+    wrapped = RuntimeError("[Stage 1] failed to run forward")  # raised in torch: no line of the user's
+    wrapped.__cause__ = raised.value
+    failure.record_exception(folder, world=world(5), error=wrapped)
+    line = raised.tb.tb_lineno
+    assert conclude(folder, returncode=1) == (
+        "rank 5 on n2 failed first: RuntimeError: [Stage 1] failed to run forward, caused by ValueError: "
+        f"a bad label (test_failure.py:{line})"
+    )
 
 
 def test_the_causes_of_a_chained_exception_are_in_the_line(folder: RunFolder) -> None:
