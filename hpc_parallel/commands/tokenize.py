@@ -6,7 +6,6 @@ Inputs are read in parts, so neither they nor the tokens need to fit into memory
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 from collections.abc import Container, Iterator, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 
 from hpc_parallel.commands.encode_text import encode_text, tokenizer_failures
 from hpc_parallel.data.folder_files import list_files, name_matcher
-from hpc_parallel.data.tokens import Description, description_file
+from hpc_parallel.data.tokens import TOKENIZER_BYTES, Description, description_file, digest_of_tokenizer
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
 from hpc_parallel.problems import ConfigError, as_override, nearest, shell_word
 from hpc_parallel.record.safe_read import DamagedError, list_folder, open_regular, read_bytes
@@ -27,7 +26,6 @@ from hpc_parallel.record.safe_write import replacing, write_text
 from hpc_parallel.shell import command_parser, complain, output_problems
 
 PIECE = 1 << 18  # bytes read at once
-TOKENIZER_BYTES = 256 << 20  # ten times the largest vocabularies of today
 
 
 def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) -> int:
@@ -216,9 +214,9 @@ def _find_encoder(options: argparse.Namespace, problems: list[str]) -> Encoder |
     if not vocabulary:
         problems.append(f"--tokenizer {file} has no vocabulary. Try one that was trained.")
         return None
-    digest = hashlib.sha256(content).hexdigest()[:12]
     vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
-    return Encoder(f"{file.name} {digest}", vocab_size, tokenizer=tokenizer, end_of_text=end_of_text)
+    name = f"{file.name} {digest_of_tokenizer(content)}"
+    return Encoder(name, vocab_size, tokenizer=tokenizer, end_of_text=end_of_text)
 
 
 def _refuse(problems: Sequence[object]) -> int:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hpc_parallel.data.text import VOCAB_SIZE
-from hpc_parallel.data.tokens import read_description
+from hpc_parallel.data.tokens import TOKENS_DATA, read_description
 
 
 def reads_bytes(data: Mapping[str, Any]) -> bool:
     """Whether the tokens of this data configuration are bytes; False for a user's own class."""
-    if data["_target_"] == "hpc_parallel.data.tokens.TokensData":
+    if data["_target_"] == TOKENS_DATA:
         return read_description(Path(os.path.expanduser(data["path"])))["tokenizer"] == "bytes"
     return bool(data["_target_"] == "hpc_parallel.data.text.TextData")
 

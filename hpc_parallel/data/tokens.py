@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from hpc_parallel.data.packing import Packed
     from hpc_parallel.data.windows import Windows
 
+TOKENS_DATA = "hpc_parallel.data.tokens.TokensData"
+TOKENIZER_BYTES = 256 << 20  # ten times the largest vocabularies of today
 MAKE_IT = "Make both with `python -m hpc_parallel tokenize SOURCE --output tokens.npy`."
 
 
@@ -77,6 +79,11 @@ class TokensData:
             return
         self.train = Windows(tokens[:cut], sequence_length, self.vocab_size, "training")
         self.validation = Windows(tokens[cut:], sequence_length, self.vocab_size, "validation")
+
+
+def digest_of_tokenizer(content: bytes) -> str:
+    """The end of the name that a description gives to a tokenizer with this file."""
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def description_file(tokens_file: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import warnings
@@ -17,13 +18,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.data.codec import reads_bytes
+from hpc_parallel.data.text import VOCAB_SIZE
+from hpc_parallel.data.tokens import TOKENIZER_BYTES, TOKENS_DATA, digest_of_tokenizer, read_description
 from hpc_parallel.models.drawn_weights import own_slice
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.checkpoint_index import Checkpoint
 from hpc_parallel.record.endings import INITIAL
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.safe_read import read_json
+from hpc_parallel.record.safe_read import DamagedError, read_bytes, read_json
 from hpc_parallel.record.safetensors_header import read_header
 from hpc_parallel.record.trust import require_private
 from hpc_parallel.strategies import exchange
@@ -118,7 +122,11 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
     read_once(state, source.fill)
     if dist.get_rank() == 0:
         print(f"starting from the weights of {path}", flush=True)
-        if other := other_settings(assembled.parts[0], path.parent / "config.json"):
+        others = [other_settings(assembled.parts[0], path.parent / "config.json")]
+        if isinstance(source, WeightsFile):
+            beside = path.parent / "tokenizer.json"
+            others.append(other_tokens(config.data, vocabulary=assembled.parts[0].classes, beside=beside))
+        for other in filter(None, others):
             print(f"WARNING: {other}", file=sys.stderr, flush=True)
     return str(path)
 
@@ -136,6 +144,27 @@ def other_settings(model: LayeredModel, path: Path) -> str | None:
     keys = [key for key in sorted(theirs) if not _NO_RESULT.search(key) and values.get(key) != theirs[key]]
     differ = ", ".join(f"{key}={values.get(key)} ({path.name}: {theirs[key]})" for key in keys)
     return f"the weights of {path.parent} were trained otherwise: {differ}" if differ else None
+
+
+def other_tokens(data: Mapping[str, Any], *, vocabulary: int | None, beside: Path) -> str | None:
+    """A line if weights with this `vocabulary` were trained on other tokens than those of `data`.
+
+    beside: the file of their tokenizer, which not all weights have.
+    """
+    advice = "Try python -m hpc_parallel tokenize with their tokenizer"
+    if reads_bytes(data):
+        if vocabulary is None or vocabulary <= 2 * VOCAB_SIZE:
+            return None
+        return f"the data has bytes, but the weights know {vocabulary:,} tokens. {advice}"
+    if data["_target_"] != TOKENS_DATA:
+        return None
+    made_by = read_description(Path(os.path.expanduser(data["path"])))["tokenizer"]
+    try:
+        digest = digest_of_tokenizer(read_bytes(beside, limit_bytes=TOKENIZER_BYTES, follow=True))
+    except (OSError, DamagedError):
+        return None
+    fits = made_by.endswith(digest)
+    return None if fits else f"the data has tokens of {made_by}, but {beside} has another content. {advice}"
 
 
 def in_names_of(shapes: Shapes, state: StateDict, *, model: LayeredModel) -> tuple[StateDict, dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import socket
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from hpc_parallel.config.huggingface_source import FAMILIES, FIXED, read_source, roles_in
 from hpc_parallel.models.layered import materialise
-from hpc_parallel.training.load_weights import other_settings
+from hpc_parallel.training.load_weights import other_settings, other_tokens
 
 transformers = pytest.importorskip("transformers")
 SHAPE = {
@@ -206,3 +207,24 @@ def test_nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     assert build("llama", torch.float32, {})(torch.zeros(1, 4, dtype=torch.long)).shape == (1, 4, 64)
+
+
+def test_tokens_that_the_weights_do_not_know_are_named(tmp_path: Path) -> None:
+    """A pretrained model of 50,257 tokens went on with bytes without a word."""
+    beside, file = tmp_path / "tokenizer.json", tmp_path / "tokens.npy"
+    text = {"_target_": "hpc_parallel.data.text.TextData"}
+    assert other_tokens(text, vocabulary=256, beside=beside) is None
+    told = str(other_tokens(text, vocabulary=50257, beside=beside))
+    assert told.startswith("the data has bytes, but the weights know 50,257 tokens")
+    file.touch()
+    content = b'{"model": {}}'
+    made_by = f"tokenizer.json {hashlib.sha256(content).hexdigest()[:12]}"
+    described = {"vocab_size": 50257, "tokenizer": made_by, "count": 9}
+    file.with_suffix(".json").write_text(json.dumps(described))
+    tokens = {"_target_": "hpc_parallel.data.tokens.TokensData", "path": str(file)}
+    assert other_tokens(tokens, vocabulary=50257, beside=beside) is None  # there is none
+    beside.write_bytes(content)
+    assert other_tokens(tokens, vocabulary=50257, beside=beside) is None
+    beside.write_bytes(b"{}")
+    found = str(other_tokens(tokens, vocabulary=50257, beside=beside))
+    assert found.startswith(f"the data has tokens of {made_by}, but {beside} has another content")
