@@ -190,7 +190,7 @@ def _explain(
     key = key.lstrip("+")
     text = str(error.__cause__ or error)
     choices = _choices(key)
-    if value in choices and override.startswith("+"):
+    if override.startswith("+") and (value in choices or "An item is already at" in text):
         return f"{override}: {key} has a place already, and + adds a new key. Try {as_override(key, value)}."
     if value in choices and key == "jobs":
         first = "# @package _global_"

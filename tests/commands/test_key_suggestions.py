@@ -56,6 +56,7 @@ LINES = {
     "launcher.extra={nice:10}": "needs a plus. Try +launcher.extra={nice:10}.",
     "optimizer.groups={a:{dims:[1],weight_decay:0}}": "'+optimizer.groups={a:{dims:[1],weight_decay:0}}'.",
     "cluster.environment.A=b": "needs a plus. Try +cluster.environment.A=b.",
+    "+seed=3": "+ adds a new key. Try seed=3.",
     "launcher.extr.reservation=mine": "Try +launcher.extra.reservation=mine.",
     "data=words.npy": "Try data=tokens data.path=words.npy.",
     "strategy=Parameter-Server": "Try strategy=parameter_server.",
