@@ -153,7 +153,7 @@ def preview(plan: SweepPlan, *, kind: str, launcher: Launcher) -> int:
     line = f"{len(runs)} run{'s' * (len(runs) > 1)} of {devices} device{'s' * (devices > 1)} together"
     if kind not in HERE:
         hours = math.fsum(run.config.devices_of_job * run.config.launcher.time_minutes / 60 for run in runs)
-        line += f", at most {hours:g} device-hours by their time limits"
+        line += f", at most {hours:g} device-hours by their time limits, before a requeue"
     print(f"# {line}", flush=True)
     from hpc_parallel.sweep.rank_variables import describe
 

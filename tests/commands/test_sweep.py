@@ -124,6 +124,15 @@ def test_runs_that_keep_other_parts_in_bfloat16_are_named(
     assert ("optimizer state in seed=1 optimizer.state=bfloat16, " in told) == ("," in kinds)
 
 
+def test_a_dry_run_says_what_the_runs_take_at_most_before_a_requeue(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("strategy=data", "nodes=1,3", "gpus_per_node=2", "launcher.time_minutes=45", "launcher=script")
+    assert main(["-m", *words, *CHEAP, "training.global_batch_size=6", "dry_run=true"]) == 0
+    said = "# 2 runs of 8 devices together, at most 6 device-hours by their time limits, before a requeue"
+    assert capsys.readouterr().out.splitlines()[-1] == said  # (2 + 6) x 0.75 h, each start of them
+
+
 def test_impossible_ones_are_listed_and_skipped_and_duplicates_dropped(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

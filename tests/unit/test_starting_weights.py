@@ -94,6 +94,9 @@ def test_a_folder_that_is_no_run_or_has_no_checkpoint(run: RunFolder, tmp_path: 
         f"weights = {tmp_path} can't be used: the folder is not a run folder. Name a run folder or one "
         ".safetensors file (docs/models-and-data.md joins several)"
     ]
+    (tmp_path / "model.safetensors").touch()  # as Hugging Face names it
+    (line,) = problems(f"weights={tmp_path}")
+    assert line.endswith(f"not a run folder. Try weights={tmp_path / 'model.safetensors'}.")
     for step in (5, 10):
         (run.checkpoints / f"step-{step}" / "complete").unlink()
     assert problems(f"weights={run.path}") == [
