@@ -87,12 +87,9 @@ def find_files(path: str | None, *, pattern: str) -> FolderFiles:
     if path is not None:
         found.require()
     if not found.matching:
-        usual = usual_pattern(root)
-        hint = (
-            f"Try {as_override('data.pattern', usual)}."
-            if usual
-            else "It must be a text file or a folder of text files."
-        )
+        hint = "It must be a text file or a folder of text files."
+        if usual := usual_pattern(root):
+            hint = f"Try {as_override('data.pattern', usual)}."
         raise ValueError(f"no file matches data.pattern = {pattern} in {root}. {hint}")
     return found
 
