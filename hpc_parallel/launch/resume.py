@@ -346,7 +346,7 @@ def trained_with(path: Path, *, trusted: bool) -> Mapping[str, Any]:
     if not is_run_folder(path):
         files = [*path.glob("*.safetensors")]
         near = "Name a run folder or one .safetensors file (docs/models-and-data.md joins several)"
-        near = f"Try weights={quoted(files[0])}." if len(files) == 1 else near
+        near = f"Try {as_override('weights', files[0])}." if len(files) == 1 else near
         raise ValueError(f"the folder is not a run folder. {near}")
     checkpoints = complete(RunFolder(path).checkpoints)
     if not checkpoints:
