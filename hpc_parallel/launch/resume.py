@@ -197,8 +197,8 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
     is_script = settings["task.name"] == TASK
     task = settings["task.name"]
     if before.get("task.name") == "train" and task not in ("train", TASK):
-        rule = f"only trains on, but task={task} takes the weights of a run. Leave it out, and try weights="
-        yield f"resume = {values['resume']} {rule}{spell(str(folder.path))}."
+        rule = f"only trains on, but task={task} takes the weights of a run. Leave it out"
+        yield f"resume = {values['resume']} {rule}, and try {as_override('weights', str(folder.path))}."
         return
     yield from _fixed_problems(before, settings, is_script=is_script)
     if is_script:  # a script has its own checkpoints
