@@ -30,7 +30,6 @@ from hpc_parallel.layout.batch_plan import default_batch_size, usual_batch_size
 from hpc_parallel.layout.layout import DATAPARALLEL, SPMD
 from hpc_parallel.layout.schedules import schedule_named
 from hpc_parallel.problems import ConfigError, Problem
-from hpc_parallel.record.values import table
 from hpc_parallel.slurm.allocation import ALLOCATION
 from hpc_parallel.slurm.limits import NodeShare
 
@@ -69,7 +68,7 @@ def resolve(config: DictConfig, *, preset: Mapping[str, Any] = MappingProxyType(
             set_default(config)
         _set_restarts(config)
         values = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
-        if not table(values["data"]).get("validation", True):
+        if values["data"] and values["data"].get("validation") == {}:
             values["data"]["validation"] = None  # its default is an empty table, to which keys can be added
         run = typed(values)
     except OmegaConfBaseException as error:

@@ -18,6 +18,8 @@ class ImageModel(LayeredModel):
     """The base class of the reference image models: the loss and the initial weights."""
 
     channels_last = True
+    label_count: int
+    """The number of logits of an image or a pixel."""
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Cross-entropy in nats, summed over images [batch] or pixels [batch, height, width]."""
@@ -70,7 +72,7 @@ class ConvNet(ImageModel):
             ),
             head=Classifier(channels[-1], classes=classes) if head is None else head,
         )
-        self.in_channels, self.classes = in_channels, classes
+        self.in_channels, self.label_count = in_channels, classes
 
     def forward_flops(self, sample_shape: tuple[int, ...]) -> PartFlops:
         """2 FLOPs for each weight and each position where the model uses the weight.

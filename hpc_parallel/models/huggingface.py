@@ -58,7 +58,7 @@ class HuggingFaceModel(LanguageModel):
         )
         self.settings = settings
         self.family = family
-        self.classes = settings.vocab_size
+        self.label_count = settings.vocab_size
         self.attention_width = settings.num_attention_heads * head_dim(settings)
         self.tensor_roles = self._roles()
         tokens = "stem" if family.positions is None else "stem.tokens"

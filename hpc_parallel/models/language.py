@@ -29,6 +29,8 @@ class LanguageModel(LayeredModel):
 
     attention_width: int
     """Width of all query heads together."""
+    label_count: int
+    """The number of logits of a position."""
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Cross-entropy in nats, summed over the tokens [batch, seq], in float32 (float64 stays)."""

@@ -124,8 +124,6 @@ class LayeredModel(nn.Module):
     """Constructor arguments of a small model of this class, for the comparison with one device."""
     ignore_index: int | None = None
     """The target that `loss` leaves out (-100 in torch); the mean is taken over all other targets."""
-    classes: int | None = None
-    """The number of classes of a reference model, whose targets are their indices."""
     pixelwise: bool = False
     """Whether an image model has an output and a target for each position of the image."""
     channels_last: bool = False

@@ -100,7 +100,7 @@ class Transformer(LanguageModel):
             head=head,
         )
         self.layers = layers
-        self.classes = vocab_size
+        self.label_count = vocab_size
         self.attention_width = heads * (head_dim or dim // heads)
         if tied_head:  # Press & Wolf 2017
             head.output.weight = embedding.weight

@@ -42,7 +42,7 @@ class UNet(ImageModel):
             Up(below, level, kernel_size=kernel_size) for level, below in reversed(list(pairwise(channels)))
         )
         super().__init__(stem=Pixels(), blocks=(*down, bottom, *up), head=nn.Conv2d(channels[0], classes, 1))
-        self.in_channels, self.classes = in_channels, classes
+        self.in_channels, self.label_count = in_channels, classes
 
     def forward_flops(self, sample_shape: tuple[int, ...]) -> PartFlops:
         """2 FLOPs for each weight of a convolution and each position of its output."""

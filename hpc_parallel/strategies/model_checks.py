@@ -100,7 +100,8 @@ def legal_samples(model: LayeredModel) -> LegalSamples:
     )
     tokens = min((table.num_embeddings for table in tables if isinstance(table, nn.Embedding)), default=None)
     each_token = loss is LanguageModel.loss
-    classes = model.classes if each_token or loss is ImageModel.loss else None
+    is_ours = each_token or loss is ImageModel.loss
+    classes = getattr(model, "label_count", None) if is_ours else None
     return LegalSamples(
         model.ignore_index, classes, tokens, each_token, pixels=isinstance(model.stem, Pixels)
     )

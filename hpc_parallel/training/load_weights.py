@@ -125,7 +125,11 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
         others = [other_settings(assembled.parts[0], path.parent / "config.json")]
         if isinstance(source, WeightsFile):
             beside = path.parent / "tokenizer.json"
-            others.append(other_tokens(config.data, vocabulary=assembled.parts[0].classes, beside=beside))
+            others.append(
+                other_tokens(
+                    config.data, vocabulary=getattr(assembled.parts[0], "label_count", None), beside=beside
+                )
+            )
         for other in filter(None, others):
             print(f"WARNING: {other}", file=sys.stderr, flush=True)
     return str(path)

@@ -165,8 +165,8 @@ def test_another_run_that_cannot_be_read_is_left_out(
     assert f"can't read {tmp_path / 'run4'}: no" in capsys.readouterr().err
 
 
-def ended(path: Path, **summary: Any) -> RunFolder:
-    folder = finished(path)
+def ended(path: Path, *overrides: str, **summary: Any) -> RunFolder:
+    folder = finished(path, *overrides)
     write_json(folder.summary, json.loads(folder.summary.read_text()) | summary)
     return folder
 
@@ -174,7 +174,9 @@ def ended(path: Path, **summary: Any) -> RunFolder:
 def test_every_command_knows_the_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A pruned run is no failure, is not started again by its sweep, and competes with no other run."""
     run = ended(tmp_path / "a", outcome="pruned", ended_early=LINE, steps=30, final_loss=0.5)
-    others = [ended(tmp_path / f"b{loss}", final_loss=loss) for loss in (1.0, 2.0)]
+    others = [
+        ended(tmp_path / f"b{loss}", f"strategy.bucket_mb={loss}", final_loss=loss) for loss in (1.0, 2.0)
+    ]
     (state,) = states([read_run(run.path)])
     assert (state.name, state.ended) == ("pruned", True)
     assert conclude(run, returncode=0, environment={}) is None
