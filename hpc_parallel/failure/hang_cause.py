@@ -62,18 +62,18 @@ def _blame(
     ahead = max(reports, key=lambda report: (report.position, not report.stopped))
     for report in reports:
         if report.stopped:
-            return report, f"stopped by a signal (state T) {report.place}; {_others(ahead)}"
+            return report, _beside(f"stopped by a signal (state T) {report.place}", ahead)
     disconnected = [report for report in reports if report.unreachable]
     if disconnected:
         return _lost_link(reports, disconnected=disconnected)
     for report in reports:
         if report.phase is None and not report.is_script:
-            return report, f"hangs {report.place}, where its Python can't run; {_others(ahead)}"
+            return report, _beside(f"hangs {report.place}, where its Python can't run", ahead)
     if unresponsive:
         rank = unresponsive[0]
         hosts = {record.rank: record.host for record in records}
         lost = replace(ahead, rank=rank, host=hosts.get(rank, "a host that is silent"), stack=[])
-        return lost, f"gave no sign for {ahead.idle_s:.0f} s: its host may be cut off; {_others(ahead)}"
+        return lost, _beside(f"gave no sign for {ahead.idle_s:.0f} s: its host may be cut off", ahead)
     if verdict := _nccl_behind(reports):
         return verdict
     if any(report.is_script for report in reports):
@@ -81,14 +81,14 @@ def _blame(
     if verdict := _in_another_collective(reports):
         return verdict
     behind = min(reports, key=_order(reports))
-    if _order(reports)(behind) == _order(reports)(ahead):
+    if _order(reports)(behind) == _order(reports)(ahead) and behind.world_size > 1:
         if device := _device_with_fewer(reports):
             return device
         is_one = len({report.place for report in reports}) == 1
         stand = f"all stand {ahead.place}" if is_one else f"they stand apart: {_places(reports)}"
         summary = f"no rank is behind and rank 0 answers, but {stand}"
         return None, f"{summary} for {behind.idle_s:.0f} s{_last(ahead)}"
-    return behind, _lasting(f"hangs {behind.place}", behind, _others(ahead))
+    return behind, _beside(f"hangs {behind.place} for {behind.idle_s:.0f} s", ahead)
 
 
 def _nccl_behind(reports: Sequence[HangReport]) -> Verdict | None:
@@ -222,6 +222,8 @@ def _script_behind(reports: Sequence[HangReport]) -> Verdict:
 
     behind = min(suspects, key=evidence)
     others = [report for report in reports if report.where != behind.where]
+    if behind.world_size == 1:
+        return behind, f"hangs {behind.place}; it has not written anything for {behind.idle_s:.0f} s"
     if not others:
         return None, _lasting("no rank is behind", behind, f"all stand {behind.place}")
     waits_for_gpu = _waits(behind) and any(_FOR_GPU.search(_native(report)) for report in reports)
@@ -307,8 +309,9 @@ def _lost_link(
     )
 
 
-def _others(ahead: HangReport) -> str:
-    return f"others wait {ahead.place}{_last(ahead)}"
+def _beside(message: str, ahead: HangReport) -> str:
+    """Add where the other ranks wait, if there are any."""
+    return message if ahead.world_size == 1 else f"{message}; others wait {ahead.place}{_last(ahead)}"
 
 
 def _last(report: HangReport) -> str:

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -180,13 +181,17 @@ class _Watchdog:
 
 
 def stack_in(phase: str) -> traceback.StackSummary:
-    """The stack of the main thread, or of the thread that reads while the main thread waits for a batch."""
+    """The stack of the main thread, or of the thread for which it waits: one that reads a batch, or a replica."""
     threads = {thread.name: thread.ident for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sys._current_frames()
     reader = frames.get(threads.get(READER) or 0) if phase == "data" else None
     if reader is None or reader.f_code.co_name == WAITS_FOR_REQUEST:
         reader = frames[main or 0]
+    for frame, _ in islice(traceback.walk_stack(reader), 3):  # nn.DataParallel joins a thread a replica
+        thread = frame.f_locals.get("self")
+        if frame.f_code.co_name == "join" and isinstance(thread, threading.Thread):
+            reader = frames.get(thread.ident or 0, reader)
     return traceback.extract_stack(reader)
 
 

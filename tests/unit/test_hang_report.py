@@ -102,6 +102,26 @@ def test_the_root_cause_is_chosen_by_kind_and_time(
     assert blamed(folder, but=but) == line
 
 
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        ({}, "hangs in step 57 at step.py:9 in run for 300 s"),
+        ({"phase": None, "step": None}, "hangs at step.py:9 in run, where its Python can't run"),
+        ({"stopped": True}, "stopped by a signal (state T) in step 57 at step.py:9 in run"),
+        ({"phase": None, "step": None, "is_script": True},
+         "hangs at step.py:9 in run; it has not written anything for 300 s"),
+    ],
+)  # fmt: skip
+def test_the_only_rank_of_a_run_is_the_one_that_hangs(
+    folder: RunFolder, report: dict[str, object], message: str
+) -> None:
+    world = replace(World.discover({}), rank=0, world_size=1, host="n1", attempt="a")
+    failure.record_hang(folder, world=world, message="no progress", stack=[])
+    hang_report.write_report(folder, replace(WAITS, world_size=1, **report))  # type: ignore[arg-type]
+    cause = cause_of(folder, failure.records(folder))
+    assert (cause.rank, cause.host, cause.message) == (0, "n1", message)
+
+
 def test_a_rank_that_gives_no_sign(folder: RunFolder) -> None:
     line = f"2 on n2: gave no sign for 300 s: its host may be cut off; {OTHERS}"
     assert blamed(folder, but={}, silent=(2,)) == line

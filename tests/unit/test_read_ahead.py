@@ -197,3 +197,18 @@ Current thread 0x02 (most recent call first):
     reading = '  File "/home/mine/nfs.py", line 7 in __getitem__\n'
     assert spot_of(reader_of(text.format(reading=reading))) == "mine/nfs.py:7 in __getitem__"
     assert reader_of(text.format(reading="")) == []  # it waits for a request
+
+
+def test_a_main_thread_that_joins_a_replica_stands_where_the_replica_is() -> None:
+    """nn.DataParallel runs each replica in a thread, which may hang in the user's model."""
+    places: list[str] = []
+
+    def replica() -> None:
+        until = time.monotonic() + 20
+        while "replica" not in places and time.monotonic() < until:  # the main thread may not wait yet
+            places[:] = [frame.name for frame in stack_in("step")]
+
+    thread = threading.Thread(target=replica)
+    thread.start()
+    thread.join()
+    assert places[-2:] == ["replica", "stack_in"]
