@@ -206,8 +206,7 @@ def _explain(
             return f"{override}: {unusable_file(error)}"
         return _no_such_file(key, value, choices=choices, default=composer.defaults().get(key))
     if "Could not override" in str(error) or "not in" in text:
-        files = [] if _is_open(plain, key) else _files_with(key, composer)
-        if files:
+        if not _is_open(plain, key) and (files := _files_with(key, composer)):
             return f"{override}: there is no key {key} here. Try {alternatives(files)}."
         return _unknown(override, key=key, value=value, plain=plain)
     if isinstance(error.__cause__, OmegaConfBaseException):

@@ -77,11 +77,11 @@ class Row:
 
     def range_of(self, key: str) -> tuple[float, float] | None:
         """The least and largest value of a figure in this run and its repeats; of speeds, in samples/s."""
-        values: list[float | None] = []
-        for row in self.repeats or (self,):
-            speed = key in SPEEDS and row.spread.limits
-            values += speed or [row.figures[SPEEDS[0] if key in SPEEDS else key]]
-        known = [value for value in values if value is not None]
+        speed = SPEEDS[0] if key in SPEEDS else None
+        ends = [
+            (speed and row.spread.limits) or (row.figures[speed or key],) for row in self.repeats or (self,)
+        ]
+        known = [value for of_run in ends for value in of_run if value is not None]
         return (min(known), max(known)) if known else None
 
     @property
@@ -374,11 +374,11 @@ def device_hours(run: RecordedRun, *, devices: int | None) -> float | None:
     """
     try:
         starts = _held_from(run)
-        ends = [_time(end.ended) for end in attempts.ends(run.folder)]
+        ends = [at for end in attempts.ends(run.folder) if (at := time_of(end.ended))]
         if len(starts) + len(ends) > MAX_STARTS:
             return None
-        last = run.totals.ended or (run.newest_line and run.newest_line.time)
-        ends += [_time(last)] if last else []
+        last = time_of(run.totals.ended or (run.newest_line and run.newest_line.time))
+        ends += [last] if last else []
         hours, spares = 0.0, table((run.config or {}).get("launcher")).get("spares") or 0
         for (start, layout), following in zip(starts, [*starts[1:], None], strict=True):
             ends_between = [end for end in ends if end >= start and (not following or end <= following[0])]
@@ -404,10 +404,6 @@ def _held_from(run: RecordedRun) -> list[tuple[datetime, dict[str, Any]]]:
             starts.append((began if begun else starts.pop()[0], table(event.get("layout"))))
             begun = True
     return starts
-
-
-def _time(text: str) -> datetime:
-    return datetime.fromisoformat(text)
 
 
 def _sweeps(folders: Sequence[Path]) -> dict[Path, Sweep]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_parallel.record.endings import RankState
-from hpc_parallel.report.figures import NOISE, rank_states
+from hpc_parallel.report.figures import NOISE, meet, rank_states
 from hpc_parallel.report.gather import Row
 from hpc_parallel.report.tables import COLUMNS, Series, are_even, digits, spread_text, unit_of
 
@@ -121,10 +121,6 @@ def in_one_unit(kind: str, *values: tuple[float, str]) -> str:
     """Values, each with the name of what has it: `4.00 MB (worker) against 8.00 MB (server)`."""
     unit = unit_of(kind, (value for value, _ in values))
     return " against ".join(f"{unit.show(value)} {unit.name} ({name})" for value, name in values)
-
-
-def _is_noise(x: float, y: float) -> bool:
-    return abs(x - y) <= NOISE * max(x, y)
 
 
 def level(strategy: str, key: str, *, above: float) -> Measure:
@@ -266,7 +262,7 @@ def _served(rows: Sequence[Row]) -> Iterator[tuple[Row, RankState, RankState]]:
 def _holds_less(a: tuple[float, str], b: tuple[float, str]) -> Evidence:
     name, kind = FIGURE_NAMES["state_bytes"]
     figure = f"{name}: {in_one_unit(kind, a, b)}"
-    return _judged(figure, backed=a[0] < b[0], even=_is_noise(a[0], b[0]))
+    return _judged(figure, backed=a[0] < b[0], even=meet((a[0], a[0]), (b[0], b[0]), noise=NOISE))
 
 
 def hybrid_keeps_memory(runs: Runs) -> Evidence:

@@ -85,9 +85,7 @@ class Unit:
 
     def show(self, value: float | None) -> str:
         """Format a figure, without the unit's name."""
-        if value is None:
-            return UNMEASURED
-        return digits(value / self.size, self.digits) if self.digits else f"{value:.0f}"
+        return UNMEASURED if value is None else digits(value / self.size, self.digits)
 
 
 def unit_of(kind: str, values: Iterable[float | None]) -> Unit:
@@ -103,8 +101,8 @@ def unit_of(kind: str, values: Iterable[float | None]) -> Unit:
 
 
 def digits(value: float, count: int) -> str:
-    """Format with `count` significant digits and without an exponent."""
-    if value == 0 or not math.isfinite(value):
+    """Format with `count` significant digits (0: as many as a count has) and without an exponent."""
+    if value == 0 or not count or not math.isfinite(value):
         return f"{value:g}"
     rounded = float(f"{value:.{count - 1}e}")
     return f"{rounded:.{max(0, count - 1 - math.floor(math.log10(abs(rounded))))}f}"
