@@ -181,7 +181,7 @@ class _Watchdog:
 
 
 def stack_in(phase: str) -> traceback.StackSummary:
-    """The stack of the main thread, or of the thread for which it waits: the reader of a batch, or a replica."""
+    """The stack of the main thread, or of the thread it waits for: the reader of a batch, or a replica."""
     threads = {thread.name: thread.ident for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sys._current_frames()
