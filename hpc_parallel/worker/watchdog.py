@@ -181,7 +181,7 @@ class _Watchdog:
 
 
 def stack_in(phase: str) -> traceback.StackSummary:
-    """The stack of the main thread, or of the thread for which it waits: one that reads a batch, or a replica."""
+    """The stack of the main thread, or of the thread for which it waits: a reader of data, or a replica."""
     threads = {thread.name: thread.ident for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sys._current_frames()
