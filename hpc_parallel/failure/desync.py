@@ -42,15 +42,24 @@ def compare(
     """
     groups: dict[str, dict[int, Names]] = defaultdict(dict)
     members: dict[str, set[int]] = {}
+    newest: dict[int, tuple[int, str]] = {}  # rank -> time and group of its last collective
     for rank, rank_groups in collectives.items():
         for group in rank_groups:
             if group.calls:
                 groups[group.group][rank] = {call.number: call.name for call in group.calls}
                 members.setdefault(group.group, set()).update(group.ranks or range(world_size))
+                newest[rank] = max(newest.get(rank, (0, "")), (group.calls[-1].time_ns, group.group))
     findings: list[Desync] = []
+
+    def waits_for_silent(finding: Desync) -> bool:
+        """Whether the rank waits in another group for a silent one, which is then to blame."""
+        _, group = newest.get(finding.ranks[0], (0, finding.group))
+        return group != finding.group and not silent.isdisjoint(members[group])
+
     for name, calls in groups.items():
         absent = silent | _forgetful(name, collectives)
-        findings += _mismatches(name, calls) or _missing(name, calls, members=members[name] - absent)
+        missing = _missing(name, calls, members=members[name] - absent)
+        findings += _mismatches(name, calls) or [one for one in missing if not waits_for_silent(one)]
     # A rank that waits in another group's collective is itself blocked: blame the last rank of the chain.
     # If two ranks wait for each other, blame the one that left its usual sequence of collectives.
     blocked = {rank for finding in findings for rank in finding.waiting}

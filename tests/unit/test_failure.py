@@ -1145,6 +1145,30 @@ def test_a_rank_that_gloo_ended_is_not_called_missing(folder: RunFolder) -> None
 
 
 @pytest.mark.parametrize(
+    ("members", "blamed"),
+    [((2, 3), "rank 3 on n1 failed first: [enforce fail"),
+     ((1, 2), "rank 2 on n1 failed first: missing from sum (collective 3), in which ranks 0, 1 waited")],
+)  # fmt: skip
+def test_a_rank_that_waited_for_one_that_gloo_ended_is_not_called_missing(
+    folder: RunFolder, members: tuple[int, int], blamed: str
+) -> None:
+    """Ranks 0 and 1 wait for rank 2, which waits in a group of its own; gloo has ended rank 3."""
+    folder.log(3, "err").write_text(
+        "  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes\n"
+        "Fatal Python error: Aborted\n"
+    )
+    ahead, behind = calls("sum", "sum", "sum"), calls("sum", "sum")
+    own = calls("all_to_all", first=5, group="5", ranks=members)
+    for rank, entered in {0: [ahead], 1: [ahead], 2: [behind, own]}.items():
+        lost = RuntimeError("Read error: Connection reset by peer")
+        failure.record_exception(folder, world=world(rank), error=lost, collectives=entered)
+    failure.record_death(folder, world=world(3), returncode=-6)
+    line = conclude(folder, returncode=1)
+    assert line is not None
+    assert line.startswith(blamed)
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "[rank1]:[E1121] [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated "

@@ -216,7 +216,9 @@ def test_the_guard_outlives_the_loss_of_one_of_its_hosts(tmp_path: Path) -> None
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("concludes", "waits"), [(False, "30 60"), (True, "30 60 600")])
+@pytest.mark.parametrize(
+    ("concludes", "waits"), [(False, "30 60"), (True, "30 60" + " 6" * 100)], ids=["not", "concludes"]
+)
 def test_the_second_guard_waits_for_the_first_one(tmp_path: Path, concludes: bool, waits: str) -> None:
     """If both concluded the run, two jobs could follow. Slurm may take minutes to answer the first one."""
     script = render(started("srun", "none", "launcher.spares=1"))
