@@ -191,7 +191,8 @@ def _explain(
     text = str(error.__cause__ or error)
     choices = _choices(key)
     if override.startswith("+") and (value in choices or "An item is already at" in text):
-        return f"{override}: {key} has a place already, and + adds a new key. Try {as_override(key, value)}."
+        known = shell_word(override.lstrip("+"))
+        return f"{override}: {key} has a place already, and + adds a new key. Try {known}."
     if value in choices and key == "jobs":
         first = "# @package _global_"
         return f"{override}: the first line of {value}.yaml must be {first!r}, and its keys those of a run."
@@ -288,8 +289,12 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
         return f"{text} Gradients are accumulated over microbatches. Try {size}."
     name, equals, replacement = (suggest(key, flat(plain)) or "").partition("=")
     if not name:
-        option = as_override(f"+launcher.extra.{key.rpartition('.')[2]}", value)
-        return f"{text} If it is an option of sbatch, try {option}." if parent_key == "launcher" else text
+        if parent_key != "launcher":
+            return text
+        option = f"+launcher.extra.{key.rpartition('.')[2]}"
+        several = "," in value and set(value).isdisjoint("'\"[{")
+        option = as_override(option, value) if several else shell_word(f"{option}={value}")
+        return f"{text} If it is an option of sbatch, try {option}."
     if choices := _choices(name):
         return f"{text} Try {name}={replacement or (nearest(value, choices) or choices)[0]}."
     if _is_table(plain, name):
@@ -345,6 +350,8 @@ def _several_values(override: str, plain: DictConfig) -> str:
         return _unknown(override, key=key, value=value, plain=plain)
     sweep, one = shell_word(override), shell_word(f"{key}={value.partition(',')[0]}")
     advice = f"Try -m {sweep}, or one value: {one}"
+    if any(get_origin(hint) is list for hint in types_of(key)):
+        advice = f"Try {shell_word(f'{key}=[{value}]')}"
     if key.lstrip("+").startswith(LISTS_OF_SLURM) and (text := _as_one_text(key, value)):
         advice = f"For Slurm, they are one: {text}. To sweep them: -m {sweep}"
     return f"{override}: several values are a sweep. {advice}."

@@ -41,13 +41,14 @@ HARMLESS = (
 _FILES, _HARMLESS = (re.compile("|".join(map(translate, patterns))) for patterns in (FILES, HARMLESS))
 # Matches keys with underscores. `pad_token` and `eos_token_id` are settings of a model and must not match.
 _KEY = re.compile(
-    r"(?:^|_)(?:secret|password|passwd|passphrase|api_?key|access_key|private_key|credentials?)(?:$|_)"
+    r"(?:^|_)(?:secret|password|passwd|passphrase|api_?key|access_key|private_key|credentials?|authorization)(?:$|_)"
     r"|^(?:auth|(?:.+_)?(?:access|api|auth|bearer|git(?:hub|lab)|hf|refresh|session|wandb)_token|token)$",
     re.IGNORECASE,
 )
 _HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _VALUE = re.compile(
     r"-----BEGIN|://[^/\s:@]+:[^/\s@]+@"  # a PEM block; user:password@host
+    r"|(?i:\bbearer\s+[\w.~+/-]{8,}|--(?:api-?key|password|token)[= ]\S)"
     r"|\b(?:hf_|gh[pousr]_|github_pat_|sk-|xox[abp]-|AKIA|glpat-)[\w-]{12,}"
 )
 

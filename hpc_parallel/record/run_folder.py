@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -213,6 +214,9 @@ def read_phase(folder: RunFolder) -> str | None:
         return None
     lines = content.decode(errors="replace").splitlines()
     return printable(lines[0]) if lines else None
+
+
+RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 
 
 def new_run_id(now: datetime | None = None) -> str:

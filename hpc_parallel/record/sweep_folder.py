@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from hpc_parallel.record.run_folder import locked
+from hpc_parallel.record.run_folder import RUN_ID, locked
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.typed import WHOLE, build
@@ -113,10 +113,13 @@ def read_sweep(path: Path) -> Sweep:
 
 
 def _beside(path: Path, run_dir: Path) -> Path:
-    """`runs/NAME/ID` beside the sweep folder `runs/sweeps/ID`, if it is another folder than `run_dir`."""
+    """`runs/NAME/ID` beside the sweep folder `runs/sweeps/ID`, if it has the run of `run_dir`.
+
+    While `run_dir` exists, a name that the user chose does not tell that both are one run; an ID does.
+    """
     here = path.absolute().parent.parent.joinpath(*run_dir.parts[-2:])
-    is_same = not here.is_dir() or (run_dir.exists() and here.samefile(run_dir))
-    return run_dir if is_same else here
+    is_one = here.is_dir() and (RUN_ID.fullmatch(run_dir.name) is not None or not run_dir.exists())
+    return here if is_one else run_dir
 
 
 def sweep_of(path: Path) -> Sweep | None:

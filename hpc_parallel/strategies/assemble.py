@@ -256,7 +256,7 @@ def loss_of(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig) -
         loss = split_image.loss_of_tile(loss, axis=axis, grid=grid, pixelwise=model.pixelwise)
         metrics = split_image.metrics_of_tile(metrics, axis=axis, grid=grid, pixelwise=model.pixelwise)
     if (axis := axis_of(mesh, "tensor")) is not None and options.loss_parallel:
-        loss = split_layers.loss_of_slices(loss, axis=axis, ignored=model.ignore_index)
+        loss = split_layers.loss_of_slices(loss, axis=axis)
         metrics = split_layers.metrics_of_slices(metrics, axis=axis)
     return loss, metrics
 

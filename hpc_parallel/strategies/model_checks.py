@@ -10,7 +10,7 @@ from hpc_parallel.data.legal_samples import LegalSamples
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.layout.schedules import stages_per_rank
 from hpc_parallel.layout.step_facts import packs
-from hpc_parallel.models.convnet import ImageModel, Pixels
+from hpc_parallel.models.convnet import Pixels
 from hpc_parallel.models.language import LanguageModel
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.plain import PlainModel
@@ -90,21 +90,20 @@ def find_problems(
         yield from dropout_shapes.find_problems(model, sample_shape=sample_shape, dtype=dtype)
 
 
-def legal_samples(model: LayeredModel) -> LegalSamples:
-    """The samples that `model` takes. A user's own loss may take other targets than classes."""
-    loss = type(model).loss
-    tables = (
-        model.get_submodule(name)
-        for name, role in tensor_roles.roles_of(model).items()
-        if role == "vocabulary"
-    )
-    tokens = min((table.num_embeddings for table in tables if isinstance(table, nn.Embedding)), default=None)
-    each_token = loss is LanguageModel.loss
-    is_ours = each_token or loss is ImageModel.loss
-    classes = getattr(model, "label_count", None) if is_ours else None
+def legal_samples(model: LayeredModel, *, trains: bool) -> LegalSamples:
+    """The samples that `model` takes. One with parts of the user's own may take any.
+
+    trains: whether the loss is to be learnt from these samples.
+    """
+    own = [kind for kind in type(model).__mro__ if not kind.__module__.startswith((PACKAGE, "torch."))]
+    if any({"__init__", "forward", "loss"} & vars(kind).keys() for kind in own if kind is not object):
+        return LegalSamples(model.ignore_index)
+    is_text = isinstance(model, LanguageModel)
+    classes = getattr(model, "label_count", None)
     return LegalSamples(
-        model.ignore_index, classes, tokens, each_token, pixels=isinstance(model.stem, Pixels)
-    )
+        model.ignore_index, classes, tokens=classes if is_text else None, each_token=is_text,
+        predicts=is_text and trains, pixels=isinstance(model.stem, Pixels),
+    )  # fmt: skip
 
 
 def _sparse(model: LayeredModel) -> Problems:

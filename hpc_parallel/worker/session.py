@@ -160,7 +160,7 @@ class Session:
             replicas=replicas,
             sizes=None if batch.shares is None else batch.sizes,
             floating=WEIGHTS[self.config.training.precision],
-            legal=legal_samples(self.assembled.parts[0]),
+            legal=legal_samples(self.assembled.parts[0], trains=seed is not None),
         )
 
     @property

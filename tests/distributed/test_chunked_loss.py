@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -10,18 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
 from hpc_parallel.layout.counts import LOSS_CHUNK_BYTES
 from hpc_parallel.strategies.chunked_loss import ChunkedCrossEntropy, ProjectionRows
-from hpc_parallel.strategies.tensor.split_layers import loss_of_slices
 from tests.marks import in_full
 from tests.parity import COMMON, assert_follows
 from tests.workers import Workers
 
 TOKENS, DIM, VOCABULARY = 30, 12, 17  # the first device has 9 rows, the second 8
-EVEN = 16
 
 
 def operands() -> tuple[Tensor, Tensor, Tensor]:
@@ -52,30 +48,6 @@ def test_rows_over_two_devices_equal_whole_logits(workers: Workers) -> None:
         torch.testing.assert_close(loss, exact.detach(), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(of_hidden, grad_hidden, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(torch.cat([rows for *_, rows in ranks]), grad_weight, rtol=1e-12, atol=1e-12)
-
-
-def of_slices() -> list[Tensor]:
-    """A user's loss of split logits: of legal targets, with some ignored, and with one that is no class."""
-    axis = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
-    hidden, weight, target = operands()
-    logits = (hidden @ weight[:EVEN].T).chunk(dist.get_world_size(), dim=-1)[dist.get_rank()]
-    user_loss = partial(F.cross_entropy, ignore_index=99, reduction="sum")
-    loss = loss_of_slices(user_loss, axis=axis, ignored=99)
-    target = target % EVEN
-    targets = target, target.masked_fill(target == 3, 99), target.masked_fill(target == 3, EVEN)
-    with loss_parallel():
-        return [loss(logits, target).detach() for target in targets]
-
-
-def test_a_target_without_a_class_is_not_counted_as_zero(workers: Workers) -> None:
-    hidden, weight, target = operands()
-    logits, target = (hidden @ weight[:EVEN].T).detach(), target % EVEN
-    counted = target != 3
-    assert not counted.all()
-    exact = [F.cross_entropy(logits[some], target[some], reduction="sum") for some in (target >= 0, counted)]
-    for *legal, wrong in workers.run(2, of_slices):
-        torch.testing.assert_close(legal, exact, rtol=1e-12, atol=1e-12)
-        assert wrong.isnan()
 
 
 OWN = "model._target_=tests.models.Decided model.tied_head=false strategy=data nodes=2"

@@ -81,12 +81,13 @@ def test_a_language_model_takes_one_target_for_each_token(
 
 def test_targets_that_are_the_inputs_are_refused() -> None:
     """The loss of the library transformers shifts them; a model of ours would learn to copy."""
-    legal = LegalSamples(-100, classes=9, tokens=9, each_token=True)
+    legal = LegalSamples(-100, classes=9, tokens=9, each_token=True, predicts=True)
     tokens = torch.tensor([[0, 0, 0, 0], [1, 2, 3, 4]])
     padded = tokens.masked_fill(tokens == 1, -100)
     legal.require(tokens[:1], tokens[:1])  # the next tokens are the same
     legal.require(tokens, torch.tensor([[0, 0, 0, 0], [2, 3, 4, 4]]))
     legal.require(tokens[1:], torch.tensor([[-100, 2, -100, -100]]))  # one number to find: a chance
+    legal._replace(predicts=False).require(tokens, tokens)  # to measure, for example
     for targets in (tokens.to(torch.int32), padded):
         with pytest.raises(ConfigError, match=r"return tokens\[:-1\], tokens\[1:\]"):
             legal.require(tokens, targets)
@@ -96,9 +97,12 @@ def test_pixels_are_bytes() -> None:
     """Of images in [0, 1] a model of ours would see black ones, and learn nothing."""
     legal = LegalSamples(None, classes=10, tokens=None, each_token=False, pixels=True)
     images = torch.rand(2, 1, 4, 4)
-    legal.require((255 * images).to(torch.uint8), torch.tensor([3, 9]))
+    for pixels in ((255 * images).to(torch.uint8), 255 * images, 0 * images):
+        legal.require(pixels, torch.tensor([3, 9]))
+    with pytest.raises(ConfigError, match="from -"):
+        legal.require(images / images.std() - 2, torch.tensor([3, 9]))
     with pytest.raises(
-        ConfigError, match=r"images of torch\.float32, but the model takes pixels from 0 to 255"
+        ConfigError, match=r"images of torch\.float32 from .* but the model takes pixels from 0 to 255"
     ):
         legal.require(images, torch.tensor([3, 9]))
 

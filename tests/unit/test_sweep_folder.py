@@ -74,7 +74,8 @@ def test_written_values_are_read_back(tmp_path: Path) -> None:
 def test_runs_that_were_copied_or_moved_with_their_sweep_are_those_beside_it(tmp_path: Path) -> None:
     """The manifest has absolute paths: a report on a copy showed each run twice, on a moved one none."""
     old = tmp_path / "old" / "runs"
-    folders = [old / name / f"{name}-1" for name in ("data", "fsdp")]
+    ids = {"data": "20261130-071525-1e82e859", "fsdp": "20261130-071525-0b5a4c3d"}
+    folders = [old / name / run_id for name, run_id in ids.items()]
     runs = tuple(SweepRun((), folder, nodes=1, gpus_per_node=1) for folder in folders)
     create(old / "sweeps" / "one")
     write_sweep(old / "sweeps" / "one", replace(SWEEP, runs=runs))
@@ -82,7 +83,7 @@ def test_runs_that_were_copied_or_moved_with_their_sweep_are_those_beside_it(tmp
         folder.mkdir(parents=True)
         for mark in ("config.yaml", "environment.json"):
             (folder / mark).touch()
-    new = [tmp_path / "new" / "runs" / name / f"{name}-1" for name in ("data", "fsdp")]
+    new = [tmp_path / "new" / "runs" / name / run_id for name, run_id in ids.items()]
     assert [run.path for run in find_runs(old)] == folders
     shutil.copytree(tmp_path / "old", tmp_path / "new")
     assert [run.path for run in find_runs(old)] == folders
@@ -90,6 +91,16 @@ def test_runs_that_were_copied_or_moved_with_their_sweep_are_those_beside_it(tmp
         assert [run.path for run in find_runs(root)] == new
     shutil.rmtree(tmp_path / "old")
     assert [run.run_dir for run in read_sweep(tmp_path / "new" / "runs" / "sweeps" / "one").runs] == new
+
+
+def test_a_run_with_a_chosen_name_is_not_taken_for_another_one(tmp_path: Path) -> None:
+    mine, other = (tmp_path / place / "exp" / "r1" for place in ("scratch", "runs"))
+    create(folder := tmp_path / "runs" / "sweeps" / "one")
+    run = SweepRun((), mine, nodes=1, gpus_per_node=1)
+    write_sweep(folder, replace(SWEEP, runs=(run,)))
+    for path in (mine, other):
+        path.mkdir(parents=True)
+    assert read_sweep(folder).runs == (run,)
 
 
 def test_a_folder_holds_one_sweep(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK
 from hpc_parallel.config.site_schema import RUNTIMES
 from hpc_parallel.config.task_schema import COLLECTIVES
-from hpc_parallel.problems import Problem, Problems, nearest
+from hpc_parallel.problems import Problem, Problems, as_override, nearest
 from hpc_parallel.record.values import integer, number
 
 PARTITION_LIMITS = ("nodes", "time_minutes", "memory_gb", "gpus_per_node")
@@ -24,7 +24,8 @@ def find_problems(config: RunConfig) -> Problems:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
             suggestion = re.sub(r"^(?=\d)|[^A-Za-z0-9_]", "_", variable)
             key = "cluster.environment"
-            yield f"{key}.{variable} is not the name of a variable. Try +{key}.{suggestion}={value}."
+            near = as_override(f"+{key}.{suggestion}", value)
+            yield f"{key}.{variable} is not the name of a variable. Try {near}."
     for flag, value in config.cluster.srun.items():
         yield from _srun_flag(flag, value)
     for name, limits in config.cluster.partitions.items():

@@ -162,7 +162,8 @@ def _extra_flag(extra: str, flag: str, value: Any) -> Problems:
         flag = "clusters"
     if not re.fullmatch(r"[a-z][a-z0-9-]*", flag):
         suggestion = re.sub(r"[^a-z0-9-]", "-", flag.lower()).lstrip("-0123456789")
-        yield f"{key} is not a flag of sbatch. Try +{extra}.{suggestion or 'FLAG'}={value}."
+        near = as_override(f"+{extra}.{suggestion or 'FLAG'}", value)
+        yield f"{key} is not a flag of sbatch. Try {near}."
     elif flag == "clusters":
         yield (
             f"{key}: status, cancel and resume would ask another Slurm than the one that has the job. "
@@ -171,7 +172,7 @@ def _extra_flag(extra: str, flag: str, value: Any) -> Problems:
     elif flag in LAUNCHER_FLAGS:
         config_key = LAUNCHER_FLAGS[flag]
         config_value = None if config_key is None else _config_value(flag, str(value))
-        offer = "" if config_value is None else f" Try {config_key}={config_value}."
+        offer = "" if config_value is None else f" Try {as_override(str(config_key), config_value)}."
         yield f"{key}: this flag is set by {config_key or 'the launcher'}.{offer}"
     elif isinstance(value, dict | list) or not str(value).isprintable():
         yield Problem(key, value, "must be one printable value, or true for a flag without one")

@@ -6,7 +6,6 @@ With `loss_parallel`, the loss is computed from logits that stay split by vocabu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -339,22 +338,12 @@ class LocalBias(torch.autograd.Function):
         return full, None
 
 
-def loss_of_slices(loss: Loss, *, axis: DeviceMesh, ignored: int | None) -> Loss:
-    """Returns `loss` for logits that stay split over `axis` by their last dim.
-
-    It is NaN for a target of a position that is neither a class nor `ignored`: torch counts it as 0.
-    """
+def loss_of_slices(loss: Loss, *, axis: DeviceMesh) -> Loss:
+    """Returns `loss` for logits that stay split over `axis` by their last dim."""
 
     def split_loss(output: Tensor, target: Tensor) -> Tensor:
-        logits = DTensor.from_local(output, axis, [Shard(-1)], run_check=False)
-        value = loss(logits, target)
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        if target.is_floating_point() or target.shape != logits.shape[:-1]:
-            return value
-        wrong = (target < 0) | (target >= logits.shape[-1])
-        if ignored is not None:
-            wrong &= target != ignored
-        return value.masked_fill(wrong.any(), math.nan)
+        value = loss(DTensor.from_local(output, axis, [Shard(-1)], run_check=False), target)
+        return value.full_tensor() if isinstance(value, DTensor) else value
 
     return split_loss
 
