@@ -246,9 +246,9 @@ def _conclude_stop(
         kept = f"it ended with {signal_of_code(stopped.code) or f'exit code {stopped.code}'}"
     else:
         kept = f"saved at step {stopped.step}" if saved else f"{stopped.kept} are kept"
-    line = f"{reasons[how]}: {kept}"
     outcome = STARTS_AGAIN if restarts else "cancelled" if how == restart.CANCELLED else "failed"
-    line += f"; {decision.why}" * (outcome == "failed")
+    why = f"; {decision.why}" if outcome == "failed" else ""
+    line = f"{reasons[how]}: {kept}{why}"
     if stopped.step is not None and not restarts:
         line += _advice(folder)
     if outcome == "failed":

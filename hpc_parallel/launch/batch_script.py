@@ -43,8 +43,8 @@ def expandable(path: str) -> ShellWord:
     for match in Template.pattern.finditer(path):
         name = match["named"] or match["braced"]
         if name or match["escaped"]:
-            parts.append(_literal(path[end : match.start()] + "$" * (not name)))
-            parts += [f'"${{{name}:?in cluster.scratch is not set in this job}}"'] * bool(name)
+            parts.append(_literal(path[end : match.start()] + ("" if name else "$")))
+            parts.append(f'"${{{name}:?in cluster.scratch is not set in this job}}"' if name else "")
             end = match.end()
     return ShellWord("".join([*parts, _literal(path[end:])]))
 

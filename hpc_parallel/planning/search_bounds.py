@@ -130,9 +130,10 @@ class Bounds:
                 for at, stage in enumerate(stages)
             ]
             longest = [
-            row for row in rows
-            if not any(other != row and other[0] >= row[0] and other[1] >= row[1] for other in rows)
-        ]  # fmt: skip
+                row
+                for row in rows
+                if not any(other != row and other[0] >= row[0] and other[1] >= row[1] for other in rows)
+            ]
             self._profiles[key] = _Profile(longest, in_front=blocks[0])
         return self._profiles[key]
 
