@@ -552,6 +552,15 @@ def largest_of_group(numbers: Tensor, *, group: str) -> Tensor:
     return functional.wait_tensor(functional.all_reduce(numbers, "max", group))  # type: ignore[no-any-return]
 
 
+def require_below(count: int, indices: Tensor, *, what: str) -> None:
+    """Raises RuntimeError if one of `indices` is outside [0, count); on a GPU it ends the process later.
+
+    It does not wait for a GPU. torch counts such an index of a table or of logits that are split as 0.
+    """
+    legal = ((indices >= 0) & (indices < count)).all()
+    torch._assert_async(legal, f"the data has {what} that is outside 0 to {count - 1}")
+
+
 def set_default_timeout(timeout: timedelta) -> None:
     """Set the time-out of every group that is made later without a time-out.
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.data.packing import IGNORED
 from hpc_parallel.layout.counts import LOSS_CHUNK_BYTES
 from hpc_parallel.layout.step_facts import chunks_loss
 from hpc_parallel.models.language import LanguageHead, LanguageModel
@@ -30,11 +31,10 @@ from hpc_parallel.strategies.mesh import axis_of, name_of
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.tensor.tensor_roles import roles_of
+from hpc_parallel.torch_internals import require_below
 
 ErrorsOf = Callable[..., tuple[Tensor, Tensor]]
 """The type of `errors_of`."""
-
-IGNORED = -100  # a target without a loss; the same number as in torch.nn.functional.cross_entropy
 
 
 def applies(model: LayeredModel, *, config: RunConfig, mesh: DeviceMesh) -> bool:
@@ -151,7 +151,10 @@ def chunked_cross_entropy(
     weight = projection_weight(model)
     rows = None if axis is None else ProjectionRows.of(weight, axis=axis)
     local = weight.to_local() if isinstance(weight, DTensor) else weight
-    arguments = hidden.flatten(0, -2), local, target.flatten().long(), dtype or weight.dtype, rows, errors
+    target = target.flatten().long()
+    if rows is not None:
+        require_below(weight.shape[0], target.masked_fill(target == IGNORED, 0), what="a target")
+    arguments = hidden.flatten(0, -2), local, target, dtype or weight.dtype, rows, errors
     if torch.is_grad_enabled():
         return ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-any-return]
     return cross_entropy(*arguments, needs=(False, False))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -9,10 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
+from hpc_parallel.config.schema import StrategyConfig
 from hpc_parallel.layout.counts import LOSS_CHUNK_BYTES
+from hpc_parallel.models.layered import materialise
+from hpc_parallel.models.transformer import Transformer
+from hpc_parallel.strategies import chunked_loss
 from hpc_parallel.strategies.chunked_loss import ChunkedCrossEntropy, ProjectionRows
+from hpc_parallel.strategies.tensor import split_layers
 from tests.marks import in_full
 from tests.parity import COMMON, assert_follows
 from tests.workers import Workers
@@ -48,6 +55,56 @@ def test_rows_over_two_devices_equal_whole_logits(workers: Workers) -> None:
         torch.testing.assert_close(loss, exact.detach(), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(of_hidden, grad_hidden, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(torch.cat([rows for *_, rows in ranks]), grad_weight, rtol=1e-12, atol=1e-12)
+
+
+class Own(Transformer):
+    """Its data is not judged before: the class may take any number."""
+
+    def __init__(self, **shape: Any) -> None:
+        super().__init__(**shape)
+
+
+class OwnLoss(Own):
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten() - 1, reduction="sum", ignore_index=-7)
+
+
+def ends_of(kind: str, token: int, target: int, devices: int = 2) -> str:
+    """The loss of a batch with these two numbers, or the error of this rank."""
+    model = globals()[kind](vocab_size=64, dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=32)
+    loss = model.loss
+    if devices > 1:
+        axis = init_device_mesh("cpu", (devices,), mesh_dim_names=("tensor",))
+        chunked = chunked_loss.apply(model) if kind == "Own" else None
+        split_layers.apply(model, axis=axis, options=StrategyConfig(name="tensor"), chunked=chunked)
+        whole = split_layers.loss_of_slices(loss, axis=axis)
+        loss = chunked_loss.loss_of(model, dtype=None, mesh=axis) if chunked else whole
+    materialise(model, seed=0, device="cpu", dtype=torch.float64)
+    tokens, targets = torch.full((1, 8), 5), torch.full((1, 8), 9)
+    tokens[0, 3], targets[0, 6] = token, target
+    try:
+        with loss_parallel():
+            return f"{loss(model(tokens), targets).item():.9f}"
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "token", "target", "told"),
+    [
+        ("Own", 64, 9, "the data has a token that is outside 0 to 63"),
+        ("Own", 5, 64, "the data has a target that is outside 0 to 63"),
+        ("Own", 5, -100, None),
+        ("OwnLoss", 5, 0, "the data has a target that is outside 0 to 63"),
+        ("OwnLoss", 5, -6, None),
+    ],
+)
+def test_a_number_that_no_device_has_ends_the_run(
+    workers: Workers, kind: str, token: int, target: int, told: str | None
+) -> None:
+    """torch counts it as 0. What a loss leaves out is none."""
+    ends = workers.run(2, ends_of, kind, token, target)
+    assert ends == [told or ends_of(kind, token, target, devices=1)] * 2
 
 
 OWN = "model._target_=tests.models.Decided model.tied_head=false strategy=data nodes=2"

@@ -31,10 +31,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.func import functional_call
-from torch.nn import Module, Parameter
+from torch.nn import Embedding, Module, Parameter
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from hpc_parallel.config.schema import StrategyConfig
+from hpc_parallel.data.packing import IGNORED
 from hpc_parallel.models.attention import Attention
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.experts import width_dim
@@ -44,7 +46,7 @@ from hpc_parallel.strategies.mesh import name_of
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
 from hpc_parallel.strategies.tensor.tensor_roles import is_within, roles_of
-from hpc_parallel.torch_internals import LayerStyle, concatenate
+from hpc_parallel.torch_internals import LayerStyle, concatenate, require_below
 
 
 def apply(
@@ -59,7 +61,10 @@ def apply(
     for name, role in roles_of(model).items():
         style = FusedColumn(role) if isinstance(role, Column) else styles[role]
         style = ChunkedLogits(between_layers(options)) if name == chunked else style
-        parallelize_module(model.get_submodule(name), axis, style, src_data_rank=None)
+        layer = model.get_submodule(name)
+        if role == "vocabulary":
+            layer.register_forward_pre_hook(require_tokens)
+        parallelize_module(layer, axis, style, src_data_rank=None)
     for attention in attentions_of_slices(model):
         attention.local_bias = partial(local_bias, axis)
     for alias, name in model.tied.items():  # splitting makes them two parameters
@@ -68,6 +73,11 @@ def apply(
             path, _, leaf = alias.rpartition(".")
             setattr(model.get_submodule(path), leaf, weights[name])
     return model
+
+
+def require_tokens(table: Module, inputs: tuple[Tensor, ...]) -> None:
+    assert isinstance(table, Embedding)
+    require_below(table.num_embeddings, inputs[0], what="a token")
 
 
 def _styles(options: StrategyConfig) -> dict[str, ParallelStyle]:
@@ -338,11 +348,25 @@ class LocalBias(torch.autograd.Function):
         return full, None
 
 
+class KnownClasses(TorchFunctionMode):
+    """Each cross-entropy of split logits gets targets that are among the classes."""
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in (F.cross_entropy, F.nll_loss):
+            logits, target = args[0], args[1] if len(args) > 1 else kwargs["target"]
+            if not target.is_floating_point():
+                known = target.masked_fill(target == kwargs.get("ignore_index", IGNORED), 0)
+                require_below(logits.shape[1 if logits.dim() > 1 else 0], known, what="a target")
+        return function(*args, **kwargs)
+
+
 def loss_of_slices(loss: Loss, *, axis: DeviceMesh) -> Loss:
     """Returns `loss` for logits that stay split over `axis` by their last dim."""
 
     def split_loss(output: Tensor, target: Tensor) -> Tensor:
-        value = loss(DTensor.from_local(output, axis, [Shard(-1)], run_check=False), target)
+        with KnownClasses():
+            value = loss(DTensor.from_local(output, axis, [Shard(-1)], run_check=False), target)
         return value.full_tensor() if isinstance(value, DTensor) else value
 
     return split_loss
