@@ -132,6 +132,10 @@ class DatasetSamples:
             if isinstance(part, np.ndarray):
                 kind = f"numpy array of {part.dtype}"
             self.refuse(index, f"has a {kind}: return a tensor, an array or a number")
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested:
+            kind = f"tensor on {tensor.device} ({'nested' if tensor.is_nested else tensor.layout})"
+            self.refuse(index, f"has a {kind}: return a dense tensor on the CPU; batches are copied ahead")
+        tensor = tensor.detach().as_subclass(Tensor)
         return tensor.long() if tensor.dtype in UNSUITED else tensor
 
     def _require_tokens(self, tokens: Tensor, index: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from hpc_parallel.config.build import build
 from hpc_parallel.data.dataset import DatasetData, as_data
@@ -88,6 +89,21 @@ def test_each_epoch_draws_other_numbers() -> None:
     assert (epochs[0] != epochs[1]).float().mean() > 0.3
 
 
+def test_a_batch_is_plain_and_needs_no_gradient() -> None:
+    """A learnt table in a dataset gets no gradient, on one device as on several."""
+
+    class Marked(Tensor):
+        pass
+
+    table = torch.rand(9, 3, requires_grad=True)
+    inputs, targets = DatasetData(dataset=[(row.as_subclass(Marked), 1) for row in table]).train.batch(
+        np.arange(2)
+    )
+    assert type(inputs) is type(targets) is Tensor
+    assert not inputs.requires_grad
+    assert all(any(torch.equal(row, one) for one in table) for row in inputs)
+
+
 def test_reading_leaves_the_generators_alone() -> None:
     samples = DatasetData(dataset=Sentences(20, noise=0.5)).train
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
@@ -108,6 +124,8 @@ def test_reading_leaves_the_generators_alone() -> None:
         ({"dataset": Unseeded(9)}, "returns other samples when it is read again"),
         ({"dataset": [(1, 2, 3)] * 9}, r"^sample \d of list \(training\) is a tuple: __getitem__ must"),
         ({"dataset": [("one", 1)] * 9}, "has a builtins.str: return a tensor, an array or a number"),
+        ({"dataset": [(torch.ones(2, device="meta"), 1)] * 9}, r"a tensor on meta \(torch.strided\): return"),
+        ({"dataset": [(torch.eye(2).to_sparse(), 1)] * 9}, r"on cpu \(torch.sparse_coo\): return a dense"),
         ({"dataset": [(np.array([None, "a"]), 1)] * 9}, "has a numpy array of object: return a"),
         ({"dataset": iter(())}, "has no __len__ and no __getitem__"),
         ({"dataset": Sentences(9), "sequence_length": 31},
