@@ -23,7 +23,7 @@ from hpc_parallel.failure.left_out import left_out, optional
 from hpc_parallel.layout.step_facts import UNMEASURED
 from hpc_parallel.profiling.timeline import STEP, Interval, Timeline, events_of, marked_waits
 from hpc_parallel.profiling.traffic import NAMES, Traffic
-from hpc_parallel.record.task_files import RankTimeline, StageWork, StepTimeline
+from hpc_parallel.record.task_files import RankTimeline, StepTimeline
 from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import finite
 from hpc_parallel.start.start_times import synchronize
@@ -145,10 +145,7 @@ class Measurement:
             local = RankTimeline(
                 rank=dist.get_rank(),
                 length_s=last.length / 1e9,
-                chunks=tuple(
-                    StageWork(work.start / 1e9, work.end / 1e9, work.stage, work.kind, work.microbatch)
-                    for work in last.chunks
-                ),
+                chunks=tuple(last.chunks),
                 waiting=tuple((start / 1e9, end / 1e9) for start, end in last.waiting),
             )
         values = exchange.all_gather(None if local is None else vars(local))
