@@ -67,7 +67,7 @@ def find_transport(
         "host": world.host,
         "kind": devices.kind,
         "devices": devices.describe(devices.kind if expected_kind == AUTO else expected_kind),
-        "transport": transport and transport.as_record(),
+        "transport": transport and vars(transport),
     }
     ranks = exchange.all_gather(rank_facts)
     kinds = {rank["host"]: rank["kind"] for rank in ranks}
@@ -76,8 +76,7 @@ def find_transport(
         expected=detected if expected_kind == AUTO else expected_kind,
         kinds=kinds,
         devices={rank["host"]: rank["devices"] for rank in ranks},
-        transport=transport
-        and nccl_log.merged([NcclTransport.from_record(rank["transport"]) for rank in ranks]),
+        transport=transport and nccl_log.merged([NcclTransport(**rank["transport"]) for rank in ranks]),
     )
 
 
