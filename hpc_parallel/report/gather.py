@@ -91,11 +91,6 @@ class Row:
         return f"{self.names} (pruned at step {self.figures['steps'] or 0:.0f})"
 
     @property
-    def differs(self) -> Sequence[str]:
-        """The options in which the run differs from most runs of its strategy."""
-        return self.names.options
-
-    @property
     def completed(self) -> bool:
         return self.state == COMPLETED
 
@@ -151,14 +146,9 @@ class Row:
         return f"{server}{Layout(**self.layout)}"
 
     @property
-    def cause(self) -> str | None:
-        """One line about why the run failed."""
-        return self.run.cause
-
-    @property
     def notes(self) -> list[str]:
         damaged = ", ".join(f"{name} ({reason})" for name, reason in self.run.damaged.items())
-        return [text for text in (damaged and f"can't be read: {damaged}", self.cause) if text]
+        return [text for text in (damaged and f"can't be read: {damaged}", self.run.cause) if text]
 
     @property
     def workload(self) -> tuple[str, str, str]:
