@@ -16,7 +16,7 @@ PARTS = {
     "conclude": "hpc_parallel.failure.conclude_run:main",
     "pack": "hpc_parallel.failure.packed_job:main",
     "spare": "hpc_parallel.worker.spare_check:main",
-    "signal": "hpc_parallel.failure.signal_ranks:main",
+    "signal": "hpc_parallel.failure.rank_process:signal_ranks",
     "notify": "hpc_parallel.failure.notify:main",
     "torchrun": "hpc_parallel.start.signed_store:run_torchrun",
 }
