@@ -56,6 +56,12 @@ class ConfigError(ValueError):
         return type(self), (self.problems,)  # pickle the problems, not the text
 
 
+def raise_if_any(problems: Iterable[Problem | str]) -> None:
+    """Raises ConfigError with all of these problems, if there are any."""
+    if listed := list(problems):
+        raise ConfigError(listed)
+
+
 def tried(read: Callable[[], _T], problems: list[Problem | str]) -> _T | None:
     """Returns what `read` returns. If it raises ConfigError, append the problems and return None."""
     try:

@@ -246,7 +246,6 @@ def _times(run: RecordedRun) -> list[tuple[str, str]]:
 
 
 def _checkpoints(run: RecordedRun) -> list[int]:
-    """The steps of the checkpoints, in ascending order."""
     return sorted(checkpoint.step for checkpoint in complete(run.folder.checkpoints))
 
 

@@ -192,7 +192,6 @@ def _ratios(predictions: Sequence[Prediction]) -> Iterator[picture.Picture]:
 
 
 def _scaling(series: Sequence[Series]) -> Iterator[picture.Picture]:
-    """A plot of strong scaling and one of weak scaling."""
     for kind in (STRONG, WEAK):
         if of_kind := [one_series for one_series in series if one_series.kind == kind]:
             groups = picture.panels_of(
@@ -303,7 +302,6 @@ def _loss_graph(kind: picture.WorkKind) -> picture.Graph:
 
 
 def _timelines(rows: Sequence[Row]) -> Iterator[picture.Picture]:
-    """A plot for each of the first runs that have a timeline."""
     timelines = [(row, ranks) for row in rows if (ranks := timeline(row))]
     for index, (row, ranks) in enumerate(timelines[:MAX_TIMELINES], start=1):
         yield picture.Picture(
