@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,7 @@ def stages_of(then: Any) -> list[StudyStage]:
     except CycleError as error:
         problems.append(f"then: each of these stages waits for the next: {' -> '.join(error.args[1])}.")
     raise_if_any(problems)
-    return [
-        StudyStage(name, stages[name].words, stages[name].settings, stages[name].when, after[name])
-        for name in order
-    ]
+    return [replace(stages[name], after=after[name]) for name in order]
 
 
 def _entries(then: Any, problems: list[Problem | str]) -> dict[str, Any]:
