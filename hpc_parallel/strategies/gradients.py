@@ -7,16 +7,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import Parameter
 
 from hpc_parallel import torch_internals
 from hpc_parallel.strategies.loss_scale import LossScale
-from hpc_parallel.strategies.mesh import name_of
-from hpc_parallel.strategies.ranges import marked
+from hpc_parallel.strategies.mesh import all_reduce, name_of
 
 
 def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
@@ -53,9 +52,7 @@ def _sum_replicated(parameters: Iterable[Parameter]) -> None:
     for (axis, _), owners in groups.items():
         partial = [owner.grad.to_local() for owner in owners]  # type: ignore[union-attr]
         flat = torch.cat([gradient.reshape(-1) for gradient in partial])
-        with marked(f"all_reduce {name_of(axis)}"):
-            dist.all_reduce(flat, group=axis.get_group())
-        sums = flat.split([gradient.numel() for gradient in partial])
+        sums = all_reduce(flat, axis=axis).split([gradient.numel() for gradient in partial])
         for owner, gradient, total in zip(owners, partial, sums, strict=True):
             owner.grad = DTensor.from_local(total.view_as(gradient), axis, [Replicate()], run_check=False)
 
@@ -68,8 +65,7 @@ def used_anywhere(used: Sequence[bool], *, axis: DeviceMesh) -> list[bool]:
     message = torch.ones(len(used), dtype=torch.int32, device=axis.device_type)
     if not all(used):
         message = torch.tensor(used, dtype=torch.int32, device=axis.device_type)
-    with marked(f"all_reduce {name_of(axis)}"):
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=axis.get_group())
+    all_reduce(message, axis=axis, op=ReduceOp.MAX)
     return [True] * len(used) if all(used) else message.bool().tolist()
 
 
@@ -84,7 +80,7 @@ class GradientNorm:
         self._by_copies: dict[int, list[Parameter]] = defaultdict(list)
         for parameter in counted:
             self._by_copies[copies_of(parameter, axes=axes)].append(parameter)
-        self._groups = {name_of(axis): axis.get_group() for axis in axes}
+        self._axes = axes
 
     @property
     def counted(self) -> list[Parameter]:
@@ -107,9 +103,8 @@ class GradientNorm:
             squares.append(torch.linalg.vector_norm(torch.stack(group_norms)).square() / count)
             norms += group_norms
         squared = torch.stack(squares).sum()
-        for name, group in self._groups.items():
-            with marked(f"all_reduce {name}"):
-                dist.all_reduce(squared, group=group)
+        for axis in self._axes:
+            all_reduce(squared, axis=axis)
         return squared.sqrt(), torch.stack(norms)
 
 
