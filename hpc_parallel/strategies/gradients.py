@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import Parameter
@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from hpc_parallel import torch_internals
 from hpc_parallel.strategies.loss_scale import LossScale
 from hpc_parallel.strategies.mesh import all_reduce, name_of
+from hpc_parallel.strategies.ranges import marked
 
 
 def local_gradients(parameters: Iterable[Parameter]) -> list[Tensor]:
@@ -65,7 +66,7 @@ def used_anywhere(used: Sequence[bool], *, axis: DeviceMesh) -> list[bool]:
     message = torch.ones(len(used), dtype=torch.int32, device=axis.device_type)
     if not all(used):
         message = torch.tensor(used, dtype=torch.int32, device=axis.device_type)
-    all_reduce(message, axis=axis, op=ReduceOp.MAX)
+    all_reduce(message, axis=axis, op=dist.ReduceOp.MAX)
     return [True] * len(used) if all(used) else message.bool().tolist()
 
 
@@ -80,7 +81,7 @@ class GradientNorm:
         self._by_copies: dict[int, list[Parameter]] = defaultdict(list)
         for parameter in counted:
             self._by_copies[copies_of(parameter, axes=axes)].append(parameter)
-        self._axes = axes
+        self._groups = {name_of(axis): axis.get_group() for axis in axes}
 
     @property
     def counted(self) -> list[Parameter]:
@@ -103,8 +104,9 @@ class GradientNorm:
             squares.append(torch.linalg.vector_norm(torch.stack(group_norms)).square() / count)
             norms += group_norms
         squared = torch.stack(squares).sum()
-        for axis in self._axes:
-            all_reduce(squared, axis=axis)
+        for name, group in self._groups.items():
+            with marked(f"all_reduce {name}"):
+                dist.all_reduce(squared, group=group)
         return squared.sqrt(), torch.stack(norms)
 
 
