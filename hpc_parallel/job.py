@@ -12,6 +12,16 @@ import sys
 from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 
+PARTS = {
+    "conclude": "hpc_parallel.failure.conclude_run:main",
+    "pack": "hpc_parallel.failure.packed_job:main",
+    "spare": "hpc_parallel.worker.spare_check:main",
+    "signal": "hpc_parallel.failure.rank_process:signal_ranks",
+    "notify": "hpc_parallel.failure.notify:main",
+    "torchrun": "hpc_parallel.start.signed_store:run_torchrun",
+}
+"""The other parts: what takes the words after the name, and may return an exit code."""
+
 
 def rank(run_folder: str, place: str = "job") -> None:
     """Run one rank to its end, in a job or for the `local` agent. submitit pickles this name."""
@@ -25,44 +35,6 @@ def agent(arguments: Sequence[str]) -> None:
     from hpc_parallel.failure import local_agent
 
     local_agent.main(arguments, load_entry=worker_main)
-
-
-def conclude(arguments: Sequence[str]) -> None:
-    """Find and record the cause after a job has failed."""
-    from hpc_parallel.failure import conclude_run
-
-    conclude_run.main(arguments)
-
-
-def pack(folder: str) -> None:
-    """Start the runs of a packed job as places become free, until none is left."""
-    from hpc_parallel.failure import packed_job
-
-    sys.exit(packed_job.run(folder))
-
-
-def spare(run_folder: str) -> None:
-    """Check this host, which the run may need later."""
-    resolve_name("hpc_parallel.worker.spare_check:main")(run_folder)
-
-
-def send_signal(arguments: Sequence[str]) -> None:
-    """Send a signal to the ranks of a run on this host."""
-    from hpc_parallel.failure import signal_ranks
-
-    signal_ranks.main(arguments)
-
-
-def torchrun(run_folder: str, *arguments: str) -> None:
-    """Start the ranks of one node by torchrun, with these arguments."""
-    resolve_name("hpc_parallel.start.signed_store:run_torchrun")(run_folder, arguments)
-
-
-def notify(arguments: Sequence[str]) -> None:
-    """Pass a line about a run on, to `launcher.notify`."""
-    from hpc_parallel.failure import notify
-
-    notify.main(arguments)
 
 
 def worker_main() -> Callable[[str], int]:
@@ -88,21 +60,10 @@ def main(arguments: Sequence[str]) -> None:
         rank(*rest)
     elif part == "agent":
         agent(rest)
-    elif part == "conclude":
-        conclude(rest)
-    elif part == "pack":
-        pack(*rest)
-    elif part == "spare":
-        spare(*rest)
-    elif part == "signal":
-        send_signal(rest)
-    elif part == "notify":
-        notify(rest)
-    elif part == "torchrun":
-        torchrun(*rest)
-    else:
-        parts = "rank, agent, conclude, pack, spare, signal, notify or torchrun"
-        sys.exit(f"hpc_parallel.job has no part {part}: {parts}")
+    elif part not in PARTS:
+        sys.exit(f"hpc_parallel.job has no part {part}: rank, agent, {', '.join(PARTS)}")
+    elif code := resolve_name(PARTS[part])(rest):
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -54,6 +55,17 @@ class ConfigError(ValueError):
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem | str]]]:
         return type(self), (self.problems,)  # pickle the problems, not the text
+
+
+def raise_if_any(problems: Iterable[Problem | str]) -> None:
+    """Raises ConfigError with all of these problems, if there are any."""
+    if listed := list(problems):
+        raise ConfigError(listed)
+
+
+def print_warning(text: object) -> None:
+    """Warn in the log of a rank, at once."""
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
 def tried(read: Callable[[], _T], problems: list[Problem | str]) -> _T | None:

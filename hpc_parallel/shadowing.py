@@ -60,7 +60,7 @@ def is_private(folder: str) -> bool:
         return False
     if not _is_own(status) or status.st_mode & 0o002:
         return False
-    return not status.st_mode & 0o020 or _is_own_group(status.st_gid)
+    return not status.st_mode & 0o020 or is_own_group(status.st_gid)
 
 
 def hiding(folder: str, import_path: list[str]) -> list[str]:
@@ -99,7 +99,7 @@ def _is_own(status: os.stat_result) -> bool:
     return status.st_uid in (os.geteuid(), 0)
 
 
-def _is_own_group(group: int) -> bool:
+def is_own_group(group: int) -> bool:
     """Whether the user is the group's only member. useradd creates such a group (see record/trust.py)."""
     import grp  # safe: the current folder is not on the import path
     import pwd

@@ -65,10 +65,10 @@ def run_command(work: Callable[[], int]) -> int:
         return FAILED
 
 
-def refuse(problems: Sequence[object]) -> int:
-    """Print all problems of a configuration to stderr and return the exit code."""
+def refuse(problems: Sequence[object], *, text: str = " in the configuration; nothing was started") -> int:
+    """Print all problems to stderr after a line with their number and `text`; returns the exit code."""
     count = len(problems)
-    complain([f"{count} problem{'s' * (count > 1)} in the configuration; nothing was started."])
+    complain([f"{count} problem{'s' * (count > 1)}{text}."])
     complain(problems, indent="  ")
     return WRONG
 

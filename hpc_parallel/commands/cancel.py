@@ -16,7 +16,7 @@ from typing import Any
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.failure.end_runs import Target, end_runs
 from hpc_parallel.failure.run_state import states, waits
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import ConfigError, raise_if_any
 from hpc_parallel.record.find import find_all, is_one, unique_runs
 from hpc_parallel.record.names import label
 from hpc_parallel.record.sweep_folder import MANIFEST, is_sweep_folder
@@ -68,19 +68,17 @@ def _targets(names: Sequence[str]) -> list[Target]:
     Raises ConfigError for a folder of runs that is no sweep, for another user's sweep and for damaged runs.
     """
     named = find_all(names)
-    if trees := [target for target in named if not is_one(target)]:
-        raise ConfigError(
-            [f"{tree.label} holds {len(tree.runs)} runs and is no sweep. Name them." for tree in trees]
-        )
-    if foreign := [target for target in named if target.path and _is_foreign_sweep(target.path)]:
-        raise ConfigError([
-            f"{target.label} is another user's sweep, which may name any run. Name the runs."
-            for target in foreign
-        ])  # fmt: skip
+    raise_if_any(
+        f"{target.label} holds {len(target.runs)} runs and is no sweep. Name them."
+        for target in named if not is_one(target)
+    )  # fmt: skip
+    raise_if_any(
+        f"{target.label} is another user's sweep, which may name any run. Name the runs."
+        for target in named if target.path and _is_foreign_sweep(target.path)
+    )  # fmt: skip
     runs = unique_runs(named)
     targets = [Target(run, state) for run, state in zip(runs, states(runs), strict=True)]
-    if damaged := [target.damage for target in targets if target.damage]:
-        raise ConfigError(damaged)
+    raise_if_any([target.damage for target in targets if target.damage])
     return targets
 
 

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
-from hpc_parallel.problems import ConfigError, Problem, as_override, tried
+from hpc_parallel.problems import ConfigError, Problem, as_override, raise_if_any, tried
 from hpc_parallel.record.checkpoint_index import Checkpoint, complete, skipped
 from hpc_parallel.record.find import path_of
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
@@ -35,8 +35,7 @@ def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) ->
         if checkpoint is not None:
             output = output or checkpoint.path.parents[1] / f"{checkpoint.path.name}{SUFFIX}"
         problems += _output_problems(output, awaited or ()) if output is not None else ()
-        if problems:
-            raise ConfigError(problems)
+        raise_if_any(problems)
         if awaited is not None or checkpoint is None:
             return DONE
         from hpc_parallel.training.export_weights import write  # the import of torch is slow

@@ -17,7 +17,7 @@ from pathlib import Path
 from hpc_parallel.config.places import OWN_SITES, find_folder
 from hpc_parallel.exit_codes import DONE, REFUSED
 from hpc_parallel.machine.fabric_kind import fabric_devices
-from hpc_parallel.problems import ConfigError, shell_word
+from hpc_parallel.problems import ConfigError, raise_if_any, shell_word
 from hpc_parallel.record.safe_read import DamagedError, read_bytes
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.shell import command_parser, complain
@@ -83,8 +83,7 @@ def _from_files(paths: Sequence[Path]) -> SlurmRecords:
             problems.append(f"{error}.")
         except ValueError as error:
             problems.append(f"{path} can't be used: {error}. Try the output of scontrol show node.")
-    if problems:
-        raise ConfigError(problems)
+    raise_if_any(problems)
     return read_records(texts)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.planning.hardware import named_hardware
 from hpc_parallel.planning.step_time import StepTime
-from hpc_parallel.problems import ConfigError, Problem, shell_word, tried
+from hpc_parallel.problems import ConfigError, Problem, raise_if_any, shell_word, tried
 from hpc_parallel.record.find import path_of
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.shell import command_parser, complain, names_awaited, output_problems, refuse
@@ -133,8 +133,7 @@ def _calibrate(
     options: argparse.Namespace, overrides: Sequence[str], *, names: Sequence[str],
     problems: list[Problem | str],
 ) -> int:  # fmt: skip
-    if problems:
-        raise ConfigError(problems)
+    raise_if_any(problems)
     name = names[-1] if names else None
     content, lines = calibrated(overrides, name=name, output=options.output, user_folder=options.config_dir)
     if options.is_check:
@@ -171,7 +170,6 @@ def calibrated(
 
 
 def _usage(file: Path) -> str:
-    """How to use a hardware file."""
     name = f"hardware={file.stem}"
     if file.absolute().parent.name == FOLDER:
         return (

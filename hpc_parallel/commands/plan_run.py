@@ -24,7 +24,7 @@ from hpc_parallel.planning.ranking import mfu, model_flops
 from hpc_parallel.planning.step_time import StepTime, step_time
 from hpc_parallel.planning.storage_times import StorageTimes
 from hpc_parallel.planning.work import Work, assumptions, unplanned, work_of_run
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import ConfigError, raise_if_any
 from hpc_parallel.record.metrics_file import duration, size
 
 HOUR_S = 3600
@@ -73,11 +73,9 @@ def planned_run(overrides: Sequence[str], *, hardware: Hardware, user_folder: Pa
             choice = choose(composed, words, user_folder=user_folder)
             composed, words = choice.composed, choice.overrides
         config, *_ = resolve(composed)
-        if problems := find_problems(config, words):
-            raise ConfigError(problems)
+        raise_if_any(find_problems(config, words))
     layout = layout_of(config.strategy, devices=config.devices)
-    if problems := list(unplanned(config, layout, hardware)):
-        raise ConfigError(problems)
+    raise_if_any(unplanned(config, layout, hardware))
     work = work_of_run(config)
     step = step_time(work, on_nodes_of(config, hardware))
     return Planned(overrides, user_folder, config, work, step, hardware)

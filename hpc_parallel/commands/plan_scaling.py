@@ -18,7 +18,7 @@ from hpc_parallel.planning.auto_strategy import AUTO, ask
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.search import search
 from hpc_parallel.planning.work import assumptions
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import ConfigError, raise_if_any
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.recorded_start import key_of
 
@@ -72,8 +72,7 @@ def scaled(overrides: Sequence[str], *, hardware: Hardware, user_folder: Path | 
             )
         except ConfigError as error:
             problems |= dict.fromkeys(f"{NODES}{nodes}: {problem}" for problem in error.problems)
-    if problems:
-        raise ConfigError([*problems])
+    raise_if_any(problems)
     if len(batches := {each.samples for each in sizes}) > 1:
         overrides = [*overrides, f"training.global_batch_size={math.lcm(*batches)}"]
         yield from scaled(overrides, hardware=hardware, user_folder=user_folder)

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_parallel.config.checks.suggestions import paths_near
-from hpc_parallel.exit_codes import DONE, FAILED, WRONG
+from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.problems import Problem, alternatives, shell_word
 from hpc_parallel.record.names import RUNS
 from hpc_parallel.record.recorded import find_runs
 from hpc_parallel.record.safe_write import write_bytes, write_text
-from hpc_parallel.shell import command_parser, complain
+from hpc_parallel.shell import command_parser, complain, refuse
 from hpc_parallel.terminal import print_json
 
 if TYPE_CHECKING:
@@ -44,10 +44,7 @@ def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) ->
     problems = list(find_problems([folder for folder in folders if folder not in (awaited or ())]))
     problems += [] if options.json else output_problems(output, beside=TABLE, near="report")
     if problems:
-        count = len(problems)
-        complain([f"{count} problem{'s' * (count > 1)}; nothing was written."])
-        complain(problems, indent="  ")
-        return WRONG
+        return refuse(problems, text="; nothing was written")
     if awaited is not None:
         return DONE
     from hpc_parallel.report.gather import gather

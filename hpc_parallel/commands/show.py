@@ -9,7 +9,6 @@ import argparse
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from hpc_parallel.record.rank_output import warnings_of
 from hpc_parallel.record.recorded import RecordedRun
 from hpc_parallel.record.results import results
 from hpc_parallel.record.safe_read import DamagedError
+from hpc_parallel.record.time_use import time_of
 from hpc_parallel.record.values import number
 from hpc_parallel.report.run_lines import (
     accused_lines,
@@ -236,7 +236,7 @@ def _head(run: RecordedRun, row: RunRow) -> list[tuple[str, str]]:
 
 
 def _times(run: RecordedRun) -> list[tuple[str, str]]:
-    began, ended = _time(run.attempts.started), _time(run.totals.ended)
+    began, ended = time_of(run.attempts.started), time_of(run.totals.ended)
     if began is None:
         return []
     took = ""
@@ -245,17 +245,7 @@ def _times(run: RecordedRun) -> list[tuple[str, str]]:
     return [("started", f"{began:%Y-%m-%d %H:%M:%S} UTC{took}")]
 
 
-def _time(value: Any) -> datetime | None:
-    """The time; None if the value is not a time with a time zone."""
-    try:
-        time = datetime.fromisoformat(value)
-    except (TypeError, ValueError):
-        return None
-    return time if time.tzinfo is not None else None
-
-
 def _checkpoints(run: RecordedRun) -> list[int]:
-    """The steps of the checkpoints, in ascending order."""
     return sorted(checkpoint.step for checkpoint in complete(run.folder.checkpoints))
 
 

@@ -20,7 +20,7 @@ from hpc_parallel.commands.encode_text import encode_text, tokenizer_failures
 from hpc_parallel.data.folder_files import list_files, name_matcher
 from hpc_parallel.data.tokens import TOKENIZER_BYTES, Description, description_file, digest_of_tokenizer
 from hpc_parallel.exit_codes import DONE, FAILED, WRONG
-from hpc_parallel.problems import ConfigError, as_override, nearest, shell_word
+from hpc_parallel.problems import ConfigError, as_override, nearest, raise_if_any, shell_word
 from hpc_parallel.record.safe_read import DamagedError, list_folder, open_regular, read_bytes
 from hpc_parallel.record.safe_write import replacing, write_text
 from hpc_parallel.shell import command_parser, complain, output_problems
@@ -104,8 +104,7 @@ def _write(output: Path, files: Sequence[Path], *, encoder: Encoder) -> int:
             count = _append(files, encoder=encoder, stream=stream, problems=problems)
             if not count and not problems:
                 problems.append("the sources hold no text.")
-            if problems:
-                raise ConfigError(problems)
+            raise_if_any(problems)
             values = Description(vocab_size=encoder.vocab_size, tokenizer=encoder.name, count=count)
             write_text(description, json.dumps(values, indent=1) + "\n", mode=0o666)
     except BaseException:

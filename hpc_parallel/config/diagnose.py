@@ -211,7 +211,9 @@ def _explain(
             return f"{override}: there is no key {key} here. Try {alternatives(files)}."
         return _unknown(override, key=key, value=value, plain=plain)
     if isinstance(error.__cause__, OmegaConfBaseException):
-        return Problem(key, value, f"is not {_kind(plain, key)}", _near(plain, key=key, value=value))
+        return Problem(
+            key, value, f"is not {kind_of(_type_in_schema(plain, key))}", _near(plain, key=key, value=value)
+        )
     return f"{override}: {text.splitlines()[0].rstrip('.')}."
 
 
@@ -255,7 +257,7 @@ def _not_a_choice(key: str, value: str, *, choices: Sequence[str], default: str 
 def _refused_in_file(refused: RefusedKey, *, plain: DictConfig) -> str:
     place, key = refused.place, refused.key
     if not refused.unknown:
-        return f"{place}: {key} is not {_kind(plain, key)}."
+        return f"{place}: {key} is not {kind_of(_type_in_schema(plain, key))}."
     name = (suggest(key, flat(plain)) or "").partition("=")[0]
     if name.rpartition(".")[0] == key.rpartition(".")[0] and name:
         name = name.rpartition(".")[2]
@@ -297,7 +299,7 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
         return f"{text} If it is an option of sbatch, try {option}."
     if choices := _choices(name):
         return f"{text} Try {name}={replacement or (nearest(value, choices) or choices)[0]}."
-    if _is_table(plain, name):
+    if OmegaConf.is_dict(OmegaConf.select(plain, name)):
         return f"{text} Keys of {name}: {', '.join(flat(plain[name])) or 'any'}."
     if equals:
         with_unit = name.endswith(("time_minutes", "_gb"))  # `time=2h` is converted; 3 epochs are not 3 steps
@@ -320,10 +322,6 @@ def _microbatch_size(count: str, *, plain: DictConfig) -> int:
         return max(1, config.training.global_batch_size // (replicas * int(count)))
     except (ValueError, ZeroDivisionError):
         return 1
-
-
-def _is_table(plain: DictConfig, key: str) -> bool:
-    return OmegaConf.is_dict(OmegaConf.select(plain, key))
 
 
 def _legal_override(override: str, *, plain: DictConfig) -> str:
@@ -372,17 +370,14 @@ def _type_in_schema(plain: DictConfig, key: str) -> str:
     return next((str(f.type) for f in fields(schema) if f.name == name), "") if is_dataclass(schema) else ""
 
 
-def _kind(plain: DictConfig, key: str) -> str:
-    """Describe the type that the schema requires at `key`."""
-    return kind_of(_type_in_schema(plain, key))
-
-
 def _near(plain: DictConfig, *, key: str, value: str) -> tuple[Any, ...]:
     """A legal value for a refused one: the same time, size or number in our notation, or a list of it.
 
     Otherwise the default, or for a key without one, a value of its rule or its example.
     """
-    default = _value_of(plain, key)
+    default: Any = None
+    with suppress(OmegaConfBaseException):  # of a key that refers to one of another type
+        default = OmegaConf.select(plain, key, default=None)
     required = _type_in_schema(plain, key)
     rule = rule_of(key)
     same = same_quantity(key, value) if required.startswith(("int", "float")) else None
@@ -402,10 +397,3 @@ def _near(plain: DictConfig, *, key: str, value: str) -> tuple[Any, ...]:
     if key in REQUIRED:
         return (REQUIRED[key],)
     return () if rule is None else rule.legal
-
-
-def _value_of(plain: DictConfig, key: str) -> Any:
-    """The current value of a key; None if it has none, or refers to a key of another type."""
-    with suppress(OmegaConfBaseException):
-        return OmegaConf.select(plain, key, default=None)
-    return None

@@ -190,7 +190,6 @@ def _set_time_budget(config: DictConfig) -> None:
 
 
 def _set_restarts(config: DictConfig) -> None:
-    """Set a number for `launcher.max_restarts`."""
     if config.launcher.max_restarts is not None:
         return
     saves = config.task.name == "train" and config.training.checkpoint_every is not None

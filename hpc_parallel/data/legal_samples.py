@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import raise_if_any
 
 _ADVICE = "give the model's class `ignore_index = -100`, a model of ours by a subclass (docs/own-model.md)"
 
@@ -34,8 +34,7 @@ class LegalSamples(NamedTuple):
 
     def require(self, inputs: Tensor, targets: Tensor) -> None:
         """Raises ConfigError with all that is wrong with a batch of samples [batch, ...]."""
-        if problems := [*self._of_inputs(inputs), *self._of_each_token(inputs, targets), *self._of(targets)]:
-            raise ConfigError(problems)
+        raise_if_any([*self._of_inputs(inputs), *self._of_each_token(inputs, targets), *self._of(targets)])
 
     def _of_inputs(self, inputs: Tensor) -> Iterator[str]:
         if self.pixels and inputs.is_floating_point() and inputs.numel():

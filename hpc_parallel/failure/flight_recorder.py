@@ -35,16 +35,7 @@ _VARIABLES = {
 }
 _PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # torch adds the rank and `.pipe`
 # What a damaged dump, or one that is not complete yet, can raise.
-_DAMAGED = (
-    OSError,
-    pickle.UnpicklingError,
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    EOFError,
-    IndexError,
-)
+_DAMAGED = (OSError, pickle.UnpicklingError, ValueError, TypeError, LookupError, AttributeError, EOFError)
 
 
 class Call(NamedTuple):

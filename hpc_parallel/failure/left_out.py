@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
+from hpc_parallel.problems import print_warning
+
 T = TypeVar("T")
 
 
@@ -20,10 +22,7 @@ def left_out(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        print(
-            f"WARNING: {what} left out ({type(error).__name__}: {reason}); the training goes on",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        print_warning(f"{what} left out ({type(error).__name__}: {reason}); the training goes on")
 
 
 @contextmanager

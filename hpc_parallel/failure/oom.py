@@ -76,7 +76,6 @@ def _bytes(pattern: re.Pattern[str], text: str) -> int | None:
 
 
 def _available_bytes() -> int | None:
-    """The available memory of this host; None if unknown."""
     try:
         match = _AVAILABLE.search(Path("/proc/meminfo").read_text())
     except OSError:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -76,12 +76,12 @@ class _Turn:
     ranks: int = -1  # a pipe, whose other end the script closes when its ranks have succeeded
 
 
-def run(path: str, environment: Mapping[str, str] = os.environ) -> int:
-    """Run the queue in the folder `path` on the nodes of this job. Returns 0 if no run failed."""
-    folder = Path(path)
+def main(arguments: Sequence[str]) -> int:
+    """Run the queue in the folder `arguments[0]` on the nodes of this job. Returns 0 if no run failed."""
+    folder = Path(arguments[0])
     # The user may trust those who write above (launcher.shared_folder).
     require_private(folder, parents=False)
-    job = _PackedJob(folder, environment)
+    job = _PackedJob(folder, os.environ)
     signal.signal(signal.SIGTERM, job.close)  # Slurm sends it to the ranks too
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     return job.run()

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import threading
+from pkgutil import resolve_name
 from typing import Protocol
 
 from hpc_parallel.launch.prepare import PreparedRun
+
+LAUNCHERS = {  # by `launcher.kind`; only the one of the run is imported
+    "local": "hpc_parallel.launch.local_launcher:LocalLauncher",
+    "slurm": "hpc_parallel.launch.slurm_launcher:SlurmLauncher",
+    "allocation": "hpc_parallel.launch.allocation_launcher:AllocationLauncher",
+    "script": "hpc_parallel.launch.batch_script:ScriptLauncher",
+}
 
 
 class Launcher(Protocol):
@@ -31,21 +39,9 @@ class Launcher(Protocol):
 def launcher_of(run: PreparedRun) -> tuple[Launcher, str]:
     """The launcher of a run, and one line that names it and, for `launcher.kind=auto`, gives the reason."""
     kind, reason = run.config.launcher.kind, run.launcher_reason
-    launcher: Launcher
-    if kind == "local":
-        from hpc_parallel.launch.local_launcher import LocalLauncher
+    launcher: Launcher = resolve_name(LAUNCHERS[kind])()
+    if kind == "allocation":
+        from hpc_parallel.launch.allocation_launcher import place_of
 
-        launcher = LocalLauncher()
-    elif kind == "slurm":
-        from hpc_parallel.launch.slurm_launcher import SlurmLauncher
-
-        launcher = SlurmLauncher()
-    elif kind == "allocation":
-        from hpc_parallel.launch.allocation_launcher import AllocationLauncher, place_of
-
-        launcher, reason = AllocationLauncher(), place_of(run)
-    else:
-        from hpc_parallel.launch.batch_script import ScriptLauncher
-
-        launcher = ScriptLauncher()
+        reason = place_of(run)
     return launcher, f"launcher {kind}" + (f": {reason}" if reason else "")

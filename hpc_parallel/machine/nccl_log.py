@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,15 +76,7 @@ class NcclTransport:
 
     def as_record(self) -> dict[str, Any]:
         """For `environment.json`."""
-        pairs = {name: dict(carriers) for name, carriers in self.pairs.items()}
-        return {**vars(self), "pairs": pairs, "gpudirect": self.gpudirect}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> NcclTransport:
-        """The inverse of `as_record`."""
-        pairs = {name: Counter(carriers) for name, carriers in record["pairs"].items()}
-        values = {name: value for name, value in record.items() if name != "gpudirect"}
-        return cls(**{**values, "pairs": pairs})
+        return {**vars(self), "gpudirect": self.gpudirect}
 
 
 def parse(log: str, *, hosts: Sequence[str]) -> NcclTransport:

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from hpc_parallel.slurm.short_forms import expand_hosts, expand_tasks
 
@@ -235,7 +236,7 @@ def _counted_world(launcher: RankVariables, values: dict[str, str], environment:
 
     With MPI every node must have the same number of ranks.
     """
-    numbers = {field: _integer(launcher, field, text) for field, text in values.items()}
+    numbers: dict[str, Any] = {field: _integer(launcher, field, text) for field, text in values.items()}
     if not launcher.node:
         rank, world_size = numbers["rank"], numbers["world_size"]
         local_rank, local_world_size = numbers["local_rank"], numbers["local_world_size"]
@@ -248,12 +249,7 @@ def _counted_world(launcher: RankVariables, values: dict[str, str], environment:
         numbers["node"] = rank // local_world_size
         numbers["nodes"] = world_size // local_world_size
     return World(
-        rank=numbers["rank"],
-        world_size=numbers["world_size"],
-        local_rank=numbers["local_rank"],
-        local_world_size=numbers["local_world_size"],
-        node=numbers["node"],
-        nodes=numbers["nodes"],
+        **numbers,
         host=socket.gethostname(),
         launcher=launcher.name,
         attempt=_attempt(launcher, environment),

@@ -181,7 +181,6 @@ def read_s(file: int, *, where: str) -> float | str:
 
 
 def _drop_cached(file: int) -> None:
-    """Drop the file from the page cache."""
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 

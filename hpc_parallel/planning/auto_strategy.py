@@ -30,7 +30,7 @@ from hpc_parallel.planning.layouts import AXES, CHECKPOINTING, FREE, Choices, la
 from hpc_parallel.planning.ranking import advantage, seconds, without_room
 from hpc_parallel.planning.search import Candidate, search
 from hpc_parallel.planning.work import unplanned, unsearched
-from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.problems import ConfigError, Problem, raise_if_any
 from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.slurm.allocation import ALLOCATION
 
@@ -88,8 +88,7 @@ def ask(composed: DictConfig, overrides: Sequence[str], *, user_folder: Path | N
     problems = [problem for problem in find_problems(config, overrides) if problem not in ignored]
     problems += unplanned(config, Layout(replicate=config.devices), hardware)
     problems += unsearched(config)
-    if problems:
-        raise ConfigError(problems)
+    raise_if_any(problems)
     question = Question(config, on_nodes_of(config, hardware), choices)
     if problem := _without_layout(question):
         raise ConfigError([problem])

@@ -20,7 +20,7 @@ from hpc_parallel.planning.coefficient_fit import Fitted, fit
 from hpc_parallel.planning.hardware import FITTED_BY, Hardware, coefficient, hardware_text
 from hpc_parallel.planning.step_time import step_time
 from hpc_parallel.planning.work import Work, unplanned, work_of_run
-from hpc_parallel.problems import ConfigError, Problem, printable
+from hpc_parallel.problems import ConfigError, Problem, printable, raise_if_any
 from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.environment_file import Environment
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
@@ -76,8 +76,7 @@ def read_runs(paths: Sequence[Path], hardware: Hardware) -> list[MeasuredRun]:
             runs.append(_read_run(RunFolder(path), hardware))
         except ConfigError as error:
             problems += [printable(f"{path}: {problem}") for problem in error.problems]
-    if problems:
-        raise ConfigError(problems)
+    raise_if_any(problems)
     return runs
 
 
@@ -156,11 +155,9 @@ def _device_kind(environment: Environment) -> str:
 def _work(config: RunConfig, hardware: Hardware) -> Work:
     if (count(config, "blocks")[1] or 1) > MOST_BLOCKS:
         raise ConfigError([NO_PLAN])
-    if problems := list(layout_checks.find_problems(config)):
-        raise ConfigError(problems)
+    raise_if_any(layout_checks.find_problems(config))
     layout = layout_of(config.strategy, devices=config.devices)
-    if problems := list(unplanned(config, layout, hardware)):
-        raise ConfigError(problems)
+    raise_if_any(unplanned(config, layout, hardware))
     work = work_of_run(config)
     needed = (field.name for field in fields(DecoderSizes) if field.default is MISSING or field.default)
     sizes = [value for name in needed if not isinstance(value := getattr(work.decoder, name), bool)]
@@ -198,8 +195,7 @@ def planned_s(run: MeasuredRun, hardware: Hardware) -> float:
 
 def calibrate(runs: Sequence[MeasuredRun], hardware: Hardware) -> Calibration:
     """Fit `hardware` to `runs`. Raises ConfigError if they are too few, alike, or of different devices."""
-    if problems := list(_unfit(runs)):
-        raise ConfigError(problems)
+    raise_if_any(_unfit(runs))
     after, fitted = fit(
         hardware,
         tolerances=TOLERANCES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hpc_parallel.config.schema import RunConfig
@@ -13,7 +13,7 @@ from hpc_parallel.planning.search import DOUBLINGS, Candidate, SearchResult, eno
 from hpc_parallel.planning.step_time import StepTime, tokens_per_s
 from hpc_parallel.planning.work import Work
 from hpc_parallel.problems import alternatives, printable
-from hpc_parallel.record.metrics_file import milliseconds, size
+from hpc_parallel.record.metrics_file import aligned, milliseconds, size
 
 TOGETHER = 3  # a forward and a backward pass cost this many forward passes (PaLM, Chowdhery et al. 2022)
 SMALL = 0.05  # a share of a step that does not count as a limit
@@ -77,20 +77,13 @@ def seconds(value: float) -> str:
     return milliseconds(value) if value < 1 else f"{value:.4g} s"
 
 
-def table(candidates: Sequence[Candidate], hardware: Hardware) -> Iterator[str]:
+def table(candidates: Sequence[Candidate], hardware: Hardware) -> list[str]:
     """One line for each candidate, best first."""
     headings = (
         "", "layout", "schedule", "samples", "recompute", "step", "tokens/s", "MFU", "memory", "limit",
     )  # fmt: skip
     rows = [headings, *(_row(at, one, hardware) for at, one in enumerate(candidates, start=1))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    right = ("", "samples", "step", "tokens/s", "MFU", "memory")
-    for row in rows:
-        cells = (
-            text.rjust(width) if heading in right else text.ljust(width)
-            for text, width, heading in zip(row, widths, headings, strict=True)
-        )
-        yield "  ".join(cells).rstrip()
+    return aligned(rows, right=("", "samples", "step", "tokens/s", "MFU", "memory"))
 
 
 def _row(at: int, candidate: Candidate, hardware: Hardware) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ All other steps run without measurement: nothing in the model, in torch or in th
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,9 +20,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpc_parallel.failure.left_out import left_out, optional
 from hpc_parallel.layout.step_facts import UNMEASURED
+from hpc_parallel.problems import print_warning
 from hpc_parallel.profiling.timeline import STEP, Interval, Timeline, events_of, marked_waits
 from hpc_parallel.profiling.traffic import NAMES, Traffic
-from hpc_parallel.record.task_files import RankTimeline, StageWork, StepTimeline
+from hpc_parallel.record.task_files import RankTimeline, StepTimeline
 from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import finite
 from hpc_parallel.start.start_times import synchronize
@@ -145,10 +145,7 @@ class Measurement:
             local = RankTimeline(
                 rank=dist.get_rank(),
                 length_s=last.length / 1e9,
-                chunks=tuple(
-                    StageWork(work.start / 1e9, work.end / 1e9, work.stage, work.kind, work.microbatch)
-                    for work in last.chunks
-                ),
+                chunks=tuple(last.chunks),
                 waiting=tuple((start / 1e9, end / 1e9) for start, end in last.waiting),
             )
         values = exchange.all_gather(None if local is None else vars(local))
@@ -209,8 +206,5 @@ def device_actions(device: torch.device) -> AbstractContextManager[ActionTimes |
 def _unknown(unknown: list[str]) -> dict[str, Any]:
     """The record of a step with collectives whose bytes are not known. No total would be correct."""
     if dist.get_rank() == 0:
-        names = ", ".join(unknown)
-        print(
-            f"WARNING: traffic is not counted: no rule for the bytes of {names}", file=sys.stderr, flush=True
-        )
+        print_warning(f"traffic is not counted: no rule for the bytes of {', '.join(unknown)}")
     return {"unknown_collectives": unknown}

@@ -7,7 +7,6 @@ time since the last timed step, or since the start.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_parallel.failure.left_out import left_out
+from hpc_parallel.problems import print_warning
 from hpc_parallel.profiling.links import Pair, link_rates
 from hpc_parallel.profiling.measurement import timed_step
 from hpc_parallel.profiling.slow_ranks import (
@@ -152,4 +152,4 @@ class RankTimes:
         for slow_rank in slow:
             if (slow_rank.rank, slow_rank.cause) not in self._named:
                 self._named.add((slow_rank.rank, slow_rank.cause))
-                print(f"WARNING: {slow_rank}", file=sys.stderr, flush=True)
+                print_warning(slow_rank)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -14,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpc_parallel.config.schema import ProfileConfig
 from hpc_parallel.failure.left_out import left_out
+from hpc_parallel.problems import print_warning
 from hpc_parallel.profiling.timeline import (
     STEP,
     Event,
@@ -99,7 +99,7 @@ class _Trace:
         self._on_gpu = device.type == "cuda"
         self._memory = memory and self._on_gpu
         if memory and not self._on_gpu:
-            print("WARNING: profile.memory records GPU memory, and this rank has no GPU", file=sys.stderr)
+            print_warning("profile.memory records GPU memory, and this rank has no GPU")
         if self._memory:
             record_memory(True)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]

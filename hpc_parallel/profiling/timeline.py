@@ -19,6 +19,7 @@ from torch.autograd import DeviceType
 from torch.distributed import Work
 from torch.profiler import profile, record_function
 
+from hpc_parallel.record.task_files import StageWork
 from hpc_parallel.strategies.pipeline import BUSY
 from hpc_parallel.strategies.ranges import Action
 from hpc_parallel.torch_internals import profiler_events
@@ -87,16 +88,6 @@ def events_of(profiled: profile) -> list[Event]:
     ]
 
 
-class Chunk(NamedTuple):
-    """Work of a pipeline stage from `start` to `end`; `strategies.pipeline.busy` lists the kinds."""
-
-    start: int
-    end: int
-    stage: int
-    kind: str
-    microbatch: int | None
-
-
 @dataclass(frozen=True)
 class Timeline:
     """One step of one rank. Intervals are sorted and do not overlap."""
@@ -105,7 +96,7 @@ class Timeline:
     waiting: list[Interval]  # communication runs and no computation does
     stages: list[Interval]  # a pipeline stage is busy with a microbatch
     computing: list[Interval]  # kernels run on the GPU; without a GPU, operators on the host
-    chunks: list[Chunk]  # of `stages`, sorted by start; one may lie within another
+    chunks: list[StageWork]  # of `stages`, sorted by start; one may lie within another
 
     @classmethod
     def read(cls, events: Sequence[Event], *, on_gpu: bool, actions: Sequence[Action] = ()) -> Timeline:
@@ -147,7 +138,7 @@ class Timeline:
             stages=within(spans(stages)),
             computing=within(spans(computing if on_gpu else operators)),
             chunks=sorted(
-                Chunk(event.start - step.start, event.end - step.start, *labels)
+                StageWork((event.start - step.start) / 1e9, (event.end - step.start) / 1e9, *labels)
                 for event in stages
                 if (labels := chunk_of(event.name)) is not None
             ),

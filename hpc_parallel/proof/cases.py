@@ -30,7 +30,7 @@ from hpc_parallel.layout.model_data_schema import (
     TransformerConfig,
     UNetConfig,
 )
-from hpc_parallel.problems import ConfigError, Problem, Problems
+from hpc_parallel.problems import ConfigError, Problem, Problems, raise_if_any
 from hpc_parallel.proof.compare import SHARP
 from hpc_parallel.proof.rows import COMMON, IMAGES, NETS, RECIPES, ROWS, TWO, ParityRow
 from hpc_parallel.record.recorded_start import key_of
@@ -184,8 +184,7 @@ class _RunComposer:
             run = prepare(config, overrides=overrides, config_dir=self.extra_dir, keep=self._plan_snapshot)
         except UnresolvedError as error:
             raise _RefusedError(overrides, error) from error
-        if problems := list(_problems(run.config, self.overrides)):
-            raise ConfigError(problems)
+        raise_if_any(_problems(run.config, self.overrides))
         return run
 
     def _compose(self, overrides: Sequence[str]) -> DictConfig:

@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from typing import Any
 
 from xxhash import xxh3_128 as Digest
 
+from hpc_parallel.problems import print_warning
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.safe_read import (
     DamagedError,
@@ -181,7 +181,7 @@ def prune(folder: Path, *, keep_last: int, keep_every: int | None) -> None:
     try:
         best = best_step(folder)
     except DamagedError as error:
-        print(f"WARNING: no checkpoint is removed: {error}", file=sys.stderr, flush=True)
+        print_warning(f"no checkpoint is removed: {error}")
         return
     for checkpoint in complete(folder)[keep_last:]:
         if not _is_kept(checkpoint, best=best, keep_every=keep_every):

@@ -21,17 +21,8 @@ FILES = (
     "apikey*", "kubeconfig*", "service_account*.json", "auth.json", ".s3cfg", ".boto", ".my.cnf",
 )  # fmt: skip
 FOLDERS = (
-    ".ssh",
-    ".aws",
-    ".azure",
-    ".gnupg",
-    ".kube",
-    ".docker",
-    ".gcloud",
-    "secrets",
-    ".secrets",
-    "credentials",
-)
+    ".ssh", ".aws", ".azure", ".gnupg", ".kube", ".docker", ".gcloud", "secrets", ".secrets", "credentials",
+)  # fmt: skip
 # Source, documents, and example files of credentials.
 HARMLESS = (
     "*.py", "*.pyi", "*.ipynb", "*.c", "*.h", "*.cc", "*.cpp", "*.cu", "*.cuh", "*.rs", "*.go", "*.java",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_parallel.problems import ConfigError, alternatives, nearest, spell
+from hpc_parallel.problems import ConfigError, alternatives, nearest, raise_if_any, spell
 from hpc_parallel.record.names import RUNS, is_job_id, label
 from hpc_parallel.record.recorded import RecordedRun, find_runs, is_run, read_run
 from hpc_parallel.record.run_folder import unreadable
@@ -46,8 +46,7 @@ def find_all(words: Sequence[str]) -> list[Match]:
             matches.append(_find(word))
         except ConfigError as error:
             problems += error.problems
-    if problems:
-        raise ConfigError(problems)
+    raise_if_any(problems)
     return matches
 
 

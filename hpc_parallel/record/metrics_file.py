@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -188,10 +188,12 @@ def fitting(parts: Sequence[str], *, columns: int) -> str:
     return line.rstrip()
 
 
-def aligned(cells: Sequence[Sequence[str]], *, justify: Callable[[str, int], str] = str.rjust) -> list[str]:
-    """The lines of a table whose columns are aligned to the right, or to the left by `str.ljust`."""
+def aligned(cells: Sequence[Sequence[str]], *, right: Container[str] | None = None) -> list[str]:
+    """The lines of a table. right: the headings of the columns that are aligned to the right; None: all."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(map(justify, line, widths)) for line in cells]
+    pads = [str.rjust if right is None or heading in right else str.ljust for heading in cells[0]]
+    rows = ([pad(text, width) for pad, text, width in zip(pads, row, widths, strict=True)] for row in cells)
+    return ["  ".join(row).rstrip() for row in rows]
 
 
 def duration(seconds: float) -> str:

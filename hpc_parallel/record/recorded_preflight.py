@@ -79,7 +79,7 @@ def difference_table(differences: Differences) -> list[str]:
     more += [f"and {hidden} more groups of hosts"] * (hidden > 0)
     texts = [[printable(cell) for cell in row] for row in cells]
     table = [texts[0], *([cell[:MOST_CHARACTERS] for cell in row] for row in texts[1:])]
-    return [*(line.rstrip() for line in aligned(table, justify=str.ljust)), *more]
+    return [*aligned(table, right=()), *more]
 
 
 def listed_hosts(hosts: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpc_parallel.problems import ConfigError, shell_word, spell
+from hpc_parallel.shadowing import is_own_group
 
 _MAX_LINKS = 40  # the kernel's limit (path_resolution(7))
 
@@ -42,7 +43,7 @@ def require_private(path: Path, *, parents: bool = True) -> None:
         if stat.S_ISLNK(status.st_mode):
             continue  # the mode of a link has no meaning: its folder decides who can change it
         sticky = status.st_mode & stat.S_ISVTX and index < len(parts) - 1  # only owners can rename entries
-        if not closed and not sticky and (writers := _other_writers(status, user=user)):
+        if not closed and not sticky and (writers := _other_writers(status)):
             suggestion = (
                 f"chmod go-w {shell_word(part)}" if status.st_uid == user else "use a folder of your own"
             )
@@ -97,21 +98,12 @@ def owner_name(path: Path) -> str | None:
     return None if owner in (os.geteuid(), 0) else _name_of(owner)
 
 
-def _other_writers(status: os.stat_result, *, user: int) -> str | None:
+def _other_writers(status: os.stat_result) -> str | None:
     if status.st_mode & stat.S_IWOTH:
         return "anyone"
-    if status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid, user=user):
+    if status.st_mode & stat.S_IWGRP and not is_own_group(status.st_gid):
         return f"the group {_group_of(status.st_gid)}"
     return None
-
-
-def _is_own_group(group: int, *, user: int) -> bool:
-    try:
-        entry, account = grp.getgrgid(group), pwd.getpwuid(user)
-    except KeyError:
-        return False
-    name = account.pw_name
-    return group == account.pw_gid and entry.gr_name == name and set(entry.gr_mem) <= {name}
 
 
 def _name_of(user: int) -> str:

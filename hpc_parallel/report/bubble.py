@@ -110,7 +110,7 @@ def _identity_without_microbatches(row: Row) -> str:
 def _label(row: Row) -> Sequence[str]:
     """`1f1b`, `pipeline 4 x 1`, and other options in which the run differs."""
     excluded = tuple(f"{key}=" for key in (*MICROBATCHES, "schedule"))
-    options = [option for option in row.differs if not option.startswith(excluded)]
+    options = [option for option in row.names.options if not option.startswith(excluded)]
     return _schedule(row), f"{row.strategy} {row.shape}", *options
 
 

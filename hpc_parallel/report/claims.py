@@ -62,7 +62,7 @@ APPROACHES = (
         "data parallel, all-reduce", "data",
         "each device holds the whole model and takes a part of the batch; gradients are averaged",
         (
-            Claim("pro", "close to n times as fast on up to 8 devices", near_ideal("data"),
+            Claim("pro", "close to n times as fast on up to 8 devices", near_ideal,
                   study="strong_scaling"),
             Claim("pro", "simple: the model's code does not change"),
             Claim("pro", "moves less than a parameter server does",
@@ -74,7 +74,7 @@ APPROACHES = (
                   level("data", "exposed_communication_share", above=MUCH),
                   "Bytes alone do not show this: buckets are sent while the backward pass still runs, and "
                   "only exposed communication costs time.", study="communication"),
-            Claim("con", "slower across machines than inside one", slower_across_machines("data"),
+            Claim("con", "slower across machines than inside one", slower_across_machines,
                   "How much depends on the links, the size of the model and the time of a step.",
                   study="placement"),
             Claim("con", "the model must fit on one device: no memory is saved",

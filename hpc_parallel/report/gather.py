@@ -9,7 +9,7 @@ import math
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import cache, cached_property
 from pathlib import Path
@@ -91,11 +91,6 @@ class Row:
         return f"{self.names} (pruned at step {self.figures['steps'] or 0:.0f})"
 
     @property
-    def differs(self) -> Sequence[str]:
-        """The options in which the run differs from most runs of its strategy."""
-        return self.names.options
-
-    @property
     def completed(self) -> bool:
         return self.state == COMPLETED
 
@@ -151,23 +146,15 @@ class Row:
         return f"{server}{Layout(**self.layout)}"
 
     @property
-    def cause(self) -> str | None:
-        """One line about why the run failed."""
-        return self.run.cause
-
-    @property
     def notes(self) -> list[str]:
         damaged = ", ".join(f"{name} ({reason})" for name, reason in self.run.damaged.items())
-        return [text for text in (damaged and f"can't be read: {damaged}", self.cause) if text]
+        return [text for text in (damaged and f"can't be read: {damaged}", self.run.cause) if text]
 
     @property
-    def workload(self) -> tuple[str, str, str]:
+    def workload(self) -> tuple[str, ...]:
         """What the run computes: figures of the same workload are comparable."""
         sections = (self.config.get(key) for key in ("task", "model", "data"))
-        task, model, data = (
-            repr(flatten(part)) if isinstance(part, dict) else repr(part) for part in sections
-        )
-        return task, model, data
+        return tuple(repr(flatten(part) if isinstance(part, dict) else part) for part in sections)
 
     def is_alike(self, other: Row) -> bool:
         """Whether two strategies resulted in the same degrees of all axes and the same options."""
@@ -224,10 +211,8 @@ class Row:
 
         A part that is not recorded is None.
         """
-        cores, runs = (
-            self.section("launcher").get("cpus_per_device"),
-            self.section("sweep").get("runs_per_gpu"),
-        )
+        cores = self.section("launcher").get("cpus_per_device")
+        runs = self.section("sweep").get("runs_per_gpu")
         return self.run.ran_on.device, self.on_cpu, repr(cores), repr(runs or 1)
 
 
@@ -237,8 +222,8 @@ class Gathered:
 
     folders: Sequence[Path]
     rows: Sequence[Row]
-    left_out: Sequence[tuple[str, str]] = field(default_factory=list)  # overrides that did not run, and why
-    commands: Sequence[tuple[str, str]] = field(default_factory=list)  # folder name and command of each sweep
+    left_out: Sequence[tuple[str, str]] = ()  # overrides that did not run, and why
+    commands: Sequence[tuple[str, str]] = ()  # folder name and command of each sweep
 
 
 def identity(config: Mapping[Any, Any]) -> str:
@@ -271,7 +256,10 @@ def gather(folders: Sequence[Path]) -> Gathered:
         folders,
         _with_repeats(rows),
         left_out=[skipped for sweep in sweeps.values() for skipped in _left_out(sweep, paths)],
-        commands=[(path.name, _command(sweep)) for path, sweep in sweeps.items()],
+        commands=[  # as typed, without values that may hold a credential: others may read the report
+            (path.name, shlex.join((*RUN_COMMAND, *without_secret_values(sweep.command))))
+            for path, sweep in sweeps.items()
+        ],
     )
 
 
@@ -281,11 +269,6 @@ def _with_repeats(rows: Sequence[Row]) -> list[Row]:
         if row.completed:
             groups[row.repeated, row.machine].append(row)
     return [replace(row, repeats=groups.get((row.repeated, row.machine), ())) for row in rows]
-
-
-def _command(sweep: Sweep) -> str:
-    """The command as typed. Values that may hold a credential are hidden: others may read the report."""
-    return shlex.join((*RUN_COMMAND, *without_secret_values(sweep.command)))
 
 
 def timeline(row: Row) -> list[RankTimeline]:
@@ -310,24 +293,21 @@ def _row(run: RecordedRun, *, state: str, ended: bool, names: Label) -> Row:
     figures = {key: _figure(key, summary.get(key)) for key in FIGURES}
     measured = {part: _figure(part, run.totals.step_parts_s.get(part)) for part in PARTS}
     parts = {part: time_s for part, time_s in measured.items() if time_s is not None}
-    layout: Any = summary.get("layout")
-    if not _is_layout(layout):
-        layout = _layout(run)
-    layout = layout and with_all_axes(layout)
+    recorded: Any = summary.get("layout")
+    layout = recorded if _is_layout(recorded) else _layout(run)
     devices = _devices(run.nodes, run.gpus_per_node)
     figures["device_hours"] = device_hours(run, devices=devices)
     share, step_s = figures["exposed_communication_share"], figures["step_time_s"]
     figures["state_bytes"] = fullest(run.totals)
     figures["exposed_communication_s"] = None if share is None or step_s is None else share * step_s
     return Row(
-        run, state=state, ended=ended, names=names, layout=layout, devices=devices, figures=figures,
-        parts=parts if len(parts) == len(PARTS) else None,
+        run, state=state, ended=ended, names=names, layout=layout and with_all_axes(layout),
+        devices=devices, figures=figures, parts=parts if len(parts) == len(PARTS) else None,
         spread=throughput_spread(of_newest_layout(run.logged, summary)),
     )  # fmt: skip
 
 
 def _figure(key: str, value: Any) -> float | None:
-    """The figure; None if it is negative and not a loss."""
     figure = number(value)
     return None if figure is not None and figure < 0 and key != "final_loss" else figure
 
@@ -339,10 +319,7 @@ def _is_layout(layout: Any) -> bool:
 
 
 def _devices(nodes: Any, gpus_per_node: Any) -> int | None:
-    """Their product; None if it is no number of devices."""
-    if not is_count(nodes) or not is_count(gpus_per_node):
-        return None
-    devices = int(nodes * gpus_per_node)
+    devices = nodes * gpus_per_node if is_count(nodes) and is_count(gpus_per_node) else None
     return devices if is_count(devices) else None
 
 

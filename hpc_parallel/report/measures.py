@@ -80,29 +80,25 @@ def versus(strategy: str, other: str, key: str, *, more: bool) -> Measure:
     return measure
 
 
-def slower_across_machines(strategy: str) -> Measure:
+def slower_across_machines(runs: Runs) -> Evidence:
     """Whether n machines with one device each have less throughput than one machine with n devices."""
     key = "samples_per_s"
-
-    def measure(runs: Runs) -> Evidence:
-        rows = [row for row in measured(runs.rows, strategy, key) if (row.devices or 0) > 1]
-        pairs = [
-            (across, inside)
-            for across in rows
-            for inside in rows
-            if across.run.gpus_per_node == 1 and inside.run.nodes == 1
-            if (across.settings, across.layout) == (inside.settings, inside.layout)
-        ]
-        if not pairs:
-            return Evidence()
-        across, inside = max(pairs, key=lambda pair: pair[0].devices or 0)
-        figure = _against(key, across, inside)
-        if across.hosts < (across.run.nodes or 0):
-            return Evidence(ONE_MACHINE, figure)
-        backed = _value(key, across) < _value(key, inside)
-        return _judged(figure, backed=backed, even=are_even(key, across, inside, noise=NOISE))
-
-    return measure
+    rows = [row for row in measured(runs.rows, "data", key) if (row.devices or 0) > 1]
+    pairs = [
+        (across, inside)
+        for across in rows
+        for inside in rows
+        if across.run.gpus_per_node == 1 and inside.run.nodes == 1
+        if (across.settings, across.layout) == (inside.settings, inside.layout)
+    ]
+    if not pairs:
+        return Evidence()
+    across, inside = max(pairs, key=lambda pair: pair[0].devices or 0)
+    figure = _against(key, across, inside)
+    if across.hosts < (across.run.nodes or 0):
+        return Evidence(ONE_MACHINE, figure)
+    backed = _value(key, across) < _value(key, inside)
+    return _judged(figure, backed=backed, even=are_even(key, across, inside, noise=NOISE))
 
 
 def _value(key: str, row: Row) -> float:
@@ -142,27 +138,23 @@ def level(strategy: str, key: str, *, above: float) -> Measure:
     return measure
 
 
-def near_ideal(strategy: str) -> Measure:
-    """Whether throughput grows nearly in proportion to devices, up to FEW_DEVICES."""
-
-    def measure(runs: Runs) -> Evidence:
-        points = [
-            (point, series)
-            for series in runs.series
-            if series.points[0].runs[0].strategy == strategy
-            for point in series.points[1:]
-            if point.devices <= FEW_DEVICES
-        ]
-        if not points:
-            return Evidence()
-        point, series = max(points, key=lambda pair: (pair[0].devices, pair[0].efficiency))
-        figure = (
-            f"efficiency {point.efficiency:.0%} on {point.devices} devices, from {series.points[0].devices} "
-            f"({series.kind} scaling, {series.label}); {CLOSE_TO_IDEAL:.0%} would be close"
-        )
-        return _judged(figure, backed=point.efficiency >= CLOSE_TO_IDEAL)
-
-    return measure
+def near_ideal(runs: Runs) -> Evidence:
+    """Whether the throughput of replicas grows nearly in proportion to devices, up to FEW_DEVICES."""
+    points = [
+        (point, series)
+        for series in runs.series
+        if series.points[0].runs[0].strategy == "data"
+        for point in series.points[1:]
+        if point.devices <= FEW_DEVICES
+    ]
+    if not points:
+        return Evidence()
+    point, series = max(points, key=lambda pair: (pair[0].devices, pair[0].efficiency))
+    figure = (
+        f"efficiency {point.efficiency:.0%} on {point.devices} devices, from {series.points[0].devices} "
+        f"({series.kind} scaling, {series.label}); {CLOSE_TO_IDEAL:.0%} would be close"
+    )
+    return _judged(figure, backed=point.efficiency >= CLOSE_TO_IDEAL)
 
 
 def workers_near_ideal(runs: Runs) -> Evidence:

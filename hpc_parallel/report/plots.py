@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from itertools import cycle
 
 from hpc_parallel.record.task_files import RankTimeline, StageWork
+from hpc_parallel.record.time_use import time_of
 from hpc_parallel.report import bubble, collective_curves, latency, machines, picture
 from hpc_parallel.report.figures import number, rank_states
 from hpc_parallel.report.gather import Row, timeline
@@ -103,13 +103,10 @@ def trained_s(row: Row) -> Mapping[str, float]:
 
 
 def _causes(row: Row) -> list[tuple[float, picture.Fill]]:
-    ended = row.run.totals.ended
+    ended = time_of(row.run.totals.ended)
     if ended is None or not trained_s(row):
         return []
-    try:
-        intervals = row.run.intervals(until=datetime.fromisoformat(ended))
-    except (TypeError, ValueError):  # anybody may have written it
-        return []
+    intervals = row.run.intervals(until=ended)
     return [(part.seconds, USES[part.cause]) for part in intervals[:MAX_INTERVALS]]
 
 
@@ -195,7 +192,6 @@ def _ratios(predictions: Sequence[Prediction]) -> Iterator[picture.Picture]:
 
 
 def _scaling(series: Sequence[Series]) -> Iterator[picture.Picture]:
-    """A plot of strong scaling and one of weak scaling."""
     for kind in (STRONG, WEAK):
         if of_kind := [one_series for one_series in series if one_series.kind == kind]:
             groups = picture.panels_of(
@@ -306,7 +302,6 @@ def _loss_graph(kind: picture.WorkKind) -> picture.Graph:
 
 
 def _timelines(rows: Sequence[Row]) -> Iterator[picture.Picture]:
-    """A plot for each of the first runs that have a timeline."""
     timelines = [(row, ranks) for row in rows if (ranks := timeline(row))]
     for index, (row, ranks) in enumerate(timelines[:MAX_TIMELINES], start=1):
         yield picture.Picture(

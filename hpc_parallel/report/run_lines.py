@@ -104,7 +104,7 @@ def _drawn(shape: Topology) -> Iterator[str]:
     cells = [["", *(part.name for part in parts), "NUMA", "model"]]
     for part, row in zip(parts, rows, strict=True):
         cells.append([part.name, *row, "" if part.numa is None else str(part.numa), part.model])
-    yield from (line.rstrip() for line in aligned(cells, justify=str.ljust))
+    yield from aligned(cells, right=())
 
 
 def device_lines(folder: RunFolder) -> list[tuple[str, str]]:

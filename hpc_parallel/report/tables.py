@@ -359,9 +359,11 @@ def _series(kind: str, axis: str, by_devices: dict[int, list[Row]], shape: str) 
         points.append(Point(devices, rows[0].global_batch_size or 0, rate, speedup, efficiency, rows))
     first, batch = by_devices[fewest][0], points[0].global_batch_size
     degrees = [f"{other} {degree}" for other, degree in first.layout.items() if other != axis and degree > 1]
-    common = set.intersection(*(set(row.differs) for point in points for row in point.runs))
+    common = set.intersection(*(set(row.names.options) for point in points for row in point.runs))
     options = [
-        option for option in first.differs if option in common and not option.startswith("global_batch_size=")
+        option
+        for option in first.names.options
+        if option in common and not option.startswith("global_batch_size=")
     ]
     constant = f"batch {batch}" if kind == STRONG else f"batch {batch / fewest:g} per device"
     return Series(kind, (first.strategy, *degrees, *options, *filter(None, [shape]), constant), points)

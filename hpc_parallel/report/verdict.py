@@ -215,7 +215,7 @@ def _pool(rows: Sequence[Row]) -> Pool:
         if len(values) == len(rows):
             figures.append(PooledFigure(key, values))
     first = rows[0]
-    options = [option for option in first.differs if not option.startswith("seed=")]
+    options = [option for option in first.names.options if not option.startswith("seed=")]
     label = ", ".join([first.strategy, first.layout_text, *options])
     return Pool(label, sorted(_seed(row) for row in rows), figures)
 

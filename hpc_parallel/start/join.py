@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,6 +17,7 @@ from hpc_parallel.machine import fabric, fabric_kind, nccl_log
 from hpc_parallel.machine.fabric_kind import FabricDevices
 from hpc_parallel.machine.topology import alike, nvml_module, topology
 from hpc_parallel.machine.world import World
+from hpc_parallel.problems import print_warning
 from hpc_parallel.record.owner import hold_by_job
 from hpc_parallel.record.provenance import installed_packages
 from hpc_parallel.record.run_folder import RunFolder
@@ -157,7 +157,7 @@ def _submitted(folder: RunFolder) -> dict[str, Any]:
         return read_json(folder.environment) or {}
     except DamagedError as error:
         effect = "It is rewritten without the command line, so `rerun` and `resume=` will refuse the run."
-        print(f"WARNING: {error}. {effect}", file=sys.stderr, flush=True)
+        print_warning(f"{error}. {effect}")
         return {}
 
 

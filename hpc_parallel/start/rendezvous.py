@@ -14,7 +14,6 @@ import os
 import secrets
 import socket
 import stat
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +27,7 @@ from torch.distributed import DistError, TCPStore
 from hpc_parallel.config.site_schema import ClusterConfig
 from hpc_parallel.machine import fabric
 from hpc_parallel.machine.world import World
+from hpc_parallel.problems import print_warning
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, parse_json
 from hpc_parallel.record.safe_write import write_json
@@ -169,12 +169,10 @@ class _Start:
         """Returns the address on which the other hosts connect; None means all addresses."""
         address = fabric.listening_address(os.environ, world=self.world, suffix=self.cluster.master_suffix)
         if address is None:
-            print(
-                f"WARNING: the address by which other hosts reach {self.world.host} is unknown, so rank 0 "
+            print_warning(
+                f"the address by which other hosts reach {self.world.host} is unknown, so rank 0 "
                 "listens on all addresses. The store still verifies signatures. Try "
-                "cluster.environment.GLOO_SOCKET_IFNAME=<interface>.",
-                file=sys.stderr,
-                flush=True,
+                "cluster.environment.GLOO_SOCKET_IFNAME=<interface>."
             )
         return address
 

@@ -279,14 +279,16 @@ def _verify(secret: bytes, message: bytes) -> bytes:
     return content
 
 
-def run_torchrun(run_folder: str, arguments: Sequence[str]) -> None:
+def run_torchrun(arguments: Sequence[str]) -> None:
     """Run torchrun, which opens only pickles that are signed with the secret in the run folder.
 
     As long as the ranks run, the torchruns of a start exchange pickles through a TCPStore.
+    arguments: the run folder, then the words of torchrun.
     """
     from torch.distributed import run
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+    run_folder, *words = arguments
     secret = bytes.fromhex(read_text(RunFolder(Path(run_folder)).torchrun_secret))
     plain: Any = dynamic_rendezvous.pickle
     dynamic_rendezvous.pickle = SimpleNamespace(  # type: ignore[assignment]
@@ -295,7 +297,7 @@ def run_torchrun(run_folder: str, arguments: Sequence[str]) -> None:
         PickleError=plain.PickleError,
     )
     sys.argv[0] = "torchrun"  # its name in its own messages
-    run.main([*arguments])
+    run.main(words)
 
 
 def _require_hooks() -> None:

@@ -19,7 +19,7 @@ from hpc_parallel.machine.host_findings import Finding, findings
 from hpc_parallel.machine.topology import nvml_module
 from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents, event_records
-from hpc_parallel.problems import as_override
+from hpc_parallel.problems import as_override, print_warning
 from hpc_parallel.record.provenance import installed_packages
 from hpc_parallel.record.recorded_preflight import difference_table, listed_hosts
 from hpc_parallel.record.run_folder import RunFolder
@@ -219,7 +219,7 @@ class PreflightError(RuntimeError):
 def warn(findings: Sequence[Finding]) -> None:
     """Print a line for each finding, and the override that leaves out the hosts to blame."""
     for finding in findings:
-        print(f"WARNING: preflight: {finding.line}", file=sys.stderr, flush=True)
+        print_warning(f"preflight: {finding.line}")
     if hosts := accused(findings):
         print(
             f"To start without them: {as_override('launcher.exclude', ','.join(hosts))}",

@@ -6,7 +6,6 @@ They show slow ranks, and the speeds of devices that differ (`strategy.shares=me
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from hpc_parallel.layout.batch_plan import batch_of, shares_batch_problems
 from hpc_parallel.layout.layout import Layout, servers
 from hpc_parallel.layout.shares import MOST_RATIO
 from hpc_parallel.machine.host_findings import SLOW
-from hpc_parallel.problems import as_override
+from hpc_parallel.problems import as_override, print_warning
 from hpc_parallel.strategies import exchange
 
 ROUNDS, ROUND_S = 3, 0.2  # of matrix products; the fastest round counts
@@ -99,7 +98,7 @@ def measured_shares(config: RunConfig, layout: Layout, *, device: torch.device) 
         measured = replace(config, strategy=replace(config.strategy, shares=shares))
         print(f"{as_override('strategy.shares', list(shares))} was measured", flush=True)
         for problem in shares_batch_problems(measured, batch_of(measured, layout)):
-            print(f"WARNING: {problem}", file=sys.stderr, flush=True)
+            print_warning(problem)
     return shares
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from hpc_parallel.machine import nccl_log
 from hpc_parallel.machine.fabric_kind import FabricDevices
 from hpc_parallel.machine.nccl_log import NcclTransport
 from hpc_parallel.machine.world import World
+from hpc_parallel.problems import print_warning
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_tail
 from hpc_parallel.strategies import exchange
@@ -67,7 +67,7 @@ def find_transport(
         "host": world.host,
         "kind": devices.kind,
         "devices": devices.describe(devices.kind if expected_kind == AUTO else expected_kind),
-        "transport": transport and transport.as_record(),
+        "transport": transport and vars(transport),
     }
     ranks = exchange.all_gather(rank_facts)
     kinds = {rank["host"]: rank["kind"] for rank in ranks}
@@ -76,8 +76,7 @@ def find_transport(
         expected=detected if expected_kind == AUTO else expected_kind,
         kinds=kinds,
         devices={rank["host"]: rank["devices"] for rank in ranks},
-        transport=transport
-        and nccl_log.merged([NcclTransport.from_record(rank["transport"]) for rank in ranks]),
+        transport=transport and nccl_log.merged([NcclTransport(**rank["transport"]) for rank in ranks]),
     )
 
 
@@ -129,7 +128,7 @@ def report(problem: str, *, require: bool) -> None:
     if require:
         raise FabricError(f"{problem} (fabric.require=true)")
     if dist.get_rank() == 0:
-        print(f"WARNING: {problem}", file=sys.stderr, flush=True)
+        print_warning(problem)
 
 
 def _devices(check: TransportCheck) -> str:

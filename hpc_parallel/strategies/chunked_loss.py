@@ -27,8 +27,7 @@ from hpc_parallel.layout.step_facts import chunks_loss
 from hpc_parallel.models.language import LanguageHead, LanguageModel
 from hpc_parallel.models.layered import LayeredModel, Loss
 from hpc_parallel.strategies.loss import MetricsOf
-from hpc_parallel.strategies.mesh import axis_of, name_of
-from hpc_parallel.strategies.ranges import marked
+from hpc_parallel.strategies.mesh import all_reduce, axis_of
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.strategies.tensor.tensor_roles import roles_of
 from hpc_parallel.torch_internals import require_below
@@ -182,9 +181,7 @@ class ProjectionRows:
 
     def reduce(self, value: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduce `value` over the ranks, in place."""
-        with marked(f"all_reduce {name_of(self.axis)}"):
-            dist.all_reduce(value, op=operation, group=self.axis.get_group())
-        return value
+        return all_reduce(value, axis=self.axis, op=operation)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

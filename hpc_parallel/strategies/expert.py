@@ -34,7 +34,7 @@ from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.forward_backward import ForwardBackward
 from hpc_parallel.strategies.gradients import local_gradients, used_anywhere
-from hpc_parallel.strategies.mesh import name_of
+from hpc_parallel.strategies.mesh import all_reduce, name_of
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
 from hpc_parallel.torch_internals import all_to_all_rows, group_of
@@ -333,8 +333,7 @@ class BalanceExperts:
         loss = self._inner.train(inputs, targets)
         loads = torch.cat([balance.expert_load for balance in self._balances])  # one message for all blocks
         if self._axis is not None:
-            with marked(f"all_reduce {name_of(self._axis)}"):
-                dist.all_reduce(loads, group=self._axis.get_group())
+            all_reduce(loads, axis=self._axis)
         sizes = [len(balance.expert_load) for balance in self._balances]
         for balance, load in zip(self._balances, loads.split(sizes), strict=True):
             balance.move(load)

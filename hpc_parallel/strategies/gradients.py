@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from hpc_parallel import torch_internals
 from hpc_parallel.strategies.loss_scale import LossScale
-from hpc_parallel.strategies.mesh import name_of
+from hpc_parallel.strategies.mesh import all_reduce, name_of
 from hpc_parallel.strategies.ranges import marked
 
 
@@ -53,9 +53,7 @@ def _sum_replicated(parameters: Iterable[Parameter]) -> None:
     for (axis, _), owners in groups.items():
         partial = [owner.grad.to_local() for owner in owners]  # type: ignore[union-attr]
         flat = torch.cat([gradient.reshape(-1) for gradient in partial])
-        with marked(f"all_reduce {name_of(axis)}"):
-            dist.all_reduce(flat, group=axis.get_group())
-        sums = flat.split([gradient.numel() for gradient in partial])
+        sums = all_reduce(flat, axis=axis).split([gradient.numel() for gradient in partial])
         for owner, gradient, total in zip(owners, partial, sums, strict=True):
             owner.grad = DTensor.from_local(total.view_as(gradient), axis, [Replicate()], run_check=False)
 
@@ -68,8 +66,7 @@ def used_anywhere(used: Sequence[bool], *, axis: DeviceMesh) -> list[bool]:
     message = torch.ones(len(used), dtype=torch.int32, device=axis.device_type)
     if not all(used):
         message = torch.tensor(used, dtype=torch.int32, device=axis.device_type)
-    with marked(f"all_reduce {name_of(axis)}"):
-        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=axis.get_group())
+    all_reduce(message, axis=axis, op=dist.ReduceOp.MAX)
     return [True] * len(used) if all(used) else message.bool().tolist()
 
 

@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpc_parallel.models.layered import LayeredModel, Loss
-from hpc_parallel.strategies.mesh import name_of
-from hpc_parallel.strategies.ranges import marked
+from hpc_parallel.strategies.mesh import all_reduce
 from hpc_parallel.user_code import UserCodeError
 
 MetricsOf = Callable[[Tensor, Tensor], Mapping[str, Tensor]]
@@ -59,9 +57,7 @@ class LossTerms:
             return count_terms(self.model, targets) / self.weight
         count = torch.as_tensor(count_terms(self.model, targets), dtype=torch.float32)
         if self.axis is not None:
-            with marked(f"all_reduce {name_of(self.axis)}"):
-                dist.all_reduce(count, group=self.axis.get_group())
-            count /= self.axis.size()
+            count = all_reduce(count, axis=self.axis) / self.axis.size()
         return torch.where(count > 0, count, 1.0)
 
 

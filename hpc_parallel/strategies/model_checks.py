@@ -14,7 +14,7 @@ from hpc_parallel.models.convnet import Pixels
 from hpc_parallel.models.language import LanguageModel
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.plain import PlainModel
-from hpc_parallel.problems import ConfigError, Problem, Problems
+from hpc_parallel.problems import ConfigError, Problem, Problems, raise_if_any
 from hpc_parallel.strategies import cache, expert, float8, packed_documents, stages
 from hpc_parallel.strategies.context import split_sequence
 from hpc_parallel.strategies.dropout import dropout_shapes
@@ -135,5 +135,4 @@ def require(
     problems = list(
         find_problems(model, config=config, layout=layout, sample_shape=sample_shape, dtype=dtype)
     )
-    if problems:
-        raise ConfigError(problems)
+    raise_if_any(problems)

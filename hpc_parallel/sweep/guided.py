@@ -29,7 +29,7 @@ from hpc_parallel.config.tasks import OF_LOSSES, objective_problems, objectives
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun, prepare
-from hpc_parallel.problems import ConfigError, Problem, Problems, hydra_value, tried
+from hpc_parallel.problems import ConfigError, Problem, Problems, hydra_value, raise_if_any, tried
 from hpc_parallel.record.endings import COMPLETED, PRUNED
 from hpc_parallel.record.metrics_file import figure
 from hpc_parallel.record.recorded import read_run
@@ -99,8 +99,7 @@ class Trial:
         if composed.sweep.prune != "off":
             composed.sweep.folder = str(self.folder)
         run = prepare(composed, overrides=overrides, config_dir=self.config_dir)
-        if problems := list(objective_problems(run.config)):
-            raise ConfigError(problems)
+        raise_if_any(objective_problems(run.config))
         return run
 
     def _launch(self, planned: PlannedRun) -> list[float]:

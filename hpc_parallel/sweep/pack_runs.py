@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -82,14 +83,9 @@ def _times(need: Need, *, nodes: int, room: Room) -> int:
 
 def _fitting(work: Sequence[tuple[Need, float]], *, nodes: int, room: Room, limit_s: float) -> int:
     """How many of the first runs end within the limit; at least one."""
-    fits, ends_late = 1, len(work) + 1
-    while ends_late - fits > 1:
-        middle = (fits + ends_late) // 2
-        if makespan_s(work[:middle], nodes=nodes, room=room) <= limit_s:
-            fits = middle
-        else:
-            ends_late = middle
-    return fits
+    counts = range(1, len(work) + 1)
+    fits = bisect_right(counts, limit_s, key=lambda count: makespan_s(work[:count], nodes=nodes, room=room))
+    return max(1, fits)
 
 
 def _pack(

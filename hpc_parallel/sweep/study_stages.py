@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.script import PLACEHOLDERS
 from hpc_parallel.launch.resume import is_replaced
-from hpc_parallel.problems import ConfigError, Problem, alternatives, hydra_value, nearest
+from hpc_parallel.problems import Problem, alternatives, hydra_value, nearest, raise_if_any
 from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.stage_file import MAIN
 from hpc_parallel.record.values import flatten
@@ -69,12 +69,8 @@ def stages_of(then: Any) -> list[StudyStage]:
         order = list(TopologicalSorter(ordered).static_order())
     except CycleError as error:
         problems.append(f"then: each of these stages waits for the next: {' -> '.join(error.args[1])}.")
-    if problems:
-        raise ConfigError(problems)
-    return [
-        StudyStage(name, stages[name].words, stages[name].settings, stages[name].when, after[name])
-        for name in order
-    ]
+    raise_if_any(problems)
+    return [replace(stages[name], after=after[name]) for name in order]
 
 
 def _entries(then: Any, problems: list[Problem | str]) -> dict[str, Any]:

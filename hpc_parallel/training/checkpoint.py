@@ -7,7 +7,6 @@ one copy of a tensor that several ranks hold. Reading fills the slices that the 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from hpc_parallel.problems import print_warning
 from hpc_parallel.record.checkpoint_index import CHECKSUM, Checkpoint, Digest, publish
 from hpc_parallel.record.values import number
 from hpc_parallel.strategies.assemble import Assembled
@@ -243,4 +243,4 @@ class CheckpointWriter(dcp.FileSystemWriter):
         try:
             self._prune()
         except OSError as error:  # the new checkpoint is complete anyway
-            print(f"WARNING: an old checkpoint could not be removed: {error}", file=sys.stderr, flush=True)
+            print_warning(f"an old checkpoint could not be removed: {error}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from hpc_parallel.data.text import VOCAB_SIZE
 from hpc_parallel.data.tokens import TOKENIZER_BYTES, TOKENS_DATA, digest_of_tokenizer, read_description
 from hpc_parallel.models.drawn_weights import own_slice
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import ConfigError, print_warning, raise_if_any
 from hpc_parallel.record.checkpoint_index import Checkpoint
 from hpc_parallel.record.endings import INITIAL
 from hpc_parallel.record.run_folder import RunFolder
@@ -131,7 +130,7 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
                 )
             )
         for other in filter(None, others):
-            print(f"WARNING: {other}", file=sys.stderr, flush=True)
+            print_warning(other)
     return str(path)
 
 
@@ -207,8 +206,7 @@ def require_fit(state: StateDict, shapes: Shapes, *, aliases: Iterable[str], pat
         "has another shape": reshaped,
     }
     problems = [f"weights = {path} {rule}: {shortened(names)}." for rule, names in rules.items() if names]
-    if problems:
-        raise ConfigError(problems)
+    raise_if_any(problems)
 
 
 def require_tied(source: WeightSource, aliases: Mapping[str, str], *, path: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -25,6 +24,7 @@ from torch import Tensor
 from xxhash import xxh3_128 as Digest
 
 from hpc_parallel.layout.step_facts import MEMORY_STEPS
+from hpc_parallel.problems import print_warning
 from hpc_parallel.record import host_memory
 from hpc_parallel.record.safe_read import DamagedError, list_folder, open_regular
 from hpc_parallel.record.safe_write import map_pages, write_text
@@ -298,8 +298,7 @@ class MemoryCopies:
             self._on = False
             if self._rank == 0:
                 rank, text = problems[0]
-                message = f"rank {rank} can't keep a copy in memory ({text}); from now on there are none"
-                print(f"WARNING: {message}", file=sys.stderr, flush=True)
+                print_warning(f"rank {rank} can't keep a copy in memory ({text}); from now on there are none")
         return self._on
 
     def _path(self, kind: str, rank: int, slot: int) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.tasks import LEAST_OTHERS, first_compared
+from hpc_parallel.problems import print_warning
 from hpc_parallel.record.metrics_file import MetricsReader, figure
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError
@@ -80,7 +80,7 @@ class Pruning:
             try:
                 values.update(_values(reader.read(), key=self._key))
             except (OSError, DamagedError) as error:  # this run must not end because of another one
-                print(f"WARNING: sweep.prune can't read {run.run_dir}: {error}", file=sys.stderr, flush=True)
+                print_warning(f"sweep.prune can't read {run.run_dir}: {error}")
         return [values for _, values in self._others.values()]
 
 
@@ -109,6 +109,6 @@ def _trusts(sweep: Path, *, shared: bool) -> bool:
         if (owner := owner_name(sweep)) is not None:
             raise UntrustedError(f"{sweep} belongs to {owner}.")
     except (OSError, UntrustedError) as error:
-        print(f"WARNING: sweep.prune compares nothing: {error}", file=sys.stderr, flush=True)
+        print_warning(f"sweep.prune compares nothing: {error}")
         return False
     return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hpc_parallel.problems import ConfigError, as_override
+from hpc_parallel.problems import ConfigError, as_override, print_warning
 from hpc_parallel.record import checkpoint_index
 from hpc_parallel.record.checkpoint_index import Checkpoint
 from hpc_parallel.record.values import table
@@ -43,7 +42,7 @@ def newest_sound(folder: Path, *, in_memory: int | None = None) -> tuple[Checkpo
     warnings: list[str] = []
     if rank == 0 and (others := checkpoint_index.skipped(folder)):
         warnings.append(f"{', '.join(others)} in {folder}: only folders count as checkpoints")
-        print(f"WARNING: {warnings[-1]}", file=sys.stderr, flush=True)
+        print_warning(warnings[-1])
     for checkpoint, older in zip_longest(checkpoints, checkpoints[1:]):
         local_damage = checkpoint.damage(part=rank, parts=dist.get_world_size())
         damage = next(filter(None, exchange.all_gather(local_damage)), None)
@@ -54,7 +53,7 @@ def newest_sound(folder: Path, *, in_memory: int | None = None) -> tuple[Checkpo
         lost = f"steps {before + 1} to {checkpoint.step} are lost"
         warnings.append(f"the checkpoint of step {checkpoint.step} is damaged ({damage}); {source}: {lost}")
         if rank == 0:
-            print(f"WARNING: {warnings[-1]}", file=sys.stderr, flush=True)
+            print_warning(warnings[-1])
     return None, warnings
 
 

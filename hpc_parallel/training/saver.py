@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from hpc_parallel.config.schema import TrainingConfig
 from hpc_parallel.failure import failure
 from hpc_parallel.failure.desync import name_ranks
+from hpc_parallel.problems import print_warning
 from hpc_parallel.record import checkpoint_index
 from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.strategies import exchange
@@ -33,10 +33,6 @@ from hpc_parallel.training.written_parts import WrittenParts
 _MARK_EVERY_S = 2.0
 _PATIENCE = 2  # a rank that still writes after this many `checkpoint_timeout_s` ends the run
 _SAVERS = itertools.count()
-
-
-def print_warning(text: str) -> None:
-    print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
 class SaveError(RuntimeError):

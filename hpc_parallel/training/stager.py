@@ -10,7 +10,6 @@ only large buffers are pinned, and a refusal costs only speed.
 from __future__ import annotations
 
 import mmap
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from hpc_parallel import torch_internals
+from hpc_parallel.problems import print_warning
 
 PIN_FROM_BYTES = 2**20  # registering a smaller buffer takes longer than its faster copy saves
 _PORTABLE = 1  # cudaHostRegisterPortable
@@ -116,11 +116,9 @@ class Stager(AsyncStager):
 
 def warn_of_pageable(count: int, *, code: int) -> None:
     """count: the bytes that CUDA does not register; code: its error."""
-    print(
-        f"WARNING: {count / 1e6:.0f} MB for checkpoints can't be pinned (CUDA's error {code}), "
-        "so copies to the host are slower. Try a higher limit of locked memory (ulimit -l).",
-        file=sys.stderr,
-        flush=True,
+    print_warning(
+        f"{count / 1e6:.0f} MB for checkpoints can't be pinned (CUDA's error {code}), "
+        "so copies to the host are slower. Try a higher limit of locked memory (ulimit -l)."
     )
 
 

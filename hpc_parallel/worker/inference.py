@@ -86,12 +86,9 @@ def follow_checkpoints(context: TaskContext, session: Session) -> None:
     while not is_over:
         is_over, newest = exchange.broadcast(_progress_of(training) if rank == 0 else None)
         context.progress.mark("step", context.progress.latest[2])
-        if newest <= evaluated:
-            time.sleep(0 if is_over else LOOK_S)
-            continue
-        path = Path(start_from(config, session.assembled))
-        step = int(path.name.partition("-")[2])
-        if step <= evaluated:  # the newest one is damaged
+        path = Path(start_from(config, session.assembled)) if newest > evaluated else None
+        step = 0 if path is None else int(path.name.partition("-")[2])
+        if path is None or step <= evaluated:  # nothing new, or the newest one is damaged
             time.sleep(0 if is_over else LOOK_S)
             continue
         evaluated, consumed = step, Checkpoint(path, step).manifest["samples"]

@@ -28,6 +28,7 @@ from hpc_parallel.machine import fabric, torch_variables
 from hpc_parallel.machine.topology import nvml_module
 from hpc_parallel.machine.world import World
 from hpc_parallel.machine.xids import XidEvents
+from hpc_parallel.problems import print_warning
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.slurm.allocation import ALLOCATION
 from hpc_parallel.start import start_checks
@@ -78,7 +79,7 @@ def main(run_folder: str) -> int:
         device = prepare_device(config, world, bound=bool(own_slice))
         reasons |= own_slice or share_gpu(device, world=world)
         if world.rank == 0 and (problem := unused_gpus(config, device, host=world.host)) is not None:
-            print(f"WARNING: {problem}", file=sys.stderr, flush=True)
+            print_warning(problem)
         fabric.require_interfaces(os.environ, host=world.host, nccl=device.type == "cuda")
         xids = XidEvents(nvml_module(), start_checks.gpu_uuid(device))
         on_phase = phases_of(folder, rank=world.rank)
@@ -109,7 +110,7 @@ def warn_of_limits(world: World) -> None:
     """Let this rank open as many files as the system allows, and warn on each host if these are too few."""
     problem = rank_files.shortage(rank_files.raise_limit(), world)
     if problem is not None and world.local_rank == 0:
-        print(f"WARNING: {problem}", file=sys.stderr, flush=True)
+        print_warning(problem)
 
 
 def report(error: BaseException) -> None:

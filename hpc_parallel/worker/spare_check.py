@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from hpc_parallel.worker.main import prepare_device
 from hpc_parallel.worker.session import read_config
 
 
-def main(run_folder: str) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Do what ranks on this host would do before they connect. Raises SystemExit if the host is unfit."""
-    folder = RunFolder(Path(run_folder))
+    folder = RunFolder(Path(arguments[0]))
     if is_script(folder.read_config()):
         return  # its ranks make no checks; this process shows that they can start
     config, _ = read_config(folder.config)

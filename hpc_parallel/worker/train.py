@@ -6,7 +6,6 @@ import contextlib
 import secrets
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from hpc_parallel.failure import notify
 from hpc_parallel.failure.summary import computed_as
 from hpc_parallel.layout.step_facts import rounded_parts
 from hpc_parallel.machine.world import World
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import ConfigError, print_warning
 from hpc_parallel.record import attempts, checkpoint_index, host_memory
 from hpc_parallel.record.checkpoint_index import Checkpoint, clear, set_aside_after
 from hpc_parallel.record.endings import COMPLETED, PRUNED
@@ -47,7 +46,7 @@ from hpc_parallel.training.read_ahead import ReadAhead
 from hpc_parallel.training.replicas import ReplicaCheck, ReplicaError
 from hpc_parallel.training.restore import newest_sound, restore
 from hpc_parallel.training.rounding import hold_bfloat16, rounding_of
-from hpc_parallel.training.saver import Saver, SavingGroup, print_warning
+from hpc_parallel.training.saver import Saver, SavingGroup
 from hpc_parallel.training.state_bytes import state_by_rank
 from hpc_parallel.training.step import Step
 from hpc_parallel.training.trainer import RankBatches, Trainer
@@ -270,7 +269,7 @@ def open_memory(
     problems = exchange.all_gather(problem)
     if folder is None or any(problems):
         if rank == 0:
-            print(f"WARNING: no copy in memory: {next(filter(None, problems))}", file=sys.stderr, flush=True)
+            print_warning(f"no copy in memory: {next(filter(None, problems))}")
         return None
     layout = layout_of_state(state_of(session.assembled), data=session.data.digest)
     memory = MemoryCopies(

@@ -31,7 +31,7 @@ def test_an_unknown_part_is_refused() -> None:
     assert (done.returncode, done.stderr) == (
         1,
         "hpc_parallel.job has no part rnak: "
-        "rank, agent, conclude, pack, spare, signal, notify or torchrun\n",
+        "rank, agent, conclude, pack, spare, signal, notify, torchrun\n",
     )  # fmt: skip
 
 

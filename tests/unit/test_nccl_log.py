@@ -146,7 +146,7 @@ def test_carriers(text: str, expected: str) -> None:
 def test_ranks_are_merged() -> None:
     one = parse(log("2.21.5"), hosts=HOSTS)
     other = parse(log("2.21.5", via="NET/Socket/0", network="Socket", nvls=False), hosts=HOSTS)
-    total = merged([one, NcclTransport.from_record(other.as_record())])
+    total = merged([one, NcclTransport(**json.loads(json.dumps(vars(other))))])
     assert total.across == ["NET/IB, GPUDirect RDMA", "NET/Socket"]
     assert total.pairs[INSIDE] == Counter({"P2P (CUMEM)": 2, "SHM": 2})
     assert (total.channels, total.nvls_channels, total.nvls_available) == (2, 0, False)

@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hpc_parallel.profiling.timeline import BACKWARD, STEP, WAIT, Chunk, Event, Timeline, union, without
+from hpc_parallel.profiling.timeline import BACKWARD, STEP, WAIT, Event, Timeline, union, without
+from hpc_parallel.record.task_files import StageWork
 from hpc_parallel.strategies.pipeline import BUSY, busy
 from hpc_parallel.strategies.ranges import Action, recorded_actions
 
@@ -163,9 +164,8 @@ def test_a_backward_pass_that_autograds_thread_launches_is_no_bubble(rank: int) 
     assert timeline.bubble(schedule) == pytest.approx(1 / 5)
     assert timeline.parts(schedule)["compute"] == 24_000_000
     assert [chunk.kind for chunk in timeline.chunks] == ["forward"] * 4 + ["backward"] * 4
-    assert timeline.chunks[4] == Chunk(
-        *(round(time_ms * 1e6) for time_ms in (8 + 6 - 4 * rank, 12 + 6 - 4 * rank)), rank, "backward", 0
-    )
+    begin_ms, end_ms = 8 + 6 - 4 * rank, 12 + 6 - 4 * rank
+    assert timeline.chunks[4] == StageWork(begin_ms * 1e6 / 1e9, end_ms * 1e6 / 1e9, rank, "backward", 0)
 
 
 def test_a_bubble_that_was_not_seen_is_no_number() -> None:
@@ -222,5 +222,7 @@ def test_the_parts_of_a_step_add_up() -> None:
         "other": 1000 - 400 - 100 - 250,
     }
     assert timeline.chunks == [
-        Chunk(100, 300, 1, "forward", 0), Chunk(500, 520, 1, "loss", None), Chunk(500, 800, 1, "backward", 0),
+        StageWork(100 / 1e9, 300 / 1e9, 1, "forward", 0),
+        StageWork(500 / 1e9, 520 / 1e9, 1, "loss", None),
+        StageWork(500 / 1e9, 800 / 1e9, 1, "backward", 0),
     ]  # fmt: skip

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_parallel.record import trust
 from hpc_parallel.record.trust import UntrustedError, require_private
+from hpc_parallel.shadowing import is_own_group
 from tests.composed import prepared
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +70,7 @@ def test_a_group_of_others_may_not_write(folder: Path) -> None:
 
 def test_a_group_of_the_users_own_is_the_user(folder: Path) -> None:
     """As `useradd` makes them, with a umask of 002: all that the user makes is group-writable."""
-    if not trust._is_own_group(os.getgid(), user=os.geteuid()):
+    if not is_own_group(os.getgid()):
         pytest.skip("this user's group has another name")
     folder.chmod(0o775)
     require_private(folder)

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -43,8 +42,7 @@ from hpc_parallel.strategies.context.ring import (
     sequence_attention,
 )
 from hpc_parallel.strategies.local_positions import find_local_positions
-from hpc_parallel.strategies.mesh import name_of
-from hpc_parallel.strategies.ranges import marked
+from hpc_parallel.strategies.mesh import all_reduce
 from hpc_parallel.strategies.replace_forward import replace_modules
 
 ALL_TO_ALL, RING = "all_to_all", "ring"
@@ -127,10 +125,7 @@ class SumOverParts(SequenceSum):
 class _AddParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sums: Tensor, axis: DeviceMesh) -> Tensor:
-        total = sums.contiguous().clone()
-        with marked(f"all_reduce {name_of(axis)}"):
-            dist.all_reduce(total, group=axis.get_group())
-        return total
+        return all_reduce(sums.contiguous().clone(), axis=axis)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -42,8 +41,7 @@ from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.experts import width_dim
 from hpc_parallel.models.layered import Column, LayeredModel, Loss
 from hpc_parallel.strategies.loss import MetricsOf
-from hpc_parallel.strategies.mesh import name_of
-from hpc_parallel.strategies.ranges import marked
+from hpc_parallel.strategies.mesh import all_reduce
 from hpc_parallel.strategies.replace_forward import Forward, OriginalForward, replace_forward
 from hpc_parallel.strategies.tensor.tensor_roles import is_within, roles_of
 from hpc_parallel.torch_internals import LayerStyle, concatenate, require_below
@@ -343,9 +341,7 @@ class LocalBias(torch.autograd.Function):
         else:
             full = local.new_zeros(ctx.heads, *local.shape[1:])
             full.chunk(ctx.axis.size())[ctx.axis.get_local_rank()].copy_(local)
-        with marked(f"all_reduce {name_of(ctx.axis)}"):
-            dist.all_reduce(full, group=ctx.axis.get_group())
-        return full, None
+        return all_reduce(full, axis=ctx.axis), None
 
 
 class KnownClasses(TorchFunctionMode):
