@@ -86,6 +86,7 @@ def follow_checkpoints(context: TaskContext, session: Session) -> None:
     while not is_over:
         is_over, newest = exchange.broadcast(_progress_of(training) if rank == 0 else None)
         context.progress.mark("step", context.progress.latest[2])
+        evaluated = min(evaluated, newest)  # a restart trains the steps after `newest` again
         if newest <= evaluated:
             time.sleep(0 if is_over else LOOK_S)
             continue
