@@ -86,9 +86,10 @@ class Row:
 
     @property
     def label(self) -> str:
-        if self.state != PRUNED:
+        end = "ended early" if self.completed and self.run.totals.ended_early else self.state
+        if end not in ("ended early", PRUNED):
             return str(self.names)
-        return f"{self.names} (pruned at step {self.figures['steps'] or 0:.0f})"
+        return f"{self.names} ({end} at step {self.figures['steps'] or 0:.0f})"
 
     @property
     def completed(self) -> bool:

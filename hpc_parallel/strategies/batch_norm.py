@@ -78,7 +78,8 @@ def normalise(
     variance = total(centred.square().sum(dims).double()) / count
     scale = torch.rsqrt(variance + eps).to(upcast.dtype)
     normed = centred * scale.view(shape)
-    out = normed if weight is None or bias is None else normed * weight.view(shape) + bias.view(shape)
+    out = normed if weight is None else normed * weight.view(shape)
+    out = out if bias is None else out + bias.view(shape)
     return out.to(x.dtype), scale, mean, variance, count
 
 
@@ -118,7 +119,9 @@ class Normalise(torch.autograd.Function):
         offset, slope = (totals / count).to(mean.dtype).unbind()
         factor = scale if weight is None else scale * weight
         inner = upcast - offset.view(shape) - normed * slope.view(shape)
-        grad_bias, grad_weight = (None, None) if weight is None else sums.to(weight.dtype).unbind()
+        sums = sums if weight is None else sums.to(weight.dtype)
+        wanted = ctx.needs_input_grad[2], ctx.needs_input_grad[1]  # BatchNorm(bias=False) has a weight only
+        grad_bias, grad_weight = (part if wants else None for part, wants in zip(sums, wanted, strict=True))
         return (inner * factor.view(shape)).to(x.dtype), grad_weight, grad_bias, None, None, None
 
 

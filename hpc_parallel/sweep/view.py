@@ -143,7 +143,8 @@ def outcome_line(folder: RunFolder) -> tuple[str, str]:
         return outcome, printable(f"failed: {failure.line}" if failure.line else outcome)
     if outcome == "cancelled" and (stopped := Stop.read(folder)) is not None:
         return outcome, printable(stopped.line or outcome)
-    parts = [(outcome == PRUNED and printable(summary.ended_early or "")) or outcome]
+    early = printable(summary.ended_early or "")
+    parts = [early if early and outcome == PRUNED else f"{outcome}{early and f' early: {early}'}"]
     if summary.final_loss is not None:
         parts.append(f"loss {figure(summary.final_loss)}")
     if summary.samples_per_s is not None:

@@ -97,7 +97,7 @@ class Saver:
         self._group, self._parts = self.saving.group, WrittenParts()
         self._thread: ThreadPoolExecutor | None = None  # writes the saves without a copy
         self._plans = f"saver {next(_SAVERS)}"
-        self._pending: Future[Any] | None = None
+        self._pending: Future[BaseException | None] | None = None  # with the error of the save
         self._pending_step, self._began_s = 0, 0.0
         self._stager: Stager | None = None
         self._is_short = False  # the next two saves will not fit on the disk
@@ -153,10 +153,11 @@ class Saver:
         self._began_s = time.perf_counter()
         if self.training.checkpoint_async:
             stager = self._open_stager()
-            self._pending = cast("Future[Any]", dcp.async_save(state, async_stager=stager, **save))
+            written = cast("Future[Any]", dcp.async_save(state, async_stager=stager, **save))
         else:
-            self._pending = self._open_thread().submit(self._write, state, save)
-        self._pending.add_done_callback(partial(self._measure, self._began_s))
+            written = self._open_thread().submit(self._write, state, save)
+        self._pending = Future()
+        written.add_done_callback(partial(self._end, self._pending, unfinished))
 
     def _prune(self) -> None:
         """Make room, and warn once if that is not enough. Rank 0 calls it in the thread that writes."""
@@ -179,9 +180,13 @@ class Saver:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         return self._thread
 
-    def _measure(self, began_s: float, done: Future[Any]) -> None:
-        if done.exception() is None:
-            self.save_s = time.perf_counter() - began_s
+    def _end(self, pending: Future[BaseException | None], unfinished: Path, written: Future[Any]) -> None:
+        """Measure a save, or make room after a failed one: the next lines of metrics must fit on the disk."""
+        if (error := written.exception()) is None:
+            self.save_s = time.perf_counter() - self._began_s
+        elif isinstance(error, dcp.api.CheckpointException) and dist.get_rank() == 0:  # all ranks have ended
+            shutil.rmtree(unfinished, ignore_errors=True)
+        pending.set_result(error)
 
     def _open_stager(self) -> Stager:
         """One stager for all checkpoints, since it keeps the memory of the copy."""
@@ -196,9 +201,8 @@ class Saver:
         """
         if self._pending is None:
             return None
-        pending = self._wait_for_all(self._pending)
+        error = self._wait_for_all(self._pending)
         self._pending = None
-        error = pending.exception()
         if error is not None and not isinstance(error, dcp.api.CheckpointException) and not is_broken(error):
             raise error
         reason: str | None = exchange.broadcast(None if error is None else self._reason(error))
@@ -221,14 +225,14 @@ class Saver:
         newest = f"the newest is that of step {self.saved_step}"
         self.warn(f"the checkpoint of step {step} could not be written ({reason}); {newest}")
 
-    def _wait_for_all(self, pending: Future[Any]) -> Future[Any]:
-        """Returns `pending` when no rank writes any more. All ranks call it together."""
+    def _wait_for_all(self, pending: Future[BaseException | None]) -> BaseException | None:
+        """Wait until no rank writes any more; returns this rank's error. All ranks call it together."""
         while True:
             done = bool(wait([pending], timeout=_MARK_EVERY_S).done)
             waited_s = time.perf_counter() - self._began_s
             is_done, waits_s = exchange.all_gather_numbers([float(done), waited_s], device=exchange.CPU)
             if all(is_done):
-                return pending
+                return pending.result()
             self.on_wait()
             if max(waits_s) > _PATIENCE * self.saving.timeout_s:
                 self._raise_stuck([not done for done in is_done], waited_s=max(waits_s))

@@ -7,9 +7,12 @@ from itertools import product
 from unittest.mock import patch
 
 import pytest
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from hpc_parallel.strategies import channels_last
+from hpc_parallel.strategies import batch_norm, channels_last
 from tests.marks import in_full
 from tests.parity import STEPS, TRAINING, largest_difference, tensor_difference, weight_difference
 from tests.workers import Train, Trained, Workers, agreed, train_here
@@ -223,6 +226,37 @@ def follow(
 
 
 @pytest.mark.full
+def normed(without: str) -> tuple[float, ...]:
+    """How far a BatchNorm over two ranks is from torch's own: output, gradients of input, weight and bias."""
+    rank, torch_norm, norm = dist.get_rank(), nn.BatchNorm2d(3).double(), nn.BatchNorm2d(3).double()
+    for each in (torch_norm, norm):
+        for name in ("weight", "bias"):
+            value = None if name == without else nn.Parameter(torch.tensor([0.5, 2.0, -1.0]).double())
+            each.register_parameter(name, value)  # BatchNorm2d(bias=False) of torch 2.13
+    batch_norm.apply(norm, axis=init_device_mesh("cpu", (2,), mesh_dim_names=("data",)))  # type: ignore[arg-type]
+    images, slopes = torch.randn(2, 4, 3, 2, 2, generator=torch.Generator().manual_seed(1)).double()
+    whole, part = images.clone().requires_grad_(), images[2 * rank :][:2].clone().requires_grad_()
+    expected, output = torch_norm(whole), norm(part)
+    (expected * slopes).sum().backward()
+    (output * slopes[2 * rank :][:2]).sum().backward()
+    assert whole.grad is not None
+    assert part.grad is not None
+    pairs = [(output, expected[2 * rank :][:2]), (part.grad, whole.grad[2 * rank :][:2])]
+    for parameter, reference in zip(norm.parameters(), torch_norm.parameters(), strict=True):
+        dist.all_reduce(parameter.grad)
+        assert reference.grad is not None
+        pairs.append((parameter.grad, reference.grad))  # type: ignore[arg-type]
+    return tuple(float((found - wanted).abs().max()) for found, wanted in pairs)
+
+
+@pytest.mark.parametrize("without", ["bias", "weight", "nothing"])
+def test_a_batch_norm_has_the_weight_and_the_bias_that_it_was_given(workers: Workers, without: str) -> None:
+    """A BatchNorm with bias=False lost its weight too."""
+    for differences in workers.run(2, normed, without):
+        assert len(differences) == (4 if without == "nothing" else 3)
+        assert max(differences) < 1e-14
+
+
 def test_digits_are_learnt(workers: Workers) -> None:
     """From ln(10) or worse to a quarter of that, on digits of writers that were held out."""
     run = workers.train(

@@ -37,7 +37,10 @@ def saving_group(timeout_s: float) -> Any:
 
 
 def saves(folder: str) -> tuple[list[int], list[list[float]], list[bool]]:
-    """Steps 1 to 4, of which 3 fails on one rank: plans made, values read back, whether intact."""
+    """Steps 1 to 4, of which 3 fails on one rank: plans made, values read back, whether intact.
+
+    Rank 0 also checks that the part which it has written of step 3 is gone as soon as the save has failed.
+    """
     mesh = init_device_mesh("cpu", (2,))
     replica = torch.zeros(3)
     shards = distribute_tensor(torch.zeros(5), mesh, [Shard(0)])
@@ -69,6 +72,9 @@ def saves(folder: str) -> tuple[list[int], list[list[float]], list[bool]]:
             shards.to_local().fill_(10 * step + dist.get_rank())
             saver.save(step)
             replica.fill_(-1)  # the copy was taken
+            assert saver._pending is not None
+            assert (saver._pending.result() is None) == (step != 3)
+            assert dist.get_rank() or not Path(folder, f".step-{step}").exists()
             saver._finish()
             made.append(counted.call_count)
     saver.close()

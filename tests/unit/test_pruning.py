@@ -196,6 +196,11 @@ def test_every_command_knows_the_outcome(tmp_path: Path, capsys: pytest.CaptureF
     assert losses == ["0.5000", "**1.000**", "2.000"]
     assert "(pruned at step 30) | pruned | " in report
     assert f"| pruned | {LINE} |" in report
+    early = {"ended_early": "it got worse", "steps": 20}
+    write_json(others[1].summary, json.loads(others[1].summary.read_text()) | early)
+    report = render(gather([tmp_path / "sweep"])).markdown
+    assert "(ended early at step 20) | completed | " in report
+    assert report.count("(ended early") == report.count("bucket_mb=2 (ended early") == 3
 
 
 @pytest.mark.parametrize(

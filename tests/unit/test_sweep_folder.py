@@ -164,6 +164,8 @@ def test_the_end_of_a_run_has_no_exponents(planned: PlannedRun) -> None:
     folder = planned.run.folder
     write_json(folder.summary, {"outcome": "completed", "final_loss": 12345.6, "samples_per_s": 1520.4})
     assert outcome_line(folder) == ("completed", "completed, loss 12346, 1520 samples/s")
+    write_json(folder.summary, {"outcome": "completed", "final_loss": 2.5, "ended_early": "a got worse"})
+    assert outcome_line(folder) == ("completed", "completed early: a got worse, loss 2.5")
 
 
 def test_a_failure_without_a_line_says_that_it_failed(planned: PlannedRun) -> None:
