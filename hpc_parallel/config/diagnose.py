@@ -267,7 +267,12 @@ def _refused_in_file(refused: RefusedKey, *, plain: DictConfig) -> str:
 def _files_with(key: str, composer: Composer) -> list[str]:
     """The choices of the group that have the key: the default, then those that need the fewest others."""
     group, dot, _ = key.partition(".")
-    default = composer.defaults().get(group)
+    default, loader = composer.defaults().get(group), current_loader()
+    options = [f"{group}/{option}" for option in loader.get_group_options(group)] if dot else []
+    with suppress(*COMPOSE_ERRORS):  # composing each choice takes seconds, and no file names a typing error
+        texts = (str(source and source.config) for source in map(loader.repository.load_config, options))
+        if not any(repr(key.rpartition(".")[2]) in text for text in texts):
+            return []
     candidates: list[tuple[bool, int, str]] = []
     for choice in _choices(group) if dot and group != "jobs" else ():
         with suppress(*COMPOSE_ERRORS):

@@ -49,7 +49,7 @@ def check(
         return
     began = time.perf_counter()
     ranks = exchange.all_gather(_facts_of_rank(folder, world=world, device=device))
-    hosts = by_host(ranks, matrix_s=matrix_times_s(device) if can_compare(world, device) else [])
+    hosts = by_host(ranks, matrix_s=matrix_times_s(device) if can_compare(ranks, device) else [])
     _add_times(hosts, ranks=ranks, times_s=all_reduce_times_s(device))
     differences = different_versions(hosts, packages=_add_packages(hosts, world=world))
     _add_xid_events(hosts, world=world, device=device, xids=xids)
@@ -67,9 +67,9 @@ def check(
     act_on(host_findings, act=act, host=world.host, hosts=list(hosts))
 
 
-def can_compare(world: World, device: torch.device) -> bool:
+def can_compare(ranks: Sequence[Mapping[str, Any]], device: torch.device) -> bool:
     """Whether the devices can be compared. CPU processes of one host can't be, because they share cores."""
-    return world.nodes > 1 or (device.type == "cuda" and world.world_size > 1)
+    return len({rank["host"] for rank in ranks}) > 1 or (device.type == "cuda" and len(ranks) > 1)
 
 
 def by_host(ranks: Sequence[Mapping[str, Any]], *, matrix_s: Sequence[float]) -> dict[str, dict[str, Any]]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import random
 import string
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
 
 from hpc_parallel import __version__
 from hpc_parallel.commands.run_command import main
 from hpc_parallel.config import file_problems, job_python
 from hpc_parallel.config.class_paths import missing_part
+from hpc_parallel.config.compose import Composer
 from hpc_parallel.config.key_suggestions import SYNONYMS, same_quantity, suggest
 from hpc_parallel.config.resolve import flat
 from tests.composed import composed
@@ -89,6 +92,23 @@ def test_the_suggestion_means_what_was_typed(capsys: pytest.CaptureFixture[str])
         for override in command:
             (line,) = (line for line in told if line.startswith(override))
             assert line.endswith(LINES[override])
+
+
+def test_a_typing_error_composes_no_other_choice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No file of conf/model has the key: composing with each of them would take two seconds."""
+    composed_with: list[str] = []
+    compose = Composer.compose
+
+    def noted(self: Composer, overrides: Sequence[str]) -> DictConfig:
+        composed_with.extend(overrides)
+        return compose(self, overrides)
+
+    monkeypatch.setattr(Composer, "compose", noted)
+    assert main(["model.hiden=3", "launcher=script"]) == 2
+    assert capsys.readouterr().err.splitlines()[1].strip() == "model.hiden=3: there is no key model.hiden."
+    assert {"model.hiden=3", "launcher=script"} == set(composed_with)
 
 
 FLAGS = {

@@ -74,6 +74,7 @@ def test_all_ranks_wait_for_the_slowest_in_the_all_reduce(workers: Workers, tmp_
     assert checked["all_reduce_bytes"] == 2**20
     times_s = [facts["all_reduce_s"] for facts in checked["hosts"].values()]
     assert [len(times) for times in times_s] == [1, 1, 1]
+    assert [len(facts["matrix_s"]) for facts in checked["hosts"].values()] == [1, 1, 1]
     assert all(0 < time_s < checked["took_s"] for (time_s,) in times_s)
     late = started(workers, tmp_path, late_rank=1)
     assert min(time_s for facts in late["hosts"].values() for time_s in facts["all_reduce_s"]) > 0.9 * LATE_S

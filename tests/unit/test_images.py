@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,20 @@ def test_digits_are_all_there_and_repeated_over_the_canvas() -> None:
     assert data.digest == DigitsData().digest
     with pytest.raises(ValueError, match="multiples of 8"):
         DigitsData(height=20)
+
+
+def test_digits_are_those_of_scikit_learn_without_its_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import takes two seconds on each rank."""
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "sklearn.datasets", None)  # its import raises
+        data = DigitsData(height=8, width=8)
+    from sklearn.datasets import load_digits
+
+    expected = load_digits()
+    parts = [part.batch(np.arange(len(part))) for part in (data.train, data.validation)]
+    images, labels = map(torch.cat, zip(*parts, strict=True))
+    assert np.array_equal(images[:, 0], np.round(expected.images * (255 / 16)))
+    assert np.array_equal(labels, expected.target)
 
 
 def test_cells_are_a_function_of_seed_and_number() -> None:

@@ -96,14 +96,16 @@ def test_a_slow_gpu_of_a_single_host(ids: tuple[str | None, ...], lines: list[st
 
 
 @pytest.mark.parametrize(
-    ("device", "nodes", "ranks", "compared"),
-    [("cpu", 1, 4, False), ("cpu", 2, 2, True), ("cuda", 1, 1, False), ("cuda", 1, 2, True)],
-)
+    ("device", "hosts_of_ranks", "compared"),
+    [("cpu", ["n1"] * 4, False), ("cpu", ["n1", "n2"], True), ("cuda", ["n1"], False),
+     ("cuda", ["n1", "n1"], True)],
+)  # fmt: skip
 def test_products_are_timed_where_devices_can_be_compared(
-    device: str, nodes: int, ranks: int, compared: bool
+    device: str, hosts_of_ranks: list[str], compared: bool
 ) -> None:
-    world = World(0, ranks, 0, ranks // nodes, 0, nodes, host="n1", launcher="slurm", attempt="x")
-    assert start_checks.can_compare(world, torch.device(device)) == compared
+    """However many nodes a machine simulates, its processes share its cores."""
+    ranks = [{"host": host} for host in hosts_of_ranks]
+    assert start_checks.can_compare(ranks, torch.device(device)) == compared
     assert told({"n1": {**facts(1), "matrix_s": []}}) == []  # nothing is said where nothing is timed
 
 
