@@ -66,9 +66,11 @@ _KINDS = {
 _NEXT_TURN = "it goes on when it has its next turn, in this job or in the next one"
 _UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a run that could not save
 _UNSTARTED = Stop(signal="SIGUSR2", kept="earlier checkpoints")
-# Of the job, not of a step: srun ends its step after a failure.
+# Of the job, not of a step: srun ends its step after a failure. Slurm 25.05 begins with the time, and names
+# the signal.
 _SCANCEL = re.compile(
-    r"^slurmstepd\S*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ (?:DUE TO PREEMPTION )?\*\*\*",
+    r"^(?:slurmstepd\S*:|\[[^\]\n]*\]) error: \*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ "
+    r"(?:DUE TO PREEMPTION |DUE to SIGNAL [^*\n]+ )?\*\*\*",
     re.MULTILINE,
 )
 

@@ -92,7 +92,8 @@ LAUNCHERS = (
     _pmi("MPI_LOCALRANKID"),  # only Hydra sets it, and its proxies are themselves tasks of srun
     RankVariables(
         name="slurm",
-        marks=("SLURM_STEP_ID",),  # SLURM_PROCID is also set in the batch shell, which is not a step
+        # The batch shell, which is no step, has SLURM_PROCID too, and SLURM_STEP_ID=-5 in Slurm 26.05.
+        marks=("SLURM_STEP_ID",),
         rank=("SLURM_PROCID",),
         world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         local_rank=("SLURM_LOCALID",),
@@ -134,7 +135,8 @@ class World:
 
         Raises WorldError that names every variable that is missing or invalid.
         """
-        launcher = next((row for row in LAUNCHERS if any(mark in environment for mark in row.marks)), None)
+        started = {name for name, value in environment.items() if not value.startswith("-")}
+        launcher = next((row for row in LAUNCHERS if not started.isdisjoint(row.marks)), None)
         if launcher is None:
             return cls(0, 1, 0, 1, 0, 1, host=socket.gethostname(), launcher="alone", attempt="alone")
         values = _values(launcher, environment)

@@ -98,7 +98,7 @@ def slurm_lines(run: PreparedRun, *, submits: bool = True) -> Iterator[Line]:
 
 
 def _start_time(message: str) -> str:
-    match = re.search(r"start at (\S+)(?: using (\d+) processors)?(?: on nodes (\S+))?", message)
+    match = re.search(r"start at (\S+)(?:(?: a)? using (\d+) processors)?(?: on nodes (\S+))?", message)
     if match is None:
         return message.removeprefix("sbatch: ")
     return f"it would start at {match[1]}" + (f" on {match[3]}" if match[3] else "")

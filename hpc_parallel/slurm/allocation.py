@@ -89,8 +89,8 @@ def own_step(kind: str, *, start: str, environment: Mapping[str, str]) -> str | 
 
 def step_runs(step: str) -> bool:
     """Whether Slurm says that a step (`123.4`) runs. False also if it does not answer."""
-    answer = Inquiry().ask("squeue", "--all", "-h", "-o", "%i", f"--steps={step}")
-    return step in answer.stdout.split()
+    answer = Inquiry().ask("scontrol", "--oneliner", "show", "step", step)  # squeue lists none of a stepmgr
+    return f"StepId={step}" in answer.stdout.split()
 
 
 @lru_cache(maxsize=1)

@@ -1,6 +1,6 @@
 """Nodes, partitions and settings of a cluster, from what Slurm's commands print.
 
-The keys of `scontrol show config|partition|node` are the same in Slurm 20.11 to 26.05.
+The keys of `scontrol show config|partition|node` are the same in Slurm 20.11 to 26.05, but for `Exclusive`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _ACCOUNTING_S = 5.0  # how long a line of `check` may wait
 _ENERGY, _NO_VALUE = ("sacct", "-D", "-X", "-n", "-P", "-o", "ConsumedEnergyRaw", "-j"), 2**63
 _RELEASE = re.compile(r"^slurm\S* \d\S*", re.MULTILINE)
 _NO_NAMES = ("", "(null)", "ALL")
+_WHOLE_NODES = {"EXCLUSIVE", "NODE", "TOPO"}  # OverSubscribe=EXCLUSIVE is Exclusive=NODE or TOPO in 26.05
 _UNSET_MB = 1  # RealMemory of nodes for which the site has set none
 
 
@@ -207,7 +208,7 @@ def _text_partition(fields: Mapping[str, str]) -> Partition:
         default=fields.get("Default") == "YES",
         up=fields.get("State", "UP") == "UP",
         qos=_names(fields.get("AllowQos")),
-        whole_nodes=fields.get("OverSubscribe") == "EXCLUSIVE",
+        whole_nodes=not _WHOLE_NODES.isdisjoint({fields.get("OverSubscribe"), fields.get("Exclusive")}),
     )
 
 

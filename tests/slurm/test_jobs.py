@@ -168,7 +168,7 @@ def test_a_job_completes_and_equals_the_local_curve(
         str(ranks),
     )
     assert (record["TimeLimit"], record["Requeue"]) == ("01:00:00", "1")
-    assert record["TresPerNode"] == f"gres:gpu:{ranks // hosts}"
+    assert re.fullmatch(rf"gres[:/]gpu:{ranks // hosts}", record["TresPerNode"])
     assert summary["outcome"] == "completed"
     assert summary["world_size"] == ranks
     # Every rank says where it is; by the network's own addresses there are as many hosts as asked for.
@@ -335,7 +335,7 @@ def test_a_resume_that_slurm_refuses_leaves_the_run_as_it_was(site: Site, worker
 def test_too_many_nodes_are_refused_with_slurms_message(site: Site) -> None:
     done = site.run("strategy=data", "nodes=8", *SMALL, "launcher=slurm", "name=eight")
     assert done.returncode == 3
-    assert re.search(r"Requested node configuration is not available \(Partition\w+\)", done.stderr)
+    assert "Requested node configuration is not available" in done.stderr  # 22.05: (PartitionConfig)
     assert "main (4 nodes)" in done.stderr
     assert not list(site.home.glob("runs/*/*"))
     assert not site.cluster.run("squeue", "-h", "--states=PD,R", "--name=eight")

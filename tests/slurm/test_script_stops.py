@@ -92,6 +92,21 @@ def test_an_urgent_job_takes_the_hosts(site: Site, home: Path) -> None:
     assert (home / "run" / "last.pt").exists()
 
 
+def test_a_preempted_run_without_a_requeue_has_ended(site: Site) -> None:
+    """Slurm 24.05 and newer requeue each job that ends in the grace time of a preemption."""
+    lines = "signal.sigwait([signal.SIGTERM])", "print('asked')"
+    (site.home / "last.py").write_text("\n".join(["import signal", "print('begun', flush=True)", *lines, ""]))
+    site.run("launcher=slurm", "run_dir=run", "launcher.max_requeues=0", "--", "last.py")
+    job_id = str(read(site.home / "run", "owner.json")["job_id"])
+    out = site.home / "run" / "logs" / "rank-0.out"
+    wait_for(lambda: out.exists() and "begun" in out.read_text())
+    words = ("--partition=urgent", "--nodes=4", "--exclusive", "--wrap=sleep 5")
+    site.ended(site.cluster.run("sbatch", "--parsable", "--output=/dev/null", *words))
+    assert site.ended(job_id)["JobState"] == "FAILED"
+    assert "; launcher.max_requeues=0 is used up" in read(site.home / "run", "failure.json")["line"]
+    assert out.read_text().split() == ["begun", "asked"]
+
+
 SLOW_PYTHON = """#!/bin/bash
 case "$*" in *"hpc_parallel.job rank"* | *submitit.core*)
     touch {begun}

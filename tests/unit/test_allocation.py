@@ -87,8 +87,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bin").mkdir()
     for name, script in {
-        "scontrol": 'case "$*" in ping) echo "Slurmctld(primary) at login is UP" ;; *job*) cat job ;; esac',
-        "srun": "exit 1", "sbatch": "exit 0", "sinfo": "exit 0", "squeue": "cat steps",
+        "scontrol": 'case "$*" in ping) echo "Slurmctld(primary) at login is UP" ;; *job*) cat job ;; '
+                    '*step*) cat steps ;; esac',
+        "srun": "exit 1", "sbatch": "exit 0", "sinfo": "exit 0",
         "scancel": "echo $* >> cancelled",
     }.items():  # fmt: skip
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
@@ -242,12 +243,12 @@ def test_the_step_is_recorded_and_ended_from_other_hosts(
     owner.hold_by_job(folder, "7", step=inside)
     assert json.loads(folder.owner.read_text()) == process | {"step": "7.3"}
 
-    Path("steps").write_text("7.0\n7.3\n")
+    Path("steps").write_text("StepId=7.0 State=RUNNING\nStepId=7.3 State=RUNNING\n")
     assert main(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["state"] == "running"
     assert main(["cancel", str(folder.path), "--yes"]) == 0
     assert Path("cancelled").read_text() == "--ctld --signal=TERM 7.3\n"
-    Path("steps").write_text("7.0\n")
+    Path("steps").write_text("StepId=7.0 State=RUNNING\n")
     assert main(["cancel", str(folder.path), "--yes"]) != 0
     assert "runs on elsewhere" in capsys.readouterr().err
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickletools
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from jinja2 import UndefinedError
@@ -150,14 +153,23 @@ class Node:
         python.chmod(0o755)
 
     def run(
-        self, *overrides: str, then: str = "", completes: bool = False, module: str = MODULE
+        self,
+        *overrides: str,
+        then: str = "",
+        completes: bool = False,
+        module: str = MODULE,
+        kept: Mapping[str, str] = MappingProxyType({}),
+        restarts: int = 0,
     ) -> subprocess.CompletedProcess[str]:
         run = prepared(f"launcher.venv={quoted(str(self.venv))}", "launcher.snapshot=false", *overrides)
         run.folder.create()
+        for name, text in kept.items():  # of an earlier start
+            (run.folder.path / name).write_text(text)
         written = f"touch {shlex.quote(str(run.folder.summary))}\n" if completes else ""
         before_ranks = render(run).rpartition("\nset +e")[0]
         script = f"{module}{before_ranks}\n{written}{then}"
         environment = {**os.environ, "CALLS": str(self.calls), "SLURM_JOB_ID": "7"}
+        environment |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
         return subprocess.run(
             ["bash", "-c", script], cwd=self.folder, env=environment, capture_output=True, text=True
         )
@@ -256,6 +268,28 @@ def test_the_end_is_concluded_and_keeps_its_code(node: Node, code: int, complete
     """A job that ends with code 0 has not completed by that: rank 0 writes the summary."""
     assert node.run(then=f"(exit {code})", completes=completes).returncode == code
     assert node.calls.exists() == (code != 0 or not completes)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "how", "restarts", "code"),
+    [
+        ("completed", "preempted", 1, 0), ("pruned", "preempted", 2, 0), ("failed", "preempted", 1, 1),
+        ("cancelled", "preempted", 1, 1), ("preempted", "preempted", 1, None), (None, "preempted", 1, None),
+        ("completed", "preempted", 0, None), ("completed", "killed", 1, None),
+    ],
+)  # fmt: skip
+def test_a_run_that_has_ended_does_not_start_again_after_a_preemption(
+    node: Node, outcome: str | None, how: str, restarts: int, code: int | None
+) -> None:
+    """Slurm 24.05 and newer requeue its job once more. None: it starts, and ends with code 9."""
+    kept = {"attempts.jsonl": json.dumps({"ended": "2026-11-30", "how": how}) + "\n"}
+    if outcome is not None:
+        kept["summary.json"] = json.dumps({"outcome": outcome, "strategy": "data"}, indent=2)
+    done = node.run("launcher.setup=['exit 9']", kept=kept, restarts=restarts)
+    assert done.returncode == (9 if code is None else code), done.stderr
+    said = f"the run has ended ({outcome}): nothing is left to do in this start\n"
+    assert done.stderr.endswith(said) == (code is not None)
+    assert node.calls.exists() == (code is None)
 
 
 @pytest.mark.parametrize(("code", "status"), [(0, 1), (3, 3)])

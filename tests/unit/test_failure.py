@@ -640,6 +640,8 @@ def test_a_time_limit_is_named_and_no_cancellation(folder: RunFolder) -> None:
         ("JOB 3 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION ***", True, "preempted"),
         ("JOB 3 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO NODE FAILURE, SEE LOG ***", True, "failed"),
         ("STEP 3.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***", True, "failed"),  # srun's own
+        ("[2026-11-30T10:07:00.835] error: *** JOB 2 ON n1 CANCELLED AT 2026-11-30T10:07:00 DUE to SIGNAL "
+         "Terminated ***", True, "cancelled"),  # Slurm 26.05
     ],
 )  # fmt: skip
 def test_an_end_of_mpirun_that_slurm_explains(
@@ -653,7 +655,7 @@ def test_an_end_of_mpirun_that_slurm_explains(
     if lost_peer:
         failure.record_exception(folder, world=world(1), error=RuntimeError("Connection closed by peer"))
     start = "hpc_parallel attempt 0 of job 3 on n[1-2]\n"
-    text = f"{start}slurmstepd-n1: error: *** {slurm}\n"
+    text = start + ("" if slurm.startswith("[") else "slurmstepd-n1: error: *** ") + f"{slurm}\n"
     conclude(folder, returncode=1, text=text, environment={"SLURM_JOB_ID": "3"})
     assert read_json(folder.summary)["outcome"] == outcome
     folder.begin_anew()

@@ -125,16 +125,16 @@ def test_who_starts_a_job_again_is_said(setting: int, line: str) -> None:
 @pytest.mark.parametrize(
     ("share", "size", "associations", "line"),
     [
-        ("EXCLUSIVE", 1001, [], "pack: auto # a job of gpu gets whole nodes (OverSubscribe=EXCLUSIVE): "
-                                "runs of a sweep share jobs"),
-        ("EXCLUSIVE", 1, [Association("bio", 4, 20)],
+        ("OverSubscribe=EXCLUSIVE", 1001, [],
+         "pack: auto # a job of gpu gets whole nodes (OverSubscribe=EXCLUSIVE): runs of a sweep share jobs"),
+        ("Exclusive=NODE OverSubscribe=NO", 1, [Association("bio", 4, 20)],
          "pack: auto # a job of gpu gets whole nodes (OverSubscribe=EXCLUSIVE); 4 of your jobs run at a time "
          "(MaxJobs); you may have 20 jobs (MaxSubmitJobs); there are no job arrays (MaxArraySize=1): "
          "runs of a sweep share jobs"),
-        ("NO", 1001, [Association("bio", 4), Association("physics", 2)],
+        ("Exclusive=USER OverSubscribe=NO", 1001, [Association("bio", 4), Association("physics", 2)],
          "pack: off # 4 of your jobs run at a time (MaxJobs): auto lets runs of a sweep share jobs of whole "
          "nodes"),
-        ("FORCE:2", 1001, [Association("bio")], None),
+        ("OverSubscribe=FORCE:2", 1001, [Association("bio")], None),
     ],
 )  # fmt: skip
 def test_packed_jobs_are_proposed_where_a_job_gets_whole_nodes(
@@ -143,7 +143,7 @@ def test_packed_jobs_are_proposed_where_a_job_gets_whole_nodes(
     """The forms of `scontrol show` of Slurm 20.11 to 26.05, and of `sacctmgr show assoc`."""
     records = read_records([
         f"MaxArraySize = {size}\nSLURM_VERSION = 24.05.4\n",
-        f"PartitionName=gpu Default=YES TotalNodes=1 State=UP\n   ReqResv=NO OverSubscribe={share}\n",
+        f"PartitionName=gpu Default=YES TotalNodes=1 State=UP\n   ReqResv=NO {share}\n",
         "NodeName=c1 CPUTot=64 Gres=gpu:a100:4(S:0-1) RealMemory=1 Partitions=gpu\n",
     ])  # fmt: skip
     text = write_profile(records, name="mine", login=Login(associations), today=date(2026, 11, 28))

@@ -95,6 +95,7 @@ CASES = {
     "srun with PMIx": (PMIX, "slurm", (4, 5, 0, 1, 2, 3), "slurm-1-0-0"),
     "srun with both": (PMIX | PMI2, "slurm", (4, 5, 0, 1, 2, 3), "slurm-1-0-0"),
     "batch shell": (BATCH_SHELL, "alone", (0, 1, 0, 1, 0, 1), "alone"),
+    "batch shell of 26.05": (BATCH_SHELL | {"SLURM_STEP_ID": "-5"}, "alone", (0, 1, 0, 1, 0, 1), "alone"),
     "nothing": ({}, "alone", (0, 1, 0, 1, 0, 1), "alone"),
     "torchrun": (TORCHRUN, "torchrun", THIRD_OF_FOUR, "torchrun-f041d9cc-eec3-1"),
     "torchrun in srun": (SINGLE_STEP | TORCHRUN, "torchrun", THIRD_OF_FOUR, "torchrun-f041d9cc-eec3-1"),
