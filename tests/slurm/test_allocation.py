@@ -17,13 +17,15 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 from test_jobs import SHELL, SMALL, Site, losses, read, worker_of
+from test_operate import SLOW
 from test_packed import SHARING, begun
 
+from tests import python_path
 from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1600)]
 MANY = ("training.steps=60", "training.precision=float64")
-LONG = ("strategy=pipeline", "nodes=2", *SMALL, "training.steps=100000")
+LONG = ("strategy=pipeline", "nodes=2", *SMALL, "training.steps=100000", *SLOW, "model.pause_s=0.1")
 SCRIPT = """
 import time
 import torch, torch.distributed as dist
@@ -48,7 +50,8 @@ class Allocation:
     def start(self, *words: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "hpc_parallel.run", *words], cwd=self.site.home, text=True,
-            env=self.site.environment | SHELL | self.variables, stdout=subprocess.PIPE,
+            env=self.site.environment | SHELL | self.variables | {"PYTHONPATH": python_path()},
+            stdout=subprocess.PIPE,
         )  # fmt: skip
 
     def folder(self, name: str) -> Path:
