@@ -203,8 +203,11 @@ def find_problems(folder: RunFolder, values: Mapping[str, Any]) -> Problems:
     yield from _fixed_problems(before, settings, is_script=is_script)
     if is_script:  # a script has its own checkpoints
         return
-    if ended := _ended_early(folder, callbacks=values["training"].get("callbacks")):
-        yield f"resume = {folder.path} ended early: {ended}. To train on, try training.callbacks=[]."
+    callbacks = values["training"].get("callbacks") or []
+    if callbacks == before.get("training.callbacks") and (ended := _ended_early(folder)):
+        others = [callback for callback in callbacks if "EarlyStopping" not in str(callback)]
+        advice = as_override("training.callbacks", others if others != callbacks else [])
+        yield f"resume = {folder.path} ended early: {ended}. To train on, try {advice}."
     steps = [checkpoint.step for checkpoint in complete(folder.checkpoints)]  # newest first
     if not steps and (active := _living_owner(folder)) is not None:
         yield f"resume = {folder.path} is going on already, as {active}."
@@ -296,13 +299,13 @@ def other_validation(folder: RunFolder, config: RunConfig) -> str | None:
     )
 
 
-def _ended_early(folder: RunFolder, *, callbacks: Any) -> str | None:
-    """Why a callback ended the training; None if the new configuration has no callbacks."""
+def _ended_early(folder: RunFolder) -> str | None:
+    """Why a callback ended the training."""
     try:
         summary = Summary.read(folder)
     except DamagedError:
         return None
-    return summary.ended_early if summary is not None and summary.completed and callbacks else None
+    return summary.ended_early if summary is not None and summary.completed else None
 
 
 def is_replaced(key: str, typed: set[str]) -> bool:

@@ -21,8 +21,8 @@ PATIENT = "{_target_:hpc_parallel.training.callbacks.EarlyStopping,patience:2,le
 
 
 def test_they_hear_of_everything_and_end_all_ranks(workers: Workers) -> None:
-    callbacks = f"training.callbacks=[{{_target_:tests.callbacks.Recorder}},{PATIENT}]"
-    trained = workers.train("strategy=pipeline", "nodes=2", *SMALL, callbacks, "training.checkpoint_every=4")
+    typed = f"training.callbacks=[{{_target_:tests.callbacks.Recorder}},{PATIENT}]"
+    trained = workers.train("strategy=pipeline", "nodes=2", *SMALL, typed, "training.checkpoint_every=4")
     heard = [json.loads(line) for line in (trained.folder / "heard.jsonl").read_text().splitlines()]
     validation = {line["step"]: line["validation_loss"] for line in trained.lines}
     assert [value for event, value in heard if event == "step"] == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -42,7 +42,13 @@ def test_they_hear_of_everything_and_end_all_ranks(workers: Workers) -> None:
     assert workers.lines(SimpleNamespace(folder=folder)) == trained.lines
     assert json.loads(folder.summary.read_text())["ended_early"] == summary["ended_early"]
     problems = [str(problem) for problem in find_problems(folder, folder.read_config())]
-    assert any("ended early: validation_loss did not improve" in problem for problem in problems)
+    advice = "To train on, try 'training.callbacks=[{_target_:tests.callbacks.Recorder}]'."
+    (problem,) = (problem for problem in problems if "ended early: validation_loss did not" in problem)
+    assert problem.endswith(advice)
+    for callbacks in ([{"_target_": "tests.callbacks.Recorder"}], []):  # KeepBest and others may go on
+        values = folder.read_config()
+        values["training"] |= {"callbacks": callbacks, "steps": 20}
+        assert list(find_problems(folder, values)) == []
 
 
 def test_the_best_checkpoint_stays(workers: Workers) -> None:

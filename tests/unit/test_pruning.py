@@ -184,7 +184,7 @@ def test_every_command_knows_the_outcome(tmp_path: Path, capsys: pytest.CaptureF
     assert view.outcome_line(run) == ("pruned", f"{LINE}, loss 0.5, 31 samples/s")
     assert RunFollower(run, steps=50).finish() == 0
     assert "continue after step" not in capsys.readouterr().err
-    assert resume._ended_early(run, callbacks=[{}]) is None
+    assert resume._ended_early(run) is None
     create(tmp_path / "sweep")
     listed = tuple(SweepRun((), folder.path, 1, 1) for folder in (run, *others))
     write_sweep(tmp_path / "sweep", Sweep((), "", None, listed, ()))
