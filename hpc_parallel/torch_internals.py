@@ -557,7 +557,8 @@ def require_below(count: int, indices: Tensor, *, what: str) -> None:
 
     It does not wait for a GPU. torch counts such an index of a table or of logits that are split as 0.
     """
-    legal = ((indices >= 0) & (indices < count)).all()
+    numbers = (indices.to_local() if isinstance(indices, DTensor) else indices).long()
+    legal = ((numbers >= 0) & (numbers < count)).all()
     torch._assert_async(legal, f"the data has {what} that is outside 0 to {count - 1}")
 
 

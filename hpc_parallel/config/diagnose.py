@@ -270,8 +270,11 @@ def _files_with(key: str, composer: Composer) -> list[str]:
     default, loader = composer.defaults().get(group), current_loader()
     options = [f"{group}/{option}" for option in loader.get_group_options(group)] if dot else []
     with suppress(*COMPOSE_ERRORS):  # composing each choice takes seconds, and no file names a typing error
-        texts = (str(source and source.config) for source in map(loader.repository.load_config, options))
-        if not any(repr(key.rpartition(".")[2]) in text for text in texts):
+        sources = list(filter(None, map(loader.repository.load_config, options)))
+        takes_others = any("/" in str(source.defaults_list) for source in sources)  # of a user's own file
+        if not takes_others and not any(
+            repr(key.rpartition(".")[2]) in str(source.config) for source in sources
+        ):
             return []
     candidates: list[tuple[bool, int, str]] = []
     for choice in _choices(group) if dot and group != "jobs" else ():

@@ -109,24 +109,15 @@ def _note_work_of_killed(folder: RunFolder, *, kept_step: int) -> None:
 
 
 def keep_metrics(folder: RunFolder, *, until: int) -> tuple[int, dict[str, float]]:
-    """Remove the metrics of steps after `until`; returns the number of these steps, and what they took.
-
-    The evaluations beside the run are removed too: the checkpoints of these steps do not count any more.
-    """
-    _keep_lines(folder.evaluations, until=until)
-    lines = _keep_lines(folder.metrics, until=until)
+    """Remove the metrics of steps after `until`; returns the number of these steps, and what they took."""
+    lines = MetricsReader(folder.metrics).read()
+    kept = [line for line in lines if line["step"] <= until]
+    content = "".join(json.dumps(line) + "\n" for line in kept).encode()
+    if content != _content(folder.metrics):  # the file has lines of later steps, or a torn line
+        write_bytes(folder.metrics, content)
     lost = max([line["step"] for line in lines], default=until) - until
     repeated_s = seconds_after(lines, step=until)
     return lost, {"repeated": repeated_s} if repeated_s else {}
-
-
-def _keep_lines(path: Path, *, until: int) -> list[dict[str, Any]]:
-    """Remove the lines of steps after `until`, and a torn line; returns all lines that the file had."""
-    lines = MetricsReader(path).read()
-    content = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= until).encode()
-    if content != _content(path):
-        write_bytes(path, content)
-    return lines
 
 
 def end(folder: RunFolder, *, how: str, host: str | None = None, **known: Any) -> None:

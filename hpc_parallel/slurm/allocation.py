@@ -89,7 +89,9 @@ def own_step(kind: str, *, start: str, environment: Mapping[str, str]) -> str | 
 
 def step_runs(step: str) -> bool:
     """Whether Slurm says that a step (`123.4`) runs. False also if it does not answer."""
-    answer = Inquiry().ask("scontrol", "--oneliner", "show", "step", step)  # squeue lists none of a stepmgr
+    answer = Inquiry().ask(
+        "scontrol", "--oneliner", "--all", "show", "step", step
+    )  # squeue lists none of a stepmgr
     return f"StepId={step}" in answer.stdout.split()
 
 

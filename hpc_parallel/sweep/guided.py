@@ -150,7 +150,10 @@ def read_result(path: Path, *, names: Sequence[str]) -> Result:
     values = {name: number(summary.get(name)) for name in names}
     figures = {name: value for name, value in values.items() if value is not None}
     missing = [name for name in names if name not in figures]
-    end = COMPLETED if run.totals.completed else (run.totals.ended_early or PRUNED)
+    early = run.totals.ended_early
+    end = (
+        (f"{COMPLETED} early: {early}" if early else COMPLETED) if run.totals.completed else (early or PRUNED)
+    )
     return Result(figures, f"{end} without {' and '.join(missing)}" if missing else None, end)
 
 

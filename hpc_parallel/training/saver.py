@@ -182,11 +182,16 @@ class Saver:
 
     def _end(self, pending: Future[BaseException | None], unfinished: Path, written: Future[Any]) -> None:
         """Measure a save, or make room after a failed one: the next lines of metrics must fit on the disk."""
-        if (error := written.exception()) is None:
-            self.save_s = time.perf_counter() - self._began_s
-        elif isinstance(error, dcp.api.CheckpointException) and dist.get_rank() == 0:  # all ranks have ended
-            shutil.rmtree(unfinished, ignore_errors=True)
-        pending.set_result(error)
+        error: BaseException | None = None
+        try:
+            if (error := written.exception()) is None:
+                self.save_s = time.perf_counter() - self._began_s
+            elif (
+                isinstance(error, dcp.api.CheckpointException) and dist.get_rank() == 0
+            ):  # all ranks have ended
+                shutil.rmtree(unfinished, ignore_errors=True)
+        finally:
+            pending.set_result(error)
 
     def _open_stager(self) -> Stager:
         """One stager for all checkpoints, since it keeps the memory of the copy."""

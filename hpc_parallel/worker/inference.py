@@ -86,7 +86,6 @@ def follow_checkpoints(context: TaskContext, session: Session) -> None:
     while not is_over:
         is_over, newest = exchange.broadcast(_progress_of(training) if rank == 0 else None)
         context.progress.mark("step", context.progress.latest[2])
-        evaluated = min(evaluated, newest)  # a restart trains the steps after `newest` again
         path = Path(start_from(config, session.assembled)) if newest > evaluated else None
         step = 0 if path is None else int(path.name.partition("-")[2])
         if path is None or step <= evaluated:  # nothing new, or the newest one is damaged

@@ -96,7 +96,7 @@ FAULTS = [
         "a late device's queries see keys of their own future", ["distributed/test_context.py"],
     ),
     Fault(
-        "local-terms", "if self._axis is not None:\n            with", "if False:\n            with",
+        "local-terms", "if self.axis is not None:\n            count =", "if False:\n            count =",
         "with ignored targets, a rank divides by its own terms only", ["distributed/test_ignored_targets.py"],
     ),
     Fault(
@@ -141,8 +141,7 @@ FAULTS = [
         "stages begin one block after `strategy.cuts`", ["unit/test_pipeline_cuts.py"],
     ),
     Fault(
-        "requeue-refused", """ends[how] <= int(launcher["max_requeues"])""",
-        """ends[how] < int(launcher["max_requeues"])""",
+        "requeue-refused", "if counts[end.how] > limits.", "if counts[end.how] >= limits.",
         "a run stops one requeue before `launcher.max_requeues`", ["unit/test_restart.py"],
     ),
     Fault(

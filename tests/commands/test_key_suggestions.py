@@ -111,6 +111,23 @@ def test_a_typing_error_composes_no_other_choice(
     assert {"model.hiden=3", "launcher=script"} == set(composed_with)
 
 
+def test_a_file_may_take_the_key_from_another_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {
+        "model/mine.yaml": "defaults: [/extras/a@_here_, _self_]\n_target_: my.Net\n",
+        "extras/a.yaml": "special_width: 3\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "site" / name).parent.mkdir(parents=True)
+        (tmp_path / "site" / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert main(["--config-dir", "site", "model.special_width=4", "launcher=script"]) == 2
+    assert (
+        capsys.readouterr().err.splitlines()[1].endswith("no key model.special_width here. Try model=mine.")
+    )
+
+
 FLAGS = {
     ("--nodes", "2"): "--nodes: a key has no dashes before it. Try nodes=2.",
     ("strategy=data", "--strategy=pipeline"): "--strategy=pipeline: a key has no dashes before it. "

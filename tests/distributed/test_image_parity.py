@@ -225,7 +225,6 @@ def follow(
     assert largest_difference(*validation) < losses
 
 
-@pytest.mark.full
 def normed(without: str) -> tuple[float, ...]:
     """How far a BatchNorm over two ranks is from torch's own: output, gradients of input, weight and bias."""
     rank, torch_norm, norm = dist.get_rank(), nn.BatchNorm2d(3).double(), nn.BatchNorm2d(3).double()
@@ -257,6 +256,7 @@ def test_a_batch_norm_has_the_weight_and_the_bias_that_it_was_given(workers: Wor
         assert max(differences) < 1e-14
 
 
+@pytest.mark.full
 def test_digits_are_learnt(workers: Workers) -> None:
     """From ln(10) or worse to a quarter of that, on digits of writers that were held out."""
     run = workers.train(

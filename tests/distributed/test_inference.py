@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -155,33 +154,6 @@ def test_an_evaluation_beside_a_training_takes_its_newest_checkpoint(workers: Wo
     (folder.checkpoints / "step-3" / MARKER).write_text("damaged")
     (older,), _ = read(workers.do(*words, "task=infer", "task.follow=true", f"weights={folder.path}"))
     assert (older["step"], older["validation_loss"]) == (2, pytest.approx(losses[2], rel=1e-12))
-
-
-def test_an_evaluation_takes_the_steps_again_that_a_restart_trains_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Step 60 was damaged: the training went back to 40, and its new checkpoint of step 60 was left out."""
-    training = RunFolder(tmp_path)
-    newest = iter([(False, 60), (False, 40), (False, 50), (True, 60), (True, 60)])
-    state, taken = {"step": 0}, []
-
-    def progress(folder: RunFolder) -> tuple[bool, int]:
-        over, state["step"] = next(newest)
-        return over, state["step"]
-
-    monkeypatch.setattr(inference.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(inference.exchange, "broadcast", lambda value: value)
-    monkeypatch.setattr(inference, "LOOK_S", 0)
-    monkeypatch.setattr(inference, "_progress_of", progress)
-    monkeypatch.setattr(inference, "start_from", lambda *_: str(tmp_path / f"step-{state['step']}"))
-    monkeypatch.setattr(inference.Checkpoint, "manifest", {"samples": 8})
-    monkeypatch.setattr(inference, "validate", lambda *_: {"validation_loss": float(state["step"])})
-    monkeypatch.setattr(inference, "open_writers", lambda *_, **__: [])
-    monkeypatch.setattr(inference, "complete", lambda *_, lines, **__: taken.extend(lines))
-    config = SimpleNamespace(weights=str(tmp_path))
-    context: Any = SimpleNamespace(config=config, folder=training, values={}, progress=Progress())
-    inference.follow_checkpoints(context, SimpleNamespace(assembled=None))  # type: ignore[arg-type]
-    assert [(line["step"], line["validation_loss"]) for line in taken] == [(60, 60), (50, 50), (60, 60)]
 
 
 def test_an_inference_writes_its_results(workers: Workers) -> None:

@@ -271,25 +271,22 @@ def test_the_end_is_concluded_and_keeps_its_code(node: Node, code: int, complete
 
 
 @pytest.mark.parametrize(
-    ("outcome", "how", "restarts", "code"),
+    ("outcome", "restarts", "starts"),
     [
-        ("completed", "preempted", 1, 0), ("pruned", "preempted", 2, 0), ("failed", "preempted", 1, 1),
-        ("cancelled", "preempted", 1, 1), ("preempted", "preempted", 1, None), (None, "preempted", 1, None),
-        ("completed", "preempted", 0, None), ("completed", "killed", 1, None),
+        ("completed", 1, False), ("pruned", 2, False), ("completed", 0, True), ("failed", 1, True),
+        ("cancelled", 1, True), ("preempted", 1, True), (None, 1, True),
     ],
 )  # fmt: skip
-def test_a_run_that_has_ended_does_not_start_again_after_a_preemption(
-    node: Node, outcome: str | None, how: str, restarts: int, code: int | None
+def test_a_requeued_run_that_has_completed_does_not_start(
+    node: Node, outcome: str | None, restarts: int, starts: bool
 ) -> None:
-    """Slurm 24.05 and newer requeue its job once more. None: it starts, and ends with code 9."""
-    kept = {"attempts.jsonl": json.dumps({"ended": "2026-11-30", "how": how}) + "\n"}
-    if outcome is not None:
-        kept["summary.json"] = json.dumps({"outcome": outcome, "strategy": "data"}, indent=2)
+    """Slurm 24.05 and newer requeue the job of such a run once more if it was preempted."""
+    summary = json.dumps({"outcome": outcome, "strategy": "data"}, indent=2)
+    kept = {} if outcome is None else {"summary.json": summary}
     done = node.run("launcher.setup=['exit 9']", kept=kept, restarts=restarts)
-    assert done.returncode == (9 if code is None else code), done.stderr
-    said = f"the run has ended ({outcome}): nothing is left to do in this start\n"
-    assert done.stderr.endswith(said) == (code is not None)
-    assert node.calls.exists() == (code is None)
+    assert done.returncode == (9 if starts else 0), done.stderr
+    assert done.stderr.endswith("the run has ended: nothing is left to do in this start\n") != starts
+    assert node.calls.exists() == starts
 
 
 @pytest.mark.parametrize(("code", "status"), [(0, 1), (3, 3)])

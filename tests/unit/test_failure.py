@@ -669,12 +669,10 @@ def test_a_new_start_keeps_the_metrics_up_to_its_checkpoint(folder: RunFolder) -
     attempts.begin(folder, step=0, environment={"SLURM_JOB_ID": "7"})
     lines = [f'{{"step": {step}}}\n' for step in (10, 20, 30)]
     folder.metrics.write_text("".join(lines) + '{"step": 4')
-    folder.evaluations.write_text("".join(lines[1:]))
     write_json(folder.summary, {"outcome": "failed"})
     folder.begin_anew()
     attempts.begin(folder, step=20, environment={"SLURM_JOB_ID": "7"})
     assert folder.metrics.read_text() == "".join(lines[:2])
-    assert folder.evaluations.read_text() == lines[1]  # of the checkpoint that counts
     assert not folder.summary.exists()
     known = attempts.history(folder, environment={"SLURM_JOB_ID": "9"})
     assert (known.restarts, known.lost_steps, known.job_ids) == (1, 10, ("7", "9"))

@@ -351,7 +351,7 @@ class KnownClasses(TorchFunctionMode):
         kwargs = kwargs or {}
         if function in (F.cross_entropy, F.nll_loss):
             logits, target = args[0], args[1] if len(args) > 1 else kwargs["target"]
-            if not target.is_floating_point():
+            if isinstance(logits, DTensor) and not target.is_floating_point():
                 known = target.masked_fill(target == kwargs.get("ignore_index", IGNORED), 0)
                 require_below(logits.shape[1 if logits.dim() > 1 else 0], known, what="a target")
         return function(*args, **kwargs)
