@@ -151,9 +151,9 @@ def read_result(path: Path, *, names: Sequence[str]) -> Result:
     figures = {name: value for name, value in values.items() if value is not None}
     missing = [name for name in names if name not in figures]
     early = run.totals.ended_early
-    end = (
-        (f"{COMPLETED} early: {early}" if early else COMPLETED) if run.totals.completed else (early or PRUNED)
-    )
+    end = early or PRUNED
+    if run.totals.completed:
+        end = f"{COMPLETED} early: {early}" if early else COMPLETED
     return Result(figures, f"{end} without {' and '.join(missing)}" if missing else None, end)
 
 

@@ -186,9 +186,8 @@ class Saver:
         try:
             if (error := written.exception()) is None:
                 self.save_s = time.perf_counter() - self._began_s
-            elif (
-                isinstance(error, dcp.api.CheckpointException) and dist.get_rank() == 0
-            ):  # all ranks have ended
+            elif isinstance(error, dcp.api.CheckpointException) and dist.get_rank() == 0:
+                # torch raises it after all ranks have ended.
                 shutil.rmtree(unfinished, ignore_errors=True)
         finally:
             pending.set_result(error)

@@ -198,6 +198,7 @@ def test_every_command_knows_the_outcome(tmp_path: Path, capsys: pytest.CaptureF
     assert f"| pruned | {LINE} |" in report
     early = {"ended_early": "it got worse", "steps": 20}
     write_json(others[1].summary, json.loads(others[1].summary.read_text()) | early)
+    assert read_result(others[1].path, names=["final_loss"]).end == "completed early: it got worse"
     report = render(gather([tmp_path / "sweep"])).markdown
     assert "(ended early at step 20) | completed | " in report
     assert report.count("(ended early") == report.count("bucket_mb=2 (ended early") == 3
