@@ -92,7 +92,7 @@ LAUNCHERS = (
     _pmi("MPI_LOCALRANKID"),  # only Hydra sets it, and its proxies are themselves tasks of srun
     RankVariables(
         name="slurm",
-        # The batch shell, which is no step, has SLURM_PROCID too, and SLURM_STEP_ID=-5 in Slurm 26.05.
+        # The batch shell, which is no step, has SLURM_PROCID too.
         marks=("SLURM_STEP_ID",),
         rank=("SLURM_PROCID",),
         world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
@@ -135,7 +135,11 @@ class World:
 
         Raises WorldError that names every variable that is missing or invalid.
         """
-        started = {name for name, value in environment.items() if not value.startswith("-")}
+        started = set(environment)
+        if environment.get("SLURM_STEP_ID", "").startswith(
+            "-"
+        ):  # the batch shell of Slurm 26.05, which is no step
+            started.remove("SLURM_STEP_ID")
         launcher = next((row for row in LAUNCHERS if not started.isdisjoint(row.marks)), None)
         if launcher is None:
             return cls(0, 1, 0, 1, 0, 1, host=socket.gethostname(), launcher="alone", attempt="alone")

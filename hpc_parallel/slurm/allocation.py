@@ -89,9 +89,8 @@ def own_step(kind: str, *, start: str, environment: Mapping[str, str]) -> str | 
 
 def step_runs(step: str) -> bool:
     """Whether Slurm says that a step (`123.4`) runs. False also if it does not answer."""
-    answer = Inquiry().ask(
-        "scontrol", "--oneliner", "--all", "show", "step", step
-    )  # squeue lists none of a stepmgr
+    # squeue lists none of the steps that a stepmgr starts.
+    answer = Inquiry().ask("scontrol", "--oneliner", "--all", "show", "step", step)
     return f"StepId={step}" in answer.stdout.split()
 
 

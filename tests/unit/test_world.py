@@ -169,6 +169,7 @@ WRONG = {
     "local rank too large": (TORCHRUN, (), {"LOCAL_RANK": "2"}, "local rank 2 of 2"),
     "no number": (TORCHRUN, (), {"RANK": "one"}, "RANK='one'"),
     "negative": (TORCHRUN, (), {"RANK": "-1"}, "RANK='-1'"),
+    "negative and alone": ({"RANK": "-1"}, (), {}, "no LOCAL_RANK"),
     "too many locally": (TORCHRUN, (), {"LOCAL_WORLD_SIZE": "8"}, "8 ranks on a node of 4 in all"),
     "tasks and size": (SRUN, (), {"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "5 in all"),
     "tasks unreadable": (SRUN, (), {"SLURM_STEP_TASKS_PER_NODE": "3,x"}, "'3,x'"),
