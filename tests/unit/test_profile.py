@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,6 +112,16 @@ def test_the_words_around_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert profiler_words({}, folder=folder, rank=0, host="n1") == []  # a run from before this key
 
 
+@pytest.fixture
+def keeps_signals() -> Iterator[None]:
+    """A rank's supervisor ignores SIGTERM and others, and a pool ends its processes by SIGTERM."""
+    before = {number: signal.getsignal(number) for number in rank_process.STEP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("keeps_signals")
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_rank_in_the_profiler(exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for nsys keeps its words and runs the rank, as nsys does."""
