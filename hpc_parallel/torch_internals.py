@@ -1,6 +1,6 @@
 """Every symbol of torch that this package uses although torch keeps it private, with the reason.
 
-The symbols were checked in torch 2.11 and 2.13. tests/unit/test_torch_internals.py checks what each symbol
+The symbols were checked in torch 2.11 to 2.14. tests/unit/test_torch_internals.py checks what each symbol
 does, so the test fails with a torch that changes one. pyproject.toml allows no newer torch.
 
 Four uses can't move here, since they override or replace something; the same test checks them:
@@ -49,6 +49,11 @@ BatchNorm = _BatchNorm
 """The common class of BatchNorm1d, 2d and 3d."""
 DispatchMode = TorchDispatchMode
 """Sees every operator that is called, by torch's own code too: counts traffic, measures maps."""
+
+# Public: torch 2.13 gave them new names, and 2.14 warns of the old ones.
+_RENAMED = hasattr(dist, "all_gather_single")
+all_gather = dist.all_gather_single if _RENAMED else dist.all_gather_into_tensor
+reduce_scatter = dist.reduce_scatter_single if _RENAMED else dist.reduce_scatter_tensor
 
 
 class LayerStyle(ParallelStyle):
@@ -578,9 +583,10 @@ def set_timeout(timeout: timedelta, *, except_group: dist.ProcessGroup | None = 
     `split_group` passes the options of NCCL to gloo too. The gloo part of the group then has a time-out of
     half an hour.
     """
+    set_one = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # public from torch 2.14 on
     for group in dist.distributed_c10d._world.pg_map:
         if group is not except_group:
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            set_one(timeout, group)
 
 
 def sends_apart(schedule: Any) -> bool:

@@ -25,7 +25,7 @@ from hpc_parallel.record.run_folder import RunFolder
 MAX_CALLS = 32  # collectives per group in a rank's record
 BEFORE_STEPS = ""  # the phase of what a rank entered before its first step
 _DUMP_BYTES = 64 * 2**20  # a larger file is not a dump of ours
-# The current name -> the older name, which torch 2.11 to 2.13 still read; some have one name only.
+# The current name -> the older name, which torch 2.11 to 2.14 still read; some have one name only.
 _VARIABLES = {
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",

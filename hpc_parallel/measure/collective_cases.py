@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpc_parallel import torch_internals
 from hpc_parallel.strategies.groups import backend_of
 
 EXACT_INTEGERS = {torch.float32: 2**24, torch.bfloat16: 2**8}  # up to here each integer has its own value
@@ -125,7 +126,7 @@ def all_gather(group: Group, patterns: Patterns, count: int) -> CollectiveCase:
         slices = enumerate(array.chunk(group.ranks))
         return all(patterns.matches(s, patterns.of(rank, start=0, count=length)) for rank, s in slices)
 
-    run = partial(dist.all_gather_into_tensor, array, part, group=group.process_group)
+    run = partial(torch_internals.all_gather, array, part, group=group.process_group)
     return CollectiveCase(array.nbytes, run, reset=array.zero_, check=check)
 
 
@@ -136,7 +137,7 @@ def reduce_scatter(group: Group, patterns: Patterns, count: int) -> CollectiveCa
     part = array.new_zeros(length)
     return CollectiveCase(
         array.nbytes,
-        run=partial(dist.reduce_scatter_tensor, part, array, group=group.process_group),
+        run=partial(torch_internals.reduce_scatter, part, array, group=group.process_group),
         reset=part.zero_,
         check=lambda: patterns.matches(part, patterns.sum(start=group.rank * length, count=length)),
     )

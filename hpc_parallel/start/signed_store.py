@@ -243,7 +243,7 @@ def require_signatures(secret: bytes) -> None:
     """Make torch's object collectives in this process sign what they send and verify what they receive.
 
     Replaces `_pickler` and `_unpickler` of torch.distributed.distributed_c10d. Every object collective of
-    torch 2.11 to 2.13 uses these private names, and torch has no public way. Raises RuntimeError if this
+    torch 2.11 to 2.14 uses these private names, and torch has no public way. Raises RuntimeError if this
     torch does not use them.
     """
     _require_hooks()
@@ -307,5 +307,5 @@ def _require_hooks() -> None:
         if code is None or hook not in code.co_names:
             raise RuntimeError(
                 "this torch pickles objects between ranks in a way that hpc_parallel does not know, so it "
-                "can't verify who sent them. Try torch 2.11 to 2.13."
+                "can't verify who sent them. Try torch 2.11 to 2.14."
             )

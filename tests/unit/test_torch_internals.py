@@ -236,7 +236,7 @@ def test_torch_writes_no_checksums_meanwhile() -> None:
 
 
 def test_torch_reads_the_variables_that_are_set() -> None:
-    """The wheels of torch 2.11.0, 2.12.1 and 2.13.0 have the same names."""
+    """The wheels of torch 2.11.0, 2.12.1, 2.13.0 and 2.14.1 have the same names."""
     headers = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
     recorder = (headers / "FlightRecorder.hpp").read_text()
     assert '{"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}' in recorder

@@ -32,11 +32,7 @@ from hpc_parallel.strategies.context.attention_kernels import (
     merge,
 )
 from hpc_parallel.strategies.ranges import marked
-from hpc_parallel.torch_internals import group_of
-
-_RENAMED = hasattr(dist, "all_gather_single")  # in torch 2.13
-all_gather = dist.all_gather_single if _RENAMED else dist.all_gather_into_tensor
-reduce_scatter = dist.reduce_scatter_single if _RENAMED else dist.reduce_scatter_tensor
+from hpc_parallel.torch_internals import all_gather, group_of, reduce_scatter
 
 
 def slices_of(rank: int, *, degree: int, length: int) -> tuple[slice, slice]:
