@@ -192,7 +192,6 @@ KINDS: dict[str, tuple[str, Rule]] = {
     "c10d::scatter_": ("scatter", from_root("output_tensors")),
     "c10d::reduce_": ("reduce", to_root("tensors")),
     "c10d::gather_": ("gather", to_root("input_tensors")),
-    "c10d::gather_into_tensor_": ("gather", to_root("input_tensor")),  # from torch 2.14 on
     "c10d::alltoall_": ("all_to_all", exchanged),
     "c10d::alltoall_base_": ("all_to_all", split("input", "output")),
     "c10d::send": ("send", sends("tensors")),

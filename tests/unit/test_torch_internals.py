@@ -171,7 +171,7 @@ def test_every_collective_of_torch_has_a_rule() -> None:
     others = {
         "_c10d_functional::batch_p2p_ops", "_c10d_functional::irecv", "_c10d_functional::isend",
         "_c10d_functional_autograd::all_gather_into_tensor", "_c10d_functional_autograd::all_to_all_single",
-        "_c10d_functional_autograd::reduce_scatter_tensor",
+        "_c10d_functional_autograd::reduce_scatter_tensor", "c10d::gather_into_tensor_",
     }  # fmt: skip
     assert collectives - KINDS.keys() - WITHOUT_BYTES - others == set()
     assert KINDS.keys() - names == set()
