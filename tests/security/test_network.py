@@ -570,7 +570,7 @@ def test_a_torch_with_other_pickling_is_refused(monkeypatch: pytest.MonkeyPatch)
     # There the two names are defined, and nothing else of pickle is used.
     assert inspect.getsource(distributed_c10d).count("pickle.") == 2
     monkeypatch.setattr(distributed_c10d, "_tensor_to_object", lambda *_: pickle.loads(b""))
-    with pytest.raises(RuntimeError, match=r"Try torch 2\.11 to 2\.13"):
+    with pytest.raises(RuntimeError, match=r"Try torch 2\.11 to 2\.14"):
         require_signatures(b"s" * 32)
 
 
