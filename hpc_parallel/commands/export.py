@@ -24,7 +24,6 @@ SUFFIX = ".safetensors"
 
 
 def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) -> int:
-    """Write the file; returns the exit code."""
     options = _parser().parse_args(list(arguments))
     problems: list[Problem | str] = []
     try:

@@ -79,7 +79,6 @@ class LogReader:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the logs; returns the exit code."""
     options = parser().parse_args(list(arguments))
     return run_command(lambda: _logs(options))
 

@@ -33,7 +33,6 @@ NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionK
 
 
 def page_problems(output: Path, *, json: bool) -> Iterator[Problem | str]:
-    """Why the page can't be written."""
     if json:
         yield f"--json does not go with --output: the folder has {FIGURES}. Try it without --json."
     yield from output_problems(Path(os.path.expanduser(output)).absolute(), beside=FIGURES, near="plan")

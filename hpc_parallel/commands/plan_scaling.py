@@ -54,7 +54,6 @@ def of_first_size(overrides: Sequence[str]) -> list[str]:
 
 
 def with_nodes(overrides: Sequence[str], nodes: str) -> list[str]:
-    """The overrides with this number of nodes."""
     return [*(word for word in overrides if not word.startswith(NODES)), f"{NODES}{nodes}"]
 
 

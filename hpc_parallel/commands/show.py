@@ -79,7 +79,6 @@ OF_ANY_LAYOUT = ("samples", "loss", "validation_loss", "skipped_steps")  # of a 
 
 
 def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) -> int:
-    """Show the run; returns the exit code."""
     options = parser().parse_args(list(arguments))
     if awaited is not None and Path(options.run) in awaited:
         return DONE
@@ -129,7 +128,6 @@ def figures(run: RecordedRun) -> dict[str, Any]:
 
 
 def predicted(run: RecordedRun) -> dict[str, float]:
-    """The figures that were planned before the run started."""
     planned = {**run.ran_on.predicted, **run.totals.predicted}
     return {key: planned[key] for _, key, _ in FIGURES if planned.get(key, -1) >= 0}
 

@@ -91,7 +91,6 @@ class RunRow:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Show the table; returns the exit code."""
     line = parser()
     options = line.parse_args(list(arguments))
     if options.all and options.runs:

@@ -108,7 +108,6 @@ class PreparedRun:
 
     @property
     def resumes(self) -> bool:
-        """Whether the run continues in an existing run folder."""
         return self.config.resume is not None
 
     @cached_property
@@ -228,7 +227,6 @@ def _with_strategy(
 
 
 def _weights_problems(config: RunConfig) -> list[Problem | str]:
-    """The problems of the run or the file that `weights` names."""
     if config.weights is None or config.resume is not None:  # a resumed run uses its own checkpoints
         return []
     from hpc_parallel.launch.resume import weights_problems

@@ -186,7 +186,6 @@ class Hardware:
 
 
 def hardware_names(folders: Sequence[Path]) -> list[str]:
-    """The names of all hardware files in the folders."""
     return sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
 
 

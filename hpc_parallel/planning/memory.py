@@ -74,7 +74,6 @@ class Held:
 
     @property
     def total(self) -> int:
-        """The bytes of all kinds."""
         return sum(self.kinds.values())
 
 

@@ -82,7 +82,6 @@ def rows_of(lines: Iterable[Any]) -> list[CollectiveRow]:
 
 
 def as_csv(rows: Rows) -> str:
-    """The rows with a header line."""
     out = io.StringIO()
     columns = (*COLUMNS, *NCCL_TESTS, *([PREDICTED] if has_predictions(rows) else []))
     writer = csv.DictWriter(out, columns, extrasaction="ignore", lineterminator="\n")
@@ -92,7 +91,6 @@ def as_csv(rows: Rows) -> str:
 
 
 def has_predictions(rows: Rows) -> bool:
-    """Whether a machine profile predicted any of the times."""
     return any(row.predicted_s is not None for row in rows)
 
 

@@ -80,7 +80,6 @@ class Summary:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for people about the task."""
         return [note for note in (self.comparison, self.ended_early, self.left_out) if note]
 
     @classmethod

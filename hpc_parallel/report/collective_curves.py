@@ -49,7 +49,6 @@ class CollectiveCurve:
 
 
 def curves(rows: Sequence[Row]) -> list[CollectiveCurve]:
-    """The curves of all runs."""
     return [curve for row in rows for curve in _curves_of(row)]
 
 

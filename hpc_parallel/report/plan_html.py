@@ -90,7 +90,6 @@ def render(page: PlanPage, plots: Sequence[Plot]) -> str:
 
 
 def pictures(page: PlanPage) -> list[picture.Picture]:
-    """All plots for which the plan has figures."""
     return [*_memory(page), *_step(page), *_scaling(page)]
 
 

@@ -88,7 +88,6 @@ class Study:
         return [planned for planned in self.stages if not planned.is_done]
 
     def show(self) -> None:
-        """Print what each stage does, and why."""
         print(f"study       {' -> '.join(planned.name for planned in self.stages)}")
         for planned in self.stages:
             place = label(Path(planned.record.run_dir))

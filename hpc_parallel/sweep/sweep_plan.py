@@ -51,7 +51,6 @@ class PlannedRun:
         return " ".join(self.swept) or self.run.config.name
 
     def recorded(self, job_id: str | None = None) -> SweepRun:
-        """Its entry in the manifest of the sweep."""
         config = self.run.config
         return SweepRun(self.overrides, self.run.folder.path, config.nodes, config.gpus_per_node, job_id)
 
