@@ -35,6 +35,7 @@ from hpc_parallel.planning.planned_step import (
     head_gradient,
     loss_buffers,
 )
+from hpc_parallel.record.metrics_file import aligned
 from hpc_parallel.record.metrics_file import size as size_text
 
 KINDS = (
@@ -355,12 +356,11 @@ def text_table(plan: MemoryPlan) -> list[str]:
     """Lines for a terminal: the kinds on the fullest device, the sum, and what is left out."""
     fullest = plan.fullest
     kinds = {kind: size for kind, size in fullest.kinds.items() if size}
-    width = max(map(len, (*kinds, "sum")))
     role = f" ({fullest.role})" if fullest.role else ""
     alike = sum(held.total == fullest.total for held in plan.devices)
     others = f", as {alike} of {len(plan.devices)} devices do" if alike > 1 else ""
     lines = [f"device {fullest.device}{role} needs most{others}, {fullest.moment}:"]
-    lines += [f"  {kind:{width}}  {size_text(count):>11}" for kind, count in kinds.items()]
-    lines.append(f"  {'sum':{width}}  {size_text(fullest.total):>11}")
+    rows = [(kind, f"{size_text(count):>11}") for kind, count in {**kinds, "sum": fullest.total}.items()]
+    lines += [f"  {row}" for row in aligned(rows, right=())]
     lines += [f"  without: {clause}" for clause in plan.unknown]
     return lines + [f"  unproven: {clause}" for clause in plan.unproven]
