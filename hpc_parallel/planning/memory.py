@@ -22,7 +22,7 @@ from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
 from hpc_parallel.layout.step_facts import packs, rounded_parts
 from hpc_parallel.planning.activations import Kept, kept_of
 from hpc_parallel.planning.pipeline_orders import Counts, fullest_moments
-from hpc_parallel.planning.planned_state import Division, StateBytes, States
+from hpc_parallel.planning.planned_state import Division, States
 from hpc_parallel.planning.planned_step import (
     cast_weights,
     early_gradients,
@@ -35,6 +35,7 @@ from hpc_parallel.planning.planned_step import (
     head_gradient,
     loss_buffers,
 )
+from hpc_parallel.record.endings import RankState
 from hpc_parallel.record.metrics_file import aligned
 from hpc_parallel.record.metrics_file import size as size_text
 
@@ -70,7 +71,7 @@ class Held:
     role: str
     kinds: dict[str, int]
     moment: str
-    state: StateBytes
+    state: RankState
     stages: tuple[int, ...] = ()
 
     @property
@@ -245,7 +246,7 @@ class _MemoryPlanner:
             return ()
         return tuple(map(self._kept.stage, self._parts(holding)))
 
-    def _moments(self, holding: Holding, state: StateBytes) -> Iterator[tuple[str, dict[str, int]]]:
+    def _moments(self, holding: Holding, state: RankState) -> Iterator[tuple[str, dict[str, int]]]:
         """The bytes at each moment, by kind."""
         division, kept, again, early = self._division, self._kept, self._microbatches > 1, 0
         if self._has_gradients:

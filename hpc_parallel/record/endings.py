@@ -32,14 +32,14 @@ class Latency:
 
 @dataclass(frozen=True)
 class RankState:
-    """Bytes that one rank held."""
+    """Bytes that one rank holds from the backward pass to the update."""
 
-    parameters: float
-    gradients: float
-    optimizer: float  # its state
+    parameters: int
+    gradients: int
+    optimizer: int  # its state
 
     @property
-    def total(self) -> float:
+    def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer
 
 
