@@ -20,14 +20,8 @@ from hpc_parallel.problems import ConfigError, raise_if_any
 from hpc_parallel.record.find import find_all, is_one, unique_runs
 from hpc_parallel.record.names import label
 from hpc_parallel.record.sweep_folder import MANIFEST, is_sweep_folder
-from hpc_parallel.shell import command_parser, run_command
+from hpc_parallel.shell import command_parser
 from hpc_parallel.terminal import print_json, say, warn
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Ask for confirmation, then end the runs; returns the exit code."""
-    options = parser().parse_args(list(arguments))
-    return run_command(lambda: _cancel(options))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,7 +32,8 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _cancel(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
+    options = parser().parse_args(list(arguments))
     targets = _targets(options.runs)
     running = [target for target in targets if target.refusal is None]
     if not options.json:

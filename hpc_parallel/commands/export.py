@@ -11,7 +11,7 @@ import os
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
-from hpc_parallel.exit_codes import DONE, FAILED, WRONG
+from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.problems import ConfigError, Problem, as_override, raise_if_any, tried
 from hpc_parallel.record.checkpoint_index import Checkpoint, complete, skipped
 from hpc_parallel.record.find import path_of
@@ -24,7 +24,6 @@ SUFFIX = ".safetensors"
 
 
 def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) -> int:
-    """Write the file; returns the exit code."""
     options = _parser().parse_args(list(arguments))
     problems: list[Problem | str] = []
     try:
@@ -41,9 +40,8 @@ def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) ->
         from hpc_parallel.training.export_weights import write  # the import of torch is slow
 
         size = write(checkpoint, output, library_names=options.library_names)
-    except (ConfigError, UntrustedError) as error:
-        warn(*str(error).splitlines())
-        return WRONG
+    except UntrustedError as error:
+        raise ConfigError([str(error)]) from error
     except OSError as error:
         warn(f"{options.output or options.run} can't be written: {error.strerror or error}.")
         return FAILED

@@ -28,7 +28,6 @@ _RECORDS_BYTES = 256 << 20  # Slurm prints about 20 MB for 10,000 nodes
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the profile; returns the exit code."""
     options = parser().parse_args(list(arguments))
     records = _from_files(options.source) if options.source else ask_records()
     if records is None:

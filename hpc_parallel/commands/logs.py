@@ -19,14 +19,14 @@ from pathlib import Path
 from hpc_parallel.commands.status import failure_line
 from hpc_parallel.exit_codes import DONE, WRONG
 from hpc_parallel.failure.run_state import State, states
-from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.problems import ConfigError, Problem, tried
 from hpc_parallel.record.find import find_run
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.names import label
 from hpc_parallel.record.rank_output import is_noise
 from hpc_parallel.record.recorded import RecordedRun, read_run
 from hpc_parallel.record.safe_read import MIB, DamagedError, list_folder, open_regular
-from hpc_parallel.shell import command_parser, run_command
+from hpc_parallel.shell import command_parser
 from hpc_parallel.terminal import say, warn
 
 ALL = "all"
@@ -78,12 +78,6 @@ class LogReader:
         return start
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the logs; returns the exit code."""
-    options = parser().parse_args(list(arguments))
-    return run_command(lambda: _logs(options))
-
-
 def parser() -> argparse.ArgumentParser:
     parser = command_parser("logs", __doc__)
     parser.add_argument("run", metavar="RUN")
@@ -98,12 +92,10 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _logs(options: argparse.Namespace) -> int:
-    run, problems = None, []
-    try:
-        run = find_run(options.run)
-    except ConfigError as error:
-        problems += error.problems
+def main(arguments: Sequence[str]) -> int:
+    options = parser().parse_args(list(arguments))
+    problems: list[Problem | str] = []
+    run = tried(lambda: find_run(options.run), problems)
     problems += _rank_problems(options.rank, run)
     if problems or run is None:
         raise ConfigError(problems)

@@ -6,23 +6,24 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_parallel.commands.plan_run import Planned, figures, headline, memory_figure, notes, record
-from hpc_parallel.commands.plan_scaling import Size, efficiency, planned_size, verdict, with_nodes
+from hpc_parallel.commands.plan_scaling import planned_size, verdict, with_nodes
 from hpc_parallel.commands.report import PAGE, PLOTS, output_problems, write_folder
 from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.collective_times import on_nodes_of
-from hpc_parallel.planning.memory import MemoryPlan
+from hpc_parallel.planning.memory import Held, MemoryPlan
 from hpc_parallel.planning.pipeline_orders import ActionKind
-from hpc_parallel.planning.ranking import seconds
+from hpc_parallel.planning.ranking import Size
 from hpc_parallel.planning.step_time import StepTerms
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record.credentials import without_secret_values
 from hpc_parallel.record.task_files import RankTimeline, StageWork
 from hpc_parallel.report.page import WITHOUT_PLOTS, can_draw
-from hpc_parallel.report.plan_html import PlanPage, RoleBytes, ScalingPoint, pictures, render
+from hpc_parallel.report.plan_html import PlanPage, pictures, render
 from hpc_parallel.shell import complain
 from hpc_parallel.terminal import say
 
@@ -33,7 +34,6 @@ NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionK
 
 
 def page_problems(output: Path, *, json: bool) -> Iterator[Problem | str]:
-    """Why the page can't be written."""
     if json:
         yield f"--json does not go with --output: the folder has {FIGURES}. Try it without --json."
     yield from output_problems(Path(os.path.expanduser(output)).absolute(), beside=FIGURES, near="plan")
@@ -78,7 +78,7 @@ def _page(plan: Planned, *, tokens: float) -> PlanPage:
         title=f"Plan: {title}", lines=lines, command=_command(plan, tokens=tokens),
         figures=[*figures(plan, tokens=tokens), *([] if held is None else [memory_figure(held, hardware)])],
         roles=[] if held is None else _roles(held), device_memory_bytes=hardware.device.memory_bytes,
-        ranks=_ranks(plan), sizes=[_point(size, sizes[0]) for size in sizes],
+        ranks=_ranks(plan), sizes=sizes,
         verdict=verdict(sizes) if len(sizes) > 1 else "", left_out=left_out,
         notes=[*notes(config, hardware), *([] if held is None else [*held.unknown, *held.unproven])],
     )  # fmt: skip
@@ -91,25 +91,22 @@ def _command(plan: Planned, *, tokens: float) -> str:
     return shlex.join(["python", "-m", "hpc_parallel", "plan", *arguments])
 
 
-def _roles(held: MemoryPlan) -> list[RoleBytes]:
-    """Group devices that hold the same into one role, which has the name of the first device's role."""
-    groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
-    roles: dict[tuple[tuple[str, int], ...], str] = {}
+def _roles(held: MemoryPlan) -> list[Held]:
+    """The first of the devices that hold the same, with a role that names all of them."""
+    groups: dict[tuple[tuple[str, int], ...], list[Held]] = {}
     for device in held.devices:
-        key = tuple(device.kinds.items())
-        groups.setdefault(key, []).append(device.device)
-        roles.setdefault(key, device.role)
-    return [RoleBytes(_label(devices, roles[key]), dict(key)) for key, devices in groups.items()]
+        groups.setdefault(tuple(device.kinds.items()), []).append(device)
+    return [replace(alike[0], role=_label(alike)) for alike in groups.values()]
 
 
-def _label(devices: Sequence[int], role: str) -> str:
-    first, last = devices[0], devices[-1]
-    if len(devices) == 1:
+def _label(alike: Sequence[Held]) -> str:
+    first, last, role = alike[0].device, alike[-1].device, alike[0].role
+    if len(alike) == 1:
         text = f"device {first}"
-    elif last - first + 1 == len(devices):
+    elif last - first + 1 == len(alike):
         text = f"devices {first} to {last}"
     else:
-        text = f"device {first} and {len(devices) - 1} more"
+        text = f"device {first} and {len(alike) - 1} more"
     return f"{text} ({role})" if role else text
 
 
@@ -153,10 +150,3 @@ def _numbers_of_nodes(nodes: int) -> Iterator[int]:
     """`nodes`, and the powers of two from nodes / AROUND to nodes * AROUND."""
     powers = [2**power for power in range((AROUND * nodes).bit_length())]
     yield from sorted({nodes, *(power for power in powers if nodes <= AROUND * power)})
-
-
-def _point(size: Size, first: Size) -> ScalingPoint:
-    return ScalingPoint(
-        nodes=size.nodes, devices=size.devices, layout=str(size.layout), step_text=seconds(size.step_s),
-        tokens_per_s=size.tokens_per_s, mfu=size.mfu, efficiency=efficiency(size, first),
-    )  # fmt: skip

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from hpc_parallel.commands.plan_run import command_line, planned_run
 from hpc_parallel.config.compose import compose_run
 from hpc_parallel.launch.checked_run import reporting_all_problems
-from hpc_parallel.layout.layout import Layout, layout_of
+from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.planning import memory, ranking
 from hpc_parallel.planning.auto_strategy import AUTO, ask
 from hpc_parallel.planning.hardware import Hardware
+from hpc_parallel.planning.ranking import Size
 from hpc_parallel.planning.search import search
 from hpc_parallel.planning.work import assumptions
 from hpc_parallel.problems import ConfigError, raise_if_any
@@ -26,20 +26,6 @@ NODES = "nodes="
 ROWS = 5  # of the best layouts
 LEFT_OUT = "Not looked at: tile, expert, strategy.schedule=naive, selective recomputation."
 PAYS = 0.5  # least gain from each added device, as a share of a device's tokens/s in the first row
-
-
-@dataclass(frozen=True)
-class Size:
-    """The plan on `nodes`. samples: of a step. memory_bytes: of the fullest device; None if not known."""
-
-    nodes: int
-    devices: int
-    layout: Layout
-    samples: int
-    step_s: float
-    tokens_per_s: float
-    mfu: float
-    memory_bytes: int | None
 
 
 def sizes_of(overrides: Sequence[str]) -> list[str]:
@@ -54,7 +40,6 @@ def of_first_size(overrides: Sequence[str]) -> list[str]:
 
 
 def with_nodes(overrides: Sequence[str], nodes: str) -> list[str]:
-    """The overrides with this number of nodes."""
     return [*(word for word in overrides if not word.startswith(NODES)), f"{NODES}{nodes}"]
 
 
@@ -113,15 +98,10 @@ def table(sizes: Sequence[Size], *, room: float) -> Iterator[str]:
             text += ": may not fit"
         yield (
             f"{row.nodes:>5}  {row.layout!s:{width}}  {row.step_s:>8.4g}s  {row.tokens_per_s:>11,.0f}  "
-            f"{100 * row.mfu:>5.1f}%  {100 * efficiency(row, first):>9.0f}%  {text}"
+            f"{100 * row.mfu:>5.1f}%  {100 * row.efficiency(first):>9.0f}%  {text}"
         )
     yield f"efficiency: tokens/s per device, relative to {first.nodes} node{'s' * (first.nodes > 1)}."
     yield verdict(sizes)
-
-
-def efficiency(row: Size, first: Size) -> float:
-    """The tokens/s of a device relative to those at the first size."""
-    return row.tokens_per_s / row.devices / (first.tokens_per_s / first.devices)
 
 
 def verdict(sizes: Sequence[Size]) -> str:

@@ -31,7 +31,6 @@ MARKDOWN, TABLE, LATENCY = "report.md", "report.csv", "latency.csv"
 
 
 def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) -> int:
-    """Write or print the report; returns the exit code."""
     parser = command_parser("report", __doc__)
     parser.add_argument("folders", nargs="+", metavar="FOLDER", type=Path)
     parser.add_argument("--output", type=Path, help="where to write (default: FOLDER/report of the first)")
@@ -69,7 +68,6 @@ def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) ->
 
 
 def find_problems(folders: Sequence[Path]) -> Iterator[Problem | str]:
-    """Yields the problems of the folders to report on."""
     for folder in dict.fromkeys(folders):
         if not os.path.isdir(folder):
             rule = "is a file, and a report is on folders" if os.path.lexists(folder) else "is not there"

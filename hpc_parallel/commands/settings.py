@@ -41,7 +41,6 @@ def defaults() -> dict[str, Any]:
 
 
 def changed(config: Mapping[str, Any]) -> dict[str, Change]:
-    """The changes by dotted key."""
     values = flatten(config)
     default_values = defaults() | {key: values.get(source) for key, source in FOLLOWING.items()}
     if values.get(LAUNCHER) == AUTO:  # recorded by a version that kept `auto`

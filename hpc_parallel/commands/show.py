@@ -37,7 +37,7 @@ from hpc_parallel.report.run_lines import (
     topology_lines,
     transport_lines,
 )
-from hpc_parallel.shell import command_parser, run_command
+from hpc_parallel.shell import command_parser
 from hpc_parallel.terminal import cell, console, print_json
 
 if TYPE_CHECKING:
@@ -78,14 +78,6 @@ FIGURES: tuple[Figure, ...] = (  # of summary.json, or of the newest line of met
 OF_ANY_LAYOUT = ("samples", "loss", "validation_loss", "skipped_steps")  # of a line of metrics
 
 
-def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) -> int:
-    """Show the run; returns the exit code."""
-    options = parser().parse_args(list(arguments))
-    if awaited is not None and Path(options.run) in awaited:
-        return DONE
-    return run_command(lambda: _show(options))
-
-
 def parser() -> argparse.ArgumentParser:
     parser = command_parser("show", __doc__)
     parser.add_argument("run", metavar="RUN")
@@ -93,7 +85,10 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _show(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) -> int:
+    options = parser().parse_args(list(arguments))
+    if awaited is not None and Path(options.run) in awaited:
+        return DONE
     run = find_run(options.run)
     (row,) = rows_of([run])
     changed = differences(run)
@@ -129,7 +124,6 @@ def figures(run: RecordedRun) -> dict[str, Any]:
 
 
 def predicted(run: RecordedRun) -> dict[str, float]:
-    """The figures that were planned before the run started."""
     planned = {**run.ran_on.predicted, **run.totals.predicted}
     return {key: planned[key] for _, key, _ in FIGURES if planned.get(key, -1) >= 0}
 

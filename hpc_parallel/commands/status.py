@@ -38,7 +38,7 @@ from hpc_parallel.record.sweep_folder import Sweep, sweep_of
 from hpc_parallel.record.typed import read_if_possible
 from hpc_parallel.record.values import integer, number, table
 from hpc_parallel.report.run_lines import slow_lines
-from hpc_parallel.shell import command_parser, run_command
+from hpc_parallel.shell import command_parser
 from hpc_parallel.terminal import console, print_json, say
 
 if TYPE_CHECKING:
@@ -90,17 +90,6 @@ class RunRow:
     damaged: Mapping[str, str]  # the damaged ones of the files read so far, each with the reason
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Show the table; returns the exit code."""
-    line = parser()
-    options = line.parse_args(list(arguments))
-    if options.all and options.runs:
-        line.error("--all shows every run: leave it out, or name no runs")
-    if options.watch and options.json:
-        line.error("--watch is for people, --json for scripts: choose one")
-    return run_command(lambda: _status(options))
-
-
 def parser() -> argparse.ArgumentParser:
     parser = command_parser("status", __doc__)
     parser.add_argument("runs", nargs="*", metavar="RUN|SWEEP", help="default: the newest runs")
@@ -110,7 +99,13 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _status(options: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
+    line = parser()
+    options = line.parse_args(list(arguments))
+    if options.all and options.runs:
+        line.error("--all shows every run: leave it out, or name no runs")
+    if options.watch and options.json:
+        line.error("--watch is for people, --json for scripts: choose one")
     named = find_all(options.runs)
     all_runs = newest_first(find_runs(RUNS)) if not named else unique_runs(named)
     runs = all_runs if named or options.all else all_runs[:NEWEST]

@@ -19,8 +19,8 @@ import numpy as np
 from hpc_parallel.commands.encode_text import encode_text, tokenizer_failures
 from hpc_parallel.data.folder_files import list_files, name_matcher
 from hpc_parallel.data.tokens import TOKENIZER_BYTES, Description, description_file, digest_of_tokenizer
-from hpc_parallel.exit_codes import DONE, FAILED, WRONG
-from hpc_parallel.problems import ConfigError, as_override, nearest, raise_if_any, shell_word
+from hpc_parallel.exit_codes import DONE, FAILED
+from hpc_parallel.problems import as_override, nearest, raise_if_any, shell_word
 from hpc_parallel.record.safe_read import DamagedError, list_folder, open_regular, read_bytes
 from hpc_parallel.record.safe_write import replacing, write_text
 from hpc_parallel.shell import command_parser, complain, output_problems
@@ -42,14 +42,11 @@ def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) ->
     files = _find_sources(sources, pattern=options.pattern, problems=problems, notes=notes)
     is_awaited = Path(options.tokenizer) in (awaited or ())
     encoder = None if is_awaited else _find_encoder(options, problems)
-    if problems:
-        return _refuse(problems)
+    raise_if_any(problems)
     if awaited is not None or encoder is None:
         return DONE
     try:
         count = _write(output, files, encoder=encoder)
-    except ConfigError as error:
-        return _refuse(error.problems)
     except OSError as error:  # a full disk, another user's file in a sticky folder
         complain([f"{output} can't be written: {error.strerror or error}."])
         return FAILED
@@ -216,11 +213,6 @@ def _find_encoder(options: argparse.Namespace, problems: list[str]) -> Encoder |
     vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
     name = f"{file.name} {digest_of_tokenizer(content)}"
     return Encoder(name, vocab_size, tokenizer=tokenizer, end_of_text=end_of_text)
-
-
-def _refuse(problems: Sequence[object]) -> int:
-    complain(problems)
-    return WRONG
 
 
 def _parser() -> argparse.ArgumentParser:

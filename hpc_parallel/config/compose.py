@@ -42,7 +42,7 @@ from hpc_parallel.config.hydra_internals import (
     set_values,
 )
 from hpc_parallel.config.resolve import with_values
-from hpc_parallel.problems import ConfigError, Problem, nearest
+from hpc_parallel.problems import ConfigError, Problem, nearest, raise_if_any
 
 # Hydra raises ValueError for `strategy=null`, and lets the errors of YAML through.
 # AssertionError: of OmegaConf, for a key below one that is null.
@@ -190,8 +190,7 @@ def compose_run(
         problems += only_names(whole, overrides).values()
         if extra_dir:
             problems += problems_of_files(whole.hydra.runtime.choices, folder=extra_dir)
-        if problems:
-            raise ConfigError(problems)
+        raise_if_any(problems)
         return Cell(overrides, [], Composed(whole).plain)
 
 
@@ -264,8 +263,7 @@ def compose_cells(
         sweep = load(current_loader(), config_name, words, RunMode.MULTIRUN)
         settings = OmegaConf.to_container(sweep.sweep, resolve=True)
         assert isinstance(settings, dict)
-        if problems := [*only_names(sweep, _task_overrides(sweep)).values()]:
-            raise ConfigError(problems)
+        raise_if_any(only_names(sweep, _task_overrides(sweep)).values())
         batch = _combinations(sweep, also=settings["also"])
         if batch is None:
             return None

@@ -25,13 +25,14 @@ from hpc_parallel.config.command_line import TABLES
 from hpc_parallel.config.compose import COMPOSE_ERRORS, Composer, only_names
 from hpc_parallel.config.file_problems import (
     RefusedKey,
+    files_with,
     misplaced_file,
     of_ones_own,
     refused_keys,
     unreadable_file,
     unusable_file,
 )
-from hpc_parallel.config.hydra_internals import composing, current_loader
+from hpc_parallel.config.hydra_internals import composing, current_loader, group_choices
 from hpc_parallel.config.key_suggestions import (
     ACCUMULATION,
     TYPING_ERROR,
@@ -48,7 +49,6 @@ from hpc_parallel.problems import ConfigError, Problem, alternatives, as_overrid
 
 PLUGINS = {"hydra/sweeper": "sweeper", "hydra/launcher": "launcher"}
 LISTS_OF_SLURM = ("launcher.exclude", "launcher.partition", "launcher.extra.")  # a comma is part of the value
-MOST_FILES = 3  # that a message proposes
 _FILE_NAME = re.compile(r"\w[\w.-]*")
 
 
@@ -149,12 +149,9 @@ def _remaining_problems(composer: Composer, accepted: list[str]) -> list[Problem
 
 
 def _choices(key: str) -> list[str]:
-    """The choices of a group, with those of the user's folder; empty if `key` is not a group."""
+    """The choices of a group; empty if `key` is not a group."""
     group = key.lstrip("+~").partition("@")[0]
-    if not re.fullmatch(r"\w+(/\w+)*", group):
-        return []
-    options = current_loader().get_group_options(group)
-    return [option for option in options if not option.endswith("_schema")]
+    return group_choices(group) if re.fullmatch(r"\w+(/\w+)*", group) else []
 
 
 def _expand(override: str) -> list[str]:
@@ -207,7 +204,7 @@ def _explain(
             return f"{override}: {unusable_file(error)}"
         return _no_such_file(key, value, choices=choices, default=composer.defaults().get(key))
     if "Could not override" in str(error) or "not in" in text:
-        if not _is_open(plain, key) and (files := _files_with(key, composer)):
+        if not _is_open(plain, key) and (files := files_with(key, composer)):
             return f"{override}: there is no key {key} here. Try {alternatives(files)}."
         return _unknown(override, key=key, value=value, plain=plain)
     if isinstance(error.__cause__, OmegaConfBaseException):
@@ -262,27 +259,6 @@ def _refused_in_file(refused: RefusedKey, *, plain: DictConfig) -> str:
     if name.rpartition(".")[0] == key.rpartition(".")[0] and name:
         name = name.rpartition(".")[2]
     return f"{place}: there is no key {key}." + (f" Try {name}." if name else "")
-
-
-def _files_with(key: str, composer: Composer) -> list[str]:
-    """The choices of the group that have the key: the default, then those that need the fewest others."""
-    group, dot, _ = key.partition(".")
-    default, loader = composer.defaults().get(group), current_loader()
-    options = [f"{group}/{option}" for option in loader.get_group_options(group)] if dot else []
-    with suppress(*COMPOSE_ERRORS):  # composing each choice takes seconds, and no file names a typing error
-        sources = list(filter(None, map(loader.repository.load_config, options)))
-        takes_others = any("/" in str(source.defaults_list) for source in sources)  # of a user's own file
-        if not takes_others and not any(
-            repr(key.rpartition(".")[2]) in str(source.config) for source in sources
-        ):
-            return []
-    candidates: list[tuple[bool, int, str]] = []
-    for choice in _choices(group) if dot and group != "jobs" else ():
-        with suppress(*COMPOSE_ERRORS):
-            config = composer.compose([f"{group}={choice}"])
-            if key in flat(config):
-                candidates.append((choice != default, len(missing_keys(config)), f"{group}={choice}"))
-    return [override for *_, override in sorted(candidates)[:MOST_FILES]]
 
 
 def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:

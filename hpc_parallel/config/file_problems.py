@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 
@@ -12,12 +13,15 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from hpc_parallel.config.hydra_internals import current_loader
+from hpc_parallel.config.compose import COMPOSE_ERRORS, Composer
+from hpc_parallel.config.hydra_internals import current_loader, group_choices
+from hpc_parallel.config.resolve import flat, missing_keys
 from hpc_parallel.data.text import usual_pattern
 from hpc_parallel.problems import as_override, shell_word
 from hpc_parallel.record.safe_read import is_file, is_folder, is_real_folder, list_folder
 
 _REFUSED = re.compile(r"In '([^']+)': (\w+) raised while composing config:\n(.*)\n\s+full_key: ?(\S*)\n")
+_MOST_FILES = 3  # that a message proposes
 _READERS = {".npy": "tokens", ".bin": "tokens", ".parquet": "parquet", ".arrow": "parquet", ".txt": "text"}
 
 
@@ -123,6 +127,37 @@ def _line(path: Path, key: Sequence[str]) -> int | None:
         if line is not None:
             return line
     return None
+
+
+def files_with(key: str, composer: Composer) -> list[str]:
+    """The choices of the group that have the key: the default, then those that need the fewest others."""
+    group, _, rest = key.partition(".")
+    if group == "jobs" or not rest or not _may_name(rest.rpartition(".")[2], group):
+        return []
+    default, candidates = composer.defaults().get(group), list[tuple[bool, int, str]]()
+    for choice in group_choices(group):
+        with suppress(*COMPOSE_ERRORS):
+            config = composer.compose([f"{group}={choice}"])
+            if key in flat(config):
+                candidates.append((choice != default, len(missing_keys(config)), f"{group}={choice}"))
+    return [override for *_, override in sorted(candidates)[:_MOST_FILES]]
+
+
+def _may_name(name: str, group: str) -> bool:
+    """Whether a file of the group has the name in it, or takes its keys from another file.
+
+    To compose each choice takes seconds, and no file names a typing error.
+    """
+    loader = current_loader()
+    with suppress(*COMPOSE_ERRORS):
+        sources = (
+            loader.repository.load_config(f"{group}/{file}") for file in loader.get_group_options(group)
+        )
+        return any(
+            "/" in str(source.defaults_list) or repr(name) in str(source.config)
+            for source in filter(None, sources)
+        )
+    return True  # a file that can't be read
 
 
 def of_ones_own(key: str, value: str) -> str | None:

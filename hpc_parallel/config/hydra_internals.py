@@ -59,6 +59,12 @@ def current_loader() -> ConfigLoaderImpl:
     return loader
 
 
+def group_choices(group: str) -> list[str]:
+    """The files that a group offers, with those of the user's folder; empty if there is no such group."""
+    names = current_loader().get_group_options(group)
+    return [name for name in names if not name.endswith("_schema")]
+
+
 def load(loader: ConfigLoaderImpl, config_name: str, overrides: Sequence[str], mode: RunMode) -> DictConfig:
     """Let Hydra compose. Raises what Hydra raises, and HydraException for `model=[1]`."""
     try:

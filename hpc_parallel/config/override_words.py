@@ -52,7 +52,6 @@ def _keys(folders: Sequence[Path]) -> Iterator[str]:
 
 
 def _groups(folders: Sequence[Path]) -> dict[str, list[str]]:
-    """The groups with the names of their files."""
     groups: dict[str, set[str]] = {}
     for folder in folders:
         for file in folder.glob("*/*.yaml"):

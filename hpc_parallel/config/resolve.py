@@ -83,7 +83,6 @@ def resolve(config: DictConfig, *, preset: Mapping[str, Any] = MappingProxyType(
 
 
 def _problems_of_keys(config: DictConfig) -> list[Problem | str]:
-    """Every key that is missing or unknown."""
     problems: list[Problem | str] = [
         f"{key} has no value and no default. Try {key}={REQUIRED.get(key, 'VALUE')}."
         for key in missing_keys(config)

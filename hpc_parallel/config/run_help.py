@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from hpc_parallel.config.compose import Composer
-from hpc_parallel.config.hydra_internals import composing, current_loader
+from hpc_parallel.config.hydra_internals import composing, group_choices
 from hpc_parallel.config.places import Places
 
 WIDTH = 100
@@ -43,10 +43,9 @@ All keys: docs/configuration.md. After a run: python -m hpc_parallel status | lo
 def run_help(places: Places) -> str:
     """The help text, with the choices in all folders of `places`. Raises what Hydra raises."""
     with composing(places["config_dir"], extra_dir=places["extra_dir"]):
-        loader = current_loader()
         defaults = Composer(places["config_name"]).defaults()
         groups = {
-            group: [name for name in loader.get_group_options(group) if not name.endswith("_schema")]
+            group: group_choices(group)
             for group in reversed(list(defaults))
             if not group.startswith("hydra/")
         }

@@ -154,7 +154,6 @@ def choices_of(key: str) -> tuple[str, ...]:
 
 
 def rule_of(key: str) -> Rule | None:
-    """The rule of a dotted key; None if it has none."""
     rules = (rules_of(schema).get(key.rpartition(".")[2]) for schema in _schemas_with(key))
     return next((rule for rule in rules if rule is not None), None)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import sys
 import time
@@ -23,10 +22,10 @@ from typing import Any
 from hpc_parallel.config.script import is_script
 from hpc_parallel.exit_codes import AGAIN
 from hpc_parallel.failure import failure, normal_end, notify, restart
-from hpc_parallel.failure.failure import Record
 from hpc_parallel.failure.found_failure import (
     hit_time_limit,
     is_packed,
+    looks_cancelled,
     rank_failure,
     signal_of_code,
     slurm_failure,
@@ -35,11 +34,8 @@ from hpc_parallel.failure.found_failure import (
 from hpc_parallel.failure.hang_cause import cause_of
 from hpc_parallel.failure.restart import Decision, RestartLimits
 from hpc_parallel.failure.root_cause import (
-    TERMINATION_SIGNALS,
     find_root_cause,
     killed_tasks,
-    lost_host,
-    this_attempt,
 )
 from hpc_parallel.failure.summary import computed_as, summarise
 from hpc_parallel.problems import as_override
@@ -66,13 +62,6 @@ _KINDS = {
 _NEXT_TURN = "it goes on when it has its next turn, in this job or in the next one"
 _UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a run that could not save
 _UNSTARTED = Stop(signal="SIGUSR2", kept="earlier checkpoints")
-# Of the job, not of a step: srun ends its step after a failure. Slurm 25.05 begins with the time, and names
-# the signal.
-_SCANCEL = re.compile(
-    r"^(?:slurmstepd\S*:|\[[^\]\n]*\]) error: \*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ "
-    r"(?:DUE TO PREEMPTION |DUE to SIGNAL [^*\n]+ )?\*\*\*",
-    re.MULTILINE,
-)
 
 
 def conclude(
@@ -110,7 +99,7 @@ def conclude(
     cause = find_root_cause(records)
     if cause is not None and cause.kind in (failure.HANG, failure.LOST_PEER, failure.STOPPED):
         cause = cause_of(folder, records) or cause
-    if cancelled or (cancelled is None and _looks_cancelled(cause, returncode=returncode, text=text)):
+    if cancelled or (cancelled is None and looks_cancelled(cause, returncode=returncode, text=text)):
         name = asked_by or (cause.signal if cause else None)
         by = name or signal_of_code(returncode) or "SIGTERM"
         why = restart.CANCELLED if cancelled else restart.why_stopped(by, environment=environment)
@@ -175,19 +164,6 @@ def cancelled_by(signal_name: str | None) -> str:
     """The cancellation in the words of the user who caused it."""
     causes = {"SIGINT": "Ctrl-C", "SIGHUP": "the end of its terminal (SIGHUP)"}
     return "cancelled" if signal_name is None else f"cancelled by {causes.get(signal_name, signal_name)}"
-
-
-def _looks_cancelled(cause: Record | None, *, returncode: int, text: str) -> bool:
-    """Whether a termination signal that Slurm does not explain ended the first rank.
-
-    Without a cause, the exit code of the job is checked. mpirun may end with another one, and its ranks lose
-    each other, but Slurm says in the log that it ends the job.
-    """
-    if hit_time_limit(text) or lost_host(text, cause=cause):
-        return False
-    if (cause is None or cause.kind == failure.LOST_PEER) and _SCANCEL.search(this_attempt(text)):
-        return True
-    return (cause.signal if cause else signal_of_code(returncode)) in TERMINATION_SIGNALS
 
 
 def _reached(folder: RunFolder) -> int | None:

@@ -243,7 +243,6 @@ def records(folder: RunFolder) -> list[Record]:
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal, such as `SIGTERM`."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal

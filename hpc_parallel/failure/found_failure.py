@@ -11,6 +11,7 @@ from hpc_parallel.config.script import is_script
 from hpc_parallel.failure import failure
 from hpc_parallel.failure.failure import Record
 from hpc_parallel.failure.root_cause import (
+    TERMINATION_SIGNALS,
     lost_host,
     missing_rank,
     start_lines,
@@ -27,6 +28,13 @@ from hpc_parallel.user_code import hint
 
 _LOG_LINES = 40
 _TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT|^Slurm says of job [\d_]+: timeout", re.MULTILINE)
+# Of the job, not of a step: srun ends its step after a failure. Slurm 25.05 begins with the time, and names
+# the signal.
+_SCANCEL = re.compile(
+    r"^(?:slurmstepd\S*:|\[[^\]\n]*\]) error: \*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ "
+    r"(?:DUE TO PREEMPTION |DUE to SIGNAL [^*\n]+ )?\*\*\*",
+    re.MULTILINE,
+)
 
 
 def slurm_failure(
@@ -144,6 +152,19 @@ def without_rank(
 
 def hit_time_limit(text: str) -> bool:
     return _TIME_LIMIT.search("\n".join(this_attempt(text).splitlines()[-_LOG_LINES:])) is not None
+
+
+def looks_cancelled(cause: Record | None, *, returncode: int, text: str) -> bool:
+    """Whether a termination signal that Slurm does not explain ended the first rank.
+
+    Without a cause, the exit code of the job is checked. mpirun may end with another one, and its ranks lose
+    each other, but Slurm says in the log that it ends the job.
+    """
+    if hit_time_limit(text) or lost_host(text, cause=cause):
+        return False
+    if (cause is None or cause.kind == failure.LOST_PEER) and _SCANCEL.search(this_attempt(text)):
+        return True
+    return (cause.signal if cause else signal_of_code(returncode)) in TERMINATION_SIGNALS
 
 
 def signal_of_code(returncode: int) -> str | None:

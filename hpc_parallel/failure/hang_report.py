@@ -86,7 +86,6 @@ def grace_s(timeout_s: float) -> float:
 
 
 def write_report(folder: RunFolder, report: HangReport) -> None:
-    """Write a rank's report to the run folder."""
     write_json(_path(folder, report.rank), asdict(report))
 
 
@@ -106,7 +105,6 @@ def read_reports(folder: RunFolder, *, attempt: str) -> list[HangReport]:
 
 
 def has_report(folder: RunFolder, *, rank: int, attempt: str) -> bool:
-    """Whether this rank has written a report in this attempt."""
     values = failure.readable(_path(folder, rank))
     return values is not None and values.get("attempt") == attempt
 

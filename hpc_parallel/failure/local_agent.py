@@ -193,7 +193,6 @@ class Watch:
         self.signals: list[int] = []  # received signals that asked the run to end
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal that asks the run to end."""
         self.signals.append(number)
 
     def wait(self) -> bool:

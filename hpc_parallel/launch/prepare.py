@@ -30,7 +30,7 @@ from hpc_parallel.layout.counts import trains
 from hpc_parallel.layout.layout import processes_per_node, servers
 from hpc_parallel.layout.schedules import file_of
 from hpc_parallel.machine import fabric
-from hpc_parallel.problems import ConfigError, Problem, spell, tried
+from hpc_parallel.problems import ConfigError, Problem, raise_if_any, spell, tried
 from hpc_parallel.record.names import RUNS
 from hpc_parallel.record.run_folder import RunFolder, new_run_id
 
@@ -108,7 +108,6 @@ class PreparedRun:
 
     @property
     def resumes(self) -> bool:
-        """Whether the run continues in an existing run folder."""
         return self.config.resume is not None
 
     @cached_property
@@ -188,8 +187,7 @@ def prepare(
     folder = RunFolder(path.absolute())
     snapshot = _snapshot(config, folder, keep)
     imports = check_imports(config, snapshot=snapshot, values=values if build_model else None)
-    if problems := [*_missing_interfaces(config), *imports.problems]:
-        raise ConfigError(problems)
+    raise_if_any([*_missing_interfaces(config), *imports.problems])
     plan = Plan.of(config)
     planned = _forecast(config, plan, hardware)
     notes += [] if planned is None else planned.warnings
@@ -210,8 +208,7 @@ def prepare(
 
 def _checked(config: RunConfig, *, hardware: Hardware | None) -> Plan:
     """The plan of the run on fewer nodes. Raises ConfigError."""
-    if problems := find_problems(config):
-        raise ConfigError(problems)
+    raise_if_any(find_problems(config))
     plan = Plan.of(config)
     _forecast(config, plan, hardware)
     return plan
@@ -228,7 +225,6 @@ def _with_strategy(
 
 
 def _weights_problems(config: RunConfig) -> list[Problem | str]:
-    """The problems of the run or the file that `weights` names."""
     if config.weights is None or config.resume is not None:  # a resumed run uses its own checkpoints
         return []
     from hpc_parallel.launch.resume import weights_problems
@@ -266,8 +262,7 @@ def _notes_of_resume(config: RunConfig, values: Mapping[str, Any], folder: RunFo
         return []
     from hpc_parallel.launch import resume
 
-    if problems := list(resume.find_problems(folder, values)):
-        raise ConfigError(problems)
+    raise_if_any(resume.find_problems(folder, values))
     changes = (resume.rate_jump(folder, config), resume.other_validation(folder, config))
     return [f"warning     {change}" for change in changes if change is not None]
 

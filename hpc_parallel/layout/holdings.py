@@ -141,12 +141,10 @@ class Holding:
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
-        """The stages of the pipeline that it has."""
         return self.model.get(STAGE, Part()).indices
 
     @property
     def model_text(self) -> str:
-        """One clause."""
         phrases = {
             STAGE: "stage{s} {}", LAYER: "part{s} {} of each layer", SLICE: "slice{s} {} of each weight",
             EXPERTS: "part{s} {} of the experts", EXPERT_SLICE: "slice{s} {} of each of their weights",
@@ -161,7 +159,6 @@ class Holding:
 
     @property
     def samples_text(self) -> str:
-        """One clause."""
         if self.samples is None:
             return "no samples"
         phrases = {

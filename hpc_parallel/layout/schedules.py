@@ -82,7 +82,6 @@ def schedule_named(name: str) -> Schedule:
 
 
 def schedule_of(strategy: StrategyConfig) -> Schedule:
-    """The rules of `strategy.schedule`."""
     return schedule_named(strategy.schedule)
 
 

@@ -27,7 +27,6 @@ class PartCosts:
 
     @property
     def total(self) -> int:
-        """The cost of the whole model."""
         return self.stem + sum(self.blocks) + self.head
 
 

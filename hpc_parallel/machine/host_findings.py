@@ -58,12 +58,10 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """A sentence with the names."""
         return f"{self.names}{'' if self.what.startswith(DIFFER) else ':'} {self.what}"
 
     @property
     def recorded(self) -> HostFinding:
-        """The finding as the run folder records it."""
         return HostFinding(self.names, self.what, self.harmful, self.excludable)
 
 

@@ -108,7 +108,6 @@ class CollectivesPlan:
         }  # fmt: skip
 
     def sorted_rows(self) -> list[CollectiveRow]:
-        """The rows by group, operation, type and size."""
         order = {cell.series: number for number, cell in enumerate(self.levels[0])}
         return sorted(self.rows, key=lambda row: (order[row.group, row.operation, row.dtype], row.size_bytes))
 

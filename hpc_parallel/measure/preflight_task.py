@@ -257,7 +257,6 @@ class MachineMeasurement:
 
 
 def machine_findings(measured: MachineMeasurement) -> list[Finding]:
-    """All findings about slow devices, storage and links."""
     shares_cores = len(measured.hosts) == 1 and measured.device_type == "cpu"
     findings = [
         *([] if shares_cores else slow_devices(measured.names, measured.matrix_s)),

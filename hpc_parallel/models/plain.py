@@ -46,11 +46,9 @@ class PlainModel(Adapter):
 
     @property
     def module(self) -> Any:
-        """The user's module."""
         return self.blocks["0"]
 
     def loss(self, output: Any, target: Tensor) -> Tensor:
-        """Returns the loss of the user's module."""
         loss: Tensor = self.module.loss(output, target)
         return loss
 

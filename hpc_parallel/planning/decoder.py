@@ -238,7 +238,6 @@ class Terms(list[Term]):
     """The terms of a plan, collected while they are computed."""
 
     def add(self, name: str, seconds: float, formula: str) -> float:
-        """Add a term and return its seconds."""
         self.append(Term(name, seconds, formula))
         return seconds
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import yaml
 
 from hpc_parallel.config.places import find_folder
-from hpc_parallel.problems import ConfigError, Problem, nearest
+from hpc_parallel.problems import ConfigError, Problem, nearest, raise_if_any
 
 EXTENDS = "extends"  # the key that names another file; a file takes missing values from it
 CALIBRATION = "calibration"  # a file does not take this key from another file
@@ -186,7 +186,6 @@ class Hardware:
 
 
 def hardware_names(folders: Sequence[Path]) -> list[str]:
-    """The names of all hardware files in the folders."""
     return sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
 
 
@@ -209,8 +208,7 @@ def read_hardware(name: str, *, folders: Sequence[Path]) -> Hardware:
     """
     problems: list[Problem | str] = []
     hardware = _typed(Hardware, _values(name, folders), f"{name}.yaml", problems)
-    if problems:
-        raise ConfigError(problems)
+    raise_if_any(problems)
     return hardware
 
 

@@ -22,7 +22,7 @@ from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
 from hpc_parallel.layout.step_facts import packs, rounded_parts
 from hpc_parallel.planning.activations import Kept, kept_of
 from hpc_parallel.planning.pipeline_orders import Counts, fullest_moments
-from hpc_parallel.planning.planned_state import Division, StateBytes, States
+from hpc_parallel.planning.planned_state import Division, States
 from hpc_parallel.planning.planned_step import (
     cast_weights,
     early_gradients,
@@ -35,6 +35,8 @@ from hpc_parallel.planning.planned_step import (
     head_gradient,
     loss_buffers,
 )
+from hpc_parallel.record.endings import RankState
+from hpc_parallel.record.metrics_file import aligned
 from hpc_parallel.record.metrics_file import size as size_text
 
 KINDS = (
@@ -69,12 +71,11 @@ class Held:
     role: str
     kinds: dict[str, int]
     moment: str
-    state: StateBytes
+    state: RankState
     stages: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:
-        """The bytes of all kinds."""
         return sum(self.kinds.values())
 
 
@@ -245,7 +246,7 @@ class _MemoryPlanner:
             return ()
         return tuple(map(self._kept.stage, self._parts(holding)))
 
-    def _moments(self, holding: Holding, state: StateBytes) -> Iterator[tuple[str, dict[str, int]]]:
+    def _moments(self, holding: Holding, state: RankState) -> Iterator[tuple[str, dict[str, int]]]:
         """The bytes at each moment, by kind."""
         division, kept, again, early = self._division, self._kept, self._microbatches > 1, 0
         if self._has_gradients:
@@ -356,12 +357,11 @@ def text_table(plan: MemoryPlan) -> list[str]:
     """Lines for a terminal: the kinds on the fullest device, the sum, and what is left out."""
     fullest = plan.fullest
     kinds = {kind: size for kind, size in fullest.kinds.items() if size}
-    width = max(map(len, (*kinds, "sum")))
     role = f" ({fullest.role})" if fullest.role else ""
     alike = sum(held.total == fullest.total for held in plan.devices)
     others = f", as {alike} of {len(plan.devices)} devices do" if alike > 1 else ""
     lines = [f"device {fullest.device}{role} needs most{others}, {fullest.moment}:"]
-    lines += [f"  {kind:{width}}  {size_text(count):>11}" for kind, count in kinds.items()]
-    lines.append(f"  {'sum':{width}}  {size_text(fullest.total):>11}")
+    rows = [(kind, f"{size_text(count):>11}") for kind, count in {**kinds, "sum": fullest.total}.items()]
+    lines += [f"  {row}" for row in aligned(rows, right=())]
     lines += [f"  without: {clause}" for clause in plan.unknown]
     return lines + [f"  unproven: {clause}" for clause in plan.unproven]

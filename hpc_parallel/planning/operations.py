@@ -120,7 +120,6 @@ Operation = MatrixProduct | Move
 
 
 def in_float8(operations: Sequence[Operation]) -> list[MatrixProduct]:
-    """The products in float8."""
     return [one for one in operations if isinstance(one, MatrixProduct) and one.float8]
 
 

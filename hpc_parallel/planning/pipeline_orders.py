@@ -47,7 +47,6 @@ class Pipeline:
         return self.ranks * self.per_rank
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, first to last."""
         v_shaped = schedule_named(self.schedule).v_shaped
         return stages_of(rank, degree=self.ranks, per_rank=self.per_rank, v_shaped=v_shaped)
 

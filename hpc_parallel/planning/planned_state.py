@@ -34,21 +34,13 @@ from hpc_parallel.layout.model_weights import STEM, ModelWeights, Weight
 from hpc_parallel.layout.schedules import stages_per_rank
 from hpc_parallel.layout.stage_cuts import divide_blocks
 from hpc_parallel.layout.step_facts import UPDATED_AT_ONCE, rounded_parts, state_bytes, weight_bytes
+from hpc_parallel.record.endings import RankState
 
 WHOLE = Part()
 STEP_BYTES = 4  # a count in float32
 ROUNDED_NUMBER_BYTES = 40  # of a number while it is updated: widened, with its gradient, moments and noise
 Shape = tuple[int, ...]
 Options = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes that a device holds from the backward pass to the update, by the names of `rank_state_bytes`."""
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
 
 
 @dataclass(frozen=True)
@@ -191,7 +183,7 @@ class States:
         shapes, owned = self._division.alike(holding), self._owned_bytes(holding)
         return shapes, owned, holding.keeps, holding.samples is None
 
-    def of(self, holding: Holding) -> StateBytes:
+    def of(self, holding: Holding) -> RankState:
         """What the device of `holding` keeps from the backward pass to the update."""
         division, keeps = self._division, {*holding.keeps}
         parameters = sum(
@@ -199,7 +191,7 @@ class States:
         )
         optimized = division.optimized(holding)
         gradients = sum(math.prod(division.gradient_shape(weight, holding)) for weight in optimized)
-        return StateBytes(
+        return RankState(
             parameters * self._weight_bytes if keeps & {WEIGHTS, COPY} else 0,
             gradients * self._weight_bytes if keeps & {GRADIENTS, MEAN} else 0,
             self._optimizer(optimized, holding) if STATE in keeps else 0,

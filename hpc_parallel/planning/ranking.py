@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.layout.layout import SPMD
+from hpc_parallel.layout.layout import SPMD, Layout
 from hpc_parallel.planning.hardware import Hardware
 from hpc_parallel.planning.layouts import Choices
 from hpc_parallel.planning.search import DOUBLINGS, Candidate, SearchResult, enough_nodes, search
@@ -27,6 +27,24 @@ COMPUTATION, RECOMPUTATION, BUBBLE, NETWORK, UPDATE = (
 def model_flops(work: Work) -> float:
     """The FLOPs of one step. A backward pass counts as two forward passes, even with recomputation."""
     return TOGETHER * work.decoder.forward_flops * work.samples
+
+
+@dataclass(frozen=True)
+class Size:
+    """The plan on `nodes`. samples: of a step. memory_bytes: of the fullest device; None if not known."""
+
+    nodes: int
+    devices: int
+    layout: Layout
+    samples: int
+    step_s: float
+    tokens_per_s: float
+    mfu: float
+    memory_bytes: int | None
+
+    def efficiency(self, first: Size) -> float:
+        """The tokens/s of a device relative to those at the first size."""
+        return self.tokens_per_s / self.devices / (first.tokens_per_s / first.devices)
 
 
 def mfu(work: Work, step: StepTime, hardware: Hardware) -> float:

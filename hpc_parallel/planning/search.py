@@ -49,7 +49,6 @@ class Candidate:
 
     @property
     def overrides(self) -> list[str]:
-        """The overrides that choose this candidate."""
         return overrides_of(self.config)
 
 

@@ -17,8 +17,9 @@ from hpc_parallel.layout.model_data_schema import TextDataConfig, TokensDataConf
 from hpc_parallel.layout.model_weights import ModelWeights, sample_shape_of, weights_of
 from hpc_parallel.layout.step_facts import memory_copies, weight_bytes
 from hpc_parallel.planning.hardware import CPU, MEASURED_BY, Hardware, contended
-from hpc_parallel.planning.planned_state import Division, StateBytes, States
+from hpc_parallel.planning.planned_state import Division, States
 from hpc_parallel.planning.work import Work
+from hpc_parallel.record.endings import RankState
 from hpc_parallel.record.metrics_file import size
 
 TOKEN_BYTES = 4  # of a token in a file: 2 or 4 (data/tokens.py)
@@ -220,7 +221,7 @@ def checkpoint_bytes(config: RunConfig) -> CheckpointBytes | None:
     return CheckpointBytes(total, max(even, _largest_part(config, layout, model)))
 
 
-def _states_of(config: RunConfig, layout: Layout, model: ModelWeights) -> list[StateBytes] | None:
+def _states_of(config: RunConfig, layout: Layout, model: ModelWeights) -> list[RankState] | None:
     """The state of each rank of a layout without replicas."""
     states = States(Division(config, layout, model))
     if states.unknown:

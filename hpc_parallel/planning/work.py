@@ -107,7 +107,6 @@ class Work:
 
     @property
     def samples(self) -> int:
-        """The samples of one step."""
         return self.data * self.microbatches * self.microbatch_size
 
     @property
@@ -251,7 +250,6 @@ def _blocks(config: RunConfig, layout: Layout, model: ModelWeights | None) -> tu
 
 
 def assumptions(config: RunConfig, hardware: Hardware) -> Iterator[str]:
-    """The assumptions of the plan of this configuration."""
     yield "This is a prediction. Validation is not in it."
     yield _origin(hardware)
     if config.strategy.expert != 1:

@@ -145,7 +145,7 @@ class RankTimes:
         state: dict[str, Any] = {}
         with left_out("the state of this device is"):
             state = self.device_state()
-        return {"times": times.as_record(), "device": state}
+        return {"times": vars(times), "device": state}
 
     def _warn(self, slow: Sequence[SlowRank]) -> None:
         """Name each rank and cause once."""

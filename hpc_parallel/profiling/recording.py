@@ -57,7 +57,6 @@ class Recording:
         return nullcontext()
 
     def watch(self, step: int) -> AbstractContextManager[None]:
-        """The context in which to run the step."""
         return self._record(step) if step in self._all else nullcontext()
 
     def _begin(self, step: int) -> None:

@@ -41,9 +41,6 @@ class RankTime:
     wait_s: float
     data_s: float
 
-    def as_record(self) -> dict[str, Any]:
-        return asdict(self)
-
     @property
     def own_s(self) -> float:
         return self.busy_s + self.data_s

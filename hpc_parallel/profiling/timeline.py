@@ -74,7 +74,6 @@ class Event(NamedTuple):
 
 
 def events_of(profiled: profile) -> list[Event]:
-    """Returns all events of this rank's profile."""
     return [
         Event(
             name=event.name(),

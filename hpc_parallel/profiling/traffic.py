@@ -88,7 +88,6 @@ def _group(arguments: Mapping[str, Any]) -> ProcessGroup:
 
 
 def place_of(arguments: Mapping[str, Any]) -> GroupPosition:
-    """This rank's position in the group of a collective."""
     group = _group(arguments)
     return GroupPosition(rank=group.rank(), ranks=group.size())
 

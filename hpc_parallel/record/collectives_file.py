@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 from hpc_parallel.problems import printable
 from hpc_parallel.record.metrics_file import aligned, size
-from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.run_folder import FolderRecord, RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.record.typed import build, first, read_record
+from hpc_parallel.record.typed import build, first
 
 MOST_ROWS, MOST_WARNINGS, MOST_NAMES = 10_000, 100, 8
 PREDICTED = "predicted_s"  # a key of the rows if the run had a machine profile
@@ -56,7 +56,7 @@ Rows = Sequence[CollectiveRow]
 
 
 @dataclass(frozen=True)
-class Collectives:
+class Collectives(FolderRecord, file="collectives"):
     """The content of `collectives.json`. warnings: what takes longer than a machine profile predicts."""
 
     device: str | None = None
@@ -65,11 +65,6 @@ class Collectives:
     rows: Annotated[tuple[CollectiveRow, ...], first(MOST_ROWS)] = ()
     left_out: str | None = None  # what was left out, with the reason
     warnings: Annotated[tuple[str, ...], first(MOST_WARNINGS)] = ()
-
-    @classmethod
-    def read(cls, folder: RunFolder) -> Collectives | None:
-        """None if there is no file. Raises DamagedError."""
-        return read_record(cls, folder.collectives)
 
     def write(self, folder: RunFolder, *, with_predictions: bool) -> None:
         rows = [vars(row) if with_predictions else row.measured for row in self.rows]
@@ -82,7 +77,6 @@ def rows_of(lines: Iterable[Any]) -> list[CollectiveRow]:
 
 
 def as_csv(rows: Rows) -> str:
-    """The rows with a header line."""
     out = io.StringIO()
     columns = (*COLUMNS, *NCCL_TESTS, *([PREDICTED] if has_predictions(rows) else []))
     writer = csv.DictWriter(out, columns, extrasaction="ignore", lineterminator="\n")
@@ -92,7 +86,6 @@ def as_csv(rows: Rows) -> str:
 
 
 def has_predictions(rows: Rows) -> bool:
-    """Whether a machine profile predicted any of the times."""
     return any(row.predicted_s is not None for row in rows)
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.run_folder import FolderRecord, RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.record.typed import read_if_possible, read_record, write_record
+from hpc_parallel.record.typed import read_if_possible, write_record
 
 COMPLETED = "completed"
 STARTS_AGAIN = "preempted"  # also after a failure or a time limit; the public word
@@ -32,19 +32,19 @@ class Latency:
 
 @dataclass(frozen=True)
 class RankState:
-    """Bytes that one rank held."""
+    """Bytes that one rank holds from the backward pass to the update."""
 
-    parameters: float
-    gradients: float
-    optimizer: float  # its state
+    parameters: int
+    gradients: int
+    optimizer: int  # its state
 
     @property
-    def total(self) -> float:
+    def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(FolderRecord, file="summary"):
     """The parts of the file that commands show besides its figures. Unknown parts are None or empty."""
 
     outcome: str | None = None
@@ -80,13 +80,7 @@ class Summary:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for people about the task."""
         return [note for note in (self.comparison, self.ended_early, self.left_out) if note]
-
-    @classmethod
-    def read(cls, folder: RunFolder) -> Summary | None:
-        """None if there is no file. Raises DamagedError."""
-        return read_record(cls, folder.summary)
 
 
 def other_statistics(runs: Iterable[tuple[int | None, str]]) -> str:
@@ -150,7 +144,7 @@ class Follower:
 
 
 @dataclass(frozen=True)
-class Failure:
+class Failure(FolderRecord, file="failure"):
     """The root cause: `failure.json`. `rank`, `host` and `node` are None if no rank is to blame."""
 
     rank: int | None = None
@@ -165,17 +159,12 @@ class Failure:
     followers: tuple[Follower, ...] = ()
     line: str | None = None  # a line of text that names the root cause
 
-    @classmethod
-    def read(cls, folder: RunFolder) -> Failure | None:
-        """None if there is no file. Raises DamagedError."""
-        return read_record(cls, folder.failure)
-
     def write(self, folder: RunFolder) -> None:
         write_record(folder.failure, self)
 
 
 @dataclass(frozen=True)
-class Stop:
+class Stop(FolderRecord, file="stopped"):
     """The signal at which the ranks saved their state, or the exit code of a script: `stopped.json`.
 
     Keys whose value is None are not written, except `signal`.
@@ -188,11 +177,6 @@ class Stop:
     time: str | None = None  # ISO 8601, UTC
     how: str | None = None  # a constant of failure/restart.py; known only after the job has ended
     line: str | None = None  # known only after the job has ended
-
-    @classmethod
-    def read(cls, folder: RunFolder) -> Stop | None:
-        """None if there is no file. Raises DamagedError."""
-        return read_record(cls, folder.stopped)
 
     def write(self, folder: RunFolder) -> None:
         values = {key: value for key, value in asdict(self).items() if value is not None or key == "signal"}

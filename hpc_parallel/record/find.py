@@ -74,7 +74,6 @@ def path_of(word: str) -> Path:
 
 
 def unique_runs(matches: Iterable[Match]) -> list[RecordedRun]:
-    """All runs of the matches, without duplicates."""
     return list({run.path: run for match in matches for run in match.runs}.values())
 
 

@@ -72,7 +72,6 @@ class MetricsLine:
 
     @property
     def time_left(self) -> str | None:
-        """The time that a measuring task will take at most, as text."""
         return None if self.time_left_s is None else f"at most {duration(self.time_left_s)} left"
 
 

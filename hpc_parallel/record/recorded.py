@@ -146,7 +146,6 @@ class RecordedRun:
 
     @cached_property
     def attempts(self) -> History:
-        """A summary of all starts of the run."""
         return self._read(self.folder.attempts, lambda _: attempts.history(self.folder)) or History()
 
     def intervals(self, *, until: datetime) -> list[Interval]:

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 from hpc_parallel.problems import printable
 from hpc_parallel.record.metrics_file import aligned
-from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.run_folder import FolderRecord, RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.record.typed import first, read_if_possible, read_record
+from hpc_parallel.record.typed import first, read_if_possible
 
 MOST_FINDINGS = 20
 MOST_NAMES = 4  # of hosts in a sentence
@@ -119,7 +119,7 @@ class DirectReads:
 
 
 @dataclass(frozen=True)
-class MeasuredMachine:
+class MeasuredMachine(FolderRecord, file="machine_check"):
     """The content of `machine_check.json`; a part that was left out is empty."""
 
     device: str | None = None  # `cpu` or `cuda`
@@ -132,11 +132,6 @@ class MeasuredMachine:
     findings: Annotated[tuple[HostFinding, ...], first(MOST)] = ()
     judged: bool | None = True  # None: parts are still to be measured
     left_out: str | None = None
-
-    @classmethod
-    def read(cls, folder: RunFolder) -> MeasuredMachine | None:
-        """None if there is no file. Raises DamagedError."""
-        return read_record(cls, folder.machine_check)
 
     def write(self, folder: RunFolder) -> None:
         """Replace the file. Keys of ranks and of direct reads that have no value are not written."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.problems import ConfigError, printable
+from hpc_parallel.problems import ConfigError, printable, raise_if_any
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
@@ -63,8 +63,8 @@ def read_start(folder: RunFolder, *, key: str, shared_folder: bool = False) -> R
         raise ConfigError([f"{key} = {folder.path}: {error}. Start a new run."]) from error
     kept = tuple(inherited(overrides or ()))
     start = RecordedStart(kept, None if config_dir is None else Path(config_dir), values)
-    if (owner := _other_owner(folder)) and (problems := list(_dangers(start, key=key, owner=owner))):
-        raise ConfigError(problems)
+    if owner := _other_owner(folder):
+        raise_if_any(_dangers(start, key=key, owner=owner))
     return start
 
 

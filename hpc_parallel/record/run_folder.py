@@ -12,11 +12,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from hpc_parallel.problems import printable
 from hpc_parallel.record.safe_read import DamagedError, list_folder, read_head, read_text, read_yaml
 from hpc_parallel.record.safe_write import write_text
+from hpc_parallel.record.typed import read_record
 
 _MOST_PHASE_BYTES = 100
 
@@ -172,6 +173,20 @@ class RunFolder:
         """The highest number: an older copy may have been deleted."""
         numbers = [path.stem.removeprefix("config-") for path in self.path.glob("config-*.yaml")]
         return max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+
+class FolderRecord:
+    """A dataclass that is a file of a run folder. file: the name of the file's attribute in `RunFolder`."""
+
+    _file: ClassVar[str]
+
+    def __init_subclass__(cls, *, file: str) -> None:
+        cls._file = file
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> Self | None:
+        """None if there is no file. Raises DamagedError."""
+        return read_record(cls, getattr(folder, cls._file))
 
 
 def _numbered(path: Path, number: int) -> Path:

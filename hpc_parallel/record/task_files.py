@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, NamedTuple
 
-from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.record.run_folder import FolderRecord, RunFolder
 from hpc_parallel.record.safe_read import MIB, parse_line, read_head
 from hpc_parallel.record.safe_write import write_json, write_text
-from hpc_parallel.record.typed import WHOLE, build, first, read_if_possible, read_record, write_record
+from hpc_parallel.record.typed import WHOLE, build, first, read_if_possible, write_record
 
 SHOWN_BYTES = 16 * MIB  # of generated.jsonl
 MOST_LINES = 100  # of calibration.json
@@ -22,16 +22,11 @@ MAX_RANKS, MAX_CHUNKS = 256, 10_000  # of timeline.json
 
 
 @dataclass(frozen=True)
-class CalibrationFile:
+class CalibrationFile(FolderRecord, file="calibration"):
     """The content of `calibration.json`. lines: for people; rows: each measurement of a device."""
 
     lines: Annotated[tuple[str, ...], first(MOST_LINES)] = ()
     rows: tuple[Mapping[str, Any], ...] = ()
-
-    @classmethod
-    def read(cls, folder: RunFolder) -> CalibrationFile | None:
-        """None if there is no file. Raises DamagedError."""
-        return read_record(cls, folder.calibration)
 
     def write(self, folder: RunFolder) -> None:
         write_record(folder.calibration, self)

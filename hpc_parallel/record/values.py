@@ -13,7 +13,6 @@ _STEP_ID = re.compile(r"\d+\.\d+", re.ASCII)
 
 
 def integer(value: Any) -> int | None:
-    """An integer; None for any other value."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
@@ -24,7 +23,6 @@ def number(value: Any) -> float | None:
 
 
 def text(value: Any) -> str | None:
-    """A text; None for any other value."""
     return value if isinstance(value, str) else None
 
 
@@ -63,5 +61,4 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def without(section: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """The section without these keys."""
     return {key: value for key, value in section.items() if key not in keys}

@@ -193,5 +193,4 @@ APPROACHES = (
 
 
 def judged(runs: Runs) -> list[tuple[Approach, list[tuple[Claim, Evidence]]]]:
-    """Every claim of every approach with the evidence of these runs."""
     return [(approach, [(claim, claim.judge(runs)) for claim in approach.claims]) for approach in APPROACHES]

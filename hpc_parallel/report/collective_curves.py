@@ -20,15 +20,6 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 @dataclass(frozen=True)
-class TimedSize:
-    """One size. time_s: of one call; bus_rate: bytes per second, as nccl-tests counts them."""
-
-    size_bytes: float
-    time_s: float
-    bus_rate: float
-
-
-@dataclass(frozen=True)
 class CollectiveCurve:
     """A collective over one group of ranks of a run, by size."""
 
@@ -37,29 +28,32 @@ class CollectiveCurve:
     group: str
     ranks: int
     dtype: str
-    points: Sequence[TimedSize]
+    points: Sequence[CollectiveRow]
 
     @property
     def cells(self) -> tuple[str, ...]:
         """As texts: group and ranks, operation, type, least time, largest bus bandwidth and its size."""
-        best = max(self.points, key=lambda point: point.bus_rate)
-        rate = (f"{best.bus_rate / GIGA:.3f}", bytes_text(best.size_bytes)) if best.bus_rate else ("-", "-")
+        best = max(self.points, key=lambda point: point.busbw_bytes_per_s)
+        rate = (
+            (f"{best.busbw_bytes_per_s / GIGA:.3f}", bytes_text(best.size_bytes))
+            if best.busbw_bytes_per_s
+            else ("-", "-")
+        )
         latency_s = min(point.time_s for point in self.points)
         return f"{self.group} ({self.ranks})", self.operation, self.dtype, f"{latency_s / MICRO:.1f}", *rate
 
 
 def curves(rows: Sequence[Row]) -> list[CollectiveCurve]:
-    """The curves of all runs."""
     return [curve for row in rows for curve in _curves_of(row)]
 
 
 def _curves_of(row: Row) -> Iterator[CollectiveCurve]:
-    points: dict[tuple[str, str, int, str], dict[float, TimedSize]] = defaultdict(dict)
+    points: dict[tuple[str, str, int, str], dict[int, CollectiveRow]] = defaultdict(dict)
     for line in _lines(row):
-        size, time_s, rate = map(number, (line.size_bytes, line.time_s, line.busbw_bytes_per_s))
-        if size is not None and rate is not None and time_s and size >= 0 and rate >= 0 and time_s > 0:
+        figures = line.size_bytes, line.time_s, line.busbw_bytes_per_s
+        if None not in map(number, figures) and min(figures) >= 0 and line.time_s > 0:
             group, dtype = printable(line.group), printable(line.dtype)
-            points[line.operation, group, line.ranks, dtype][size] = TimedSize(size, time_s, rate)
+            points[line.operation, group, line.ranks, dtype][line.size_bytes] = line
     for (operation, group, ranks, dtype), by_size in points.items():
         yield CollectiveCurve(
             row, operation, group, ranks, dtype, [by_size[size] for size in sorted(by_size)]
@@ -109,7 +103,7 @@ def _graphs(curves: Sequence[CollectiveCurve]) -> picture.Graphs:
     for index, (curve, text) in enumerate(zip(curves, legend(_words(curves)), strict=True)):
         points = [point for point in curve.points if point.size_bytes > 0]
         of_time = [(point.size_bytes, point.time_s / MICRO) for point in points]
-        of_rate = [(point.size_bytes, point.bus_rate / GIGA) for point in points]
+        of_rate = [(point.size_bytes, point.busbw_bytes_per_s / GIGA) for point in points]
         times.append(picture.Curve(of_time, picture.style(index), text))
         rates.append(picture.Curve(of_rate, picture.style(index)))
     size = picture.PlotAxis("size", picture.SIZES, text=bytes_text)

@@ -75,7 +75,6 @@ class Plot:
 
 
 def draw(picture: Picture) -> Plot:
-    """Draw the picture in all formats."""
     with mpl.rc_context({**COMMON, **PNG}):
         png = io.BytesIO()
         figure_of(picture).savefig(png, format="png", dpi=144, bbox_inches="tight")

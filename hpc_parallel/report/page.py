@@ -104,7 +104,6 @@ class Report:
 
 
 def render(gathered: Gathered) -> Report:
-    """Render the report in memory."""
     rows = gathered.rows
     comparison, series, predicted = compare(rows), scaling(rows), predictions(rows)
     timed = latency.curves(rows)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from hpc_parallel.planning.memory import Held
+from hpc_parallel.planning.ranking import Size, seconds
 from hpc_parallel.record.task_files import RankTimeline
 from hpc_parallel.report import picture
 from hpc_parallel.report.page import fill
@@ -36,31 +38,6 @@ MAX_RANKS, MAX_CHUNKS = 16, 800  # in the drawing of a step: more would be too n
 
 
 @dataclass(frozen=True)
-class RoleBytes:
-    """Devices that hold the same, and the bytes that they hold of each kind."""
-
-    label: str
-    kinds: Mapping[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.kinds.values())
-
-
-@dataclass(frozen=True)
-class ScalingPoint:
-    """The plan on a number of nodes. efficiency: tokens/s per device, relative to the fewest nodes."""
-
-    nodes: int
-    devices: int
-    layout: str
-    step_text: str
-    tokens_per_s: float
-    mfu: float
-    efficiency: float
-
-
-@dataclass(frozen=True)
 class PlanPage:
     """What the page shows.
 
@@ -72,10 +49,10 @@ class PlanPage:
     lines: Sequence[str]
     command: str
     figures: Sequence[object]
-    roles: Sequence[RoleBytes]
+    roles: Sequence[Held]
     device_memory_bytes: float
     ranks: Sequence[RankTimeline]
-    sizes: Sequence[ScalingPoint]
+    sizes: Sequence[Size]
     verdict: str
     left_out: Sequence[str]
     notes: Sequence[str]
@@ -86,11 +63,11 @@ def render(page: PlanPage, plots: Sequence[Plot]) -> str:
     roles = page.roles
     kinds = [kind for kind in (roles[0].kinds if roles else ()) if any(role.kinds[kind] for role in roles)]
     values: dict[str, Any] = {"title": page.title, "page": page, "plots": plots, "kinds": kinds}
+    values["seconds"] = seconds
     return fill("plan.html.j2", values)
 
 
 def pictures(page: PlanPage) -> list[picture.Picture]:
-    """All plots for which the plan has figures."""
     return [*_memory(page), *_step(page), *_scaling(page)]
 
 
@@ -104,10 +81,10 @@ def _memory(page: PlanPage) -> Iterator[picture.Picture]:
         )  # fmt: skip
 
 
-def _bars(roles: Sequence[RoleBytes], room: float) -> picture.Bars:
+def _bars(roles: Sequence[Held], room: float) -> picture.Bars:
     bars = [
         picture.Bar(
-            role.label,
+            role.role,
             picture.stacked((sum(role.kinds[kind] for kind in kinds) / GIB, fill) for fill, kinds in PARTS),
             f"{role.total / GIB:.1f}",
         )
@@ -151,7 +128,7 @@ def drawable(ranks: Sequence[RankTimeline]) -> tuple[list[RankTimeline], float |
 
 def _scaling(page: PlanPage) -> Iterator[picture.Picture]:
     if len(page.sizes) > 1:
-        points = [(size.devices, size.tokens_per_s, size.efficiency) for size in page.sizes]
+        points = [(size.devices, size.tokens_per_s, size.efficiency(page.sizes[0])) for size in page.sizes]
         yield picture.Picture(
             "scaling", "scaling", "More and fewer nodes: the same batch",
             "Tokens/s and efficiency by the number of devices. Dotted: in proportion to devices.",

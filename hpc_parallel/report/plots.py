@@ -60,7 +60,6 @@ OTHER = ("#999999", "--", "other work")  # a kind that this version does not kno
 def pictures(
     rows: Sequence[Row], *, series: Sequence[Series], predictions: Sequence[Prediction]
 ) -> list[picture.Picture]:
-    """All plots for which these runs have figures."""
     return [
         *_scaling(series),
         *latency.pictures(rows),
@@ -314,7 +313,6 @@ def _timelines(rows: Sequence[Row]) -> Iterator[picture.Picture]:
 
 
 def bars_of(ranks: Sequence[RankTimeline]) -> picture.Bars:
-    """A bar for each rank."""
     length_s = max(rank.length_s for rank in ranks)
     unit = unit_of("seconds", [length_s])
     stages = [sorted({chunk.stage for chunk in rank.chunks}) for rank in ranks]

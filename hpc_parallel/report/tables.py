@@ -129,7 +129,6 @@ class Comparison:
     settings: int  # different settings in the table; the best is marked within each
 
     def titles(self) -> list[str]:
-        """The titles of the columns with their units."""
         pairs = zip(self.columns, self.units, strict=True)
         return [f"{column.title}, {unit.name}" if unit.name else column.title for column, unit in pairs]
 
@@ -155,7 +154,6 @@ def compare(rows: Sequence[Row]) -> Comparison:
 
 
 def column_of(key: str) -> TableColumn:
-    """The column of this figure."""
     return next(column for column in COLUMNS if column.key == key)
 
 

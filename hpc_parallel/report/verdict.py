@@ -256,7 +256,6 @@ class Prediction:
 
     @property
     def unit(self) -> Unit:
-        """The unit in which both figures are shown."""
         return unit_of(column_of(self.key).kind, (self.predicted, self.measured))
 
     @property
@@ -271,7 +270,6 @@ class Prediction:
 
 
 def predictions(rows: Sequence[Row]) -> list[Prediction]:
-    """The predictions of every run that has a plan."""
     result = []
     for row in rows:
         predicted = row.run.totals.predicted

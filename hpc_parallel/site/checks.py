@@ -179,7 +179,6 @@ def python_lines(config: RunConfig) -> Iterator[Line]:
 
 
 def package_line(packages: Mapping[str, str]) -> Line:
-    """Whether the packages fit what this package requires."""
     try:
         needed = [Requirement(text) for text in requires(PACKAGE) or ()]
     except PackageNotFoundError:

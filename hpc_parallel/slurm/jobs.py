@@ -118,7 +118,6 @@ def queued_states(jobs: Iterable[Job]) -> dict[Job, JobState]:
 
 
 def job_state(job: Job) -> JobState:
-    """The state of one job."""
     return job_states([job])[job]
 
 

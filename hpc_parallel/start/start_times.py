@@ -79,7 +79,6 @@ def all_reduce_times_s(device: torch.device) -> list[float]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -36,7 +36,6 @@ class DifferenceError(ConfigError):
 
 
 def is_own(config: RunConfig) -> bool:
-    """Whether the model's class is the user's own."""
     return not config.model["_target_"].startswith(PACKAGE)
 
 

@@ -50,7 +50,6 @@ class Earlier:
 
     @classmethod
     def read(cls, folder: Path) -> Earlier:
-        """Read the sweep in `folder` and the states of its runs."""
         sweep = read_sweep(folder)
         run_states = states([read_run(run.run_dir) for run in sweep.runs])
         by_folder = {run.run_dir: state for run, state in zip(sweep.runs, run_states, strict=True)}
@@ -80,7 +79,6 @@ class Earlier:
         ])  # fmt: skip
 
     def state(self, run: SweepRun) -> EarlierState:
-        """The current state of a run."""
         folder = RunFolder(run.run_dir)
         if not is_run_folder(folder.path):
             return EarlierState("missing", settled=False)

@@ -103,7 +103,6 @@ class Trial:
         return run
 
     def _launch(self, planned: PlannedRun) -> list[float]:
-        """Launch the run, wait for its end, and return its figures."""
         run, path = planned.run, planned.run.folder.path
         launcher, choice = launcher_of(run)
         print(f"{run}\n{choice}", flush=True)

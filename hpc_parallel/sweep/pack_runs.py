@@ -165,7 +165,6 @@ def _memory_mb(of_slurm: int) -> int:
 
 
 def find_problems(runs: Sequence[PreparedRun]) -> Problems:
-    """Why the runs of a sweep can't be packed into jobs."""
     config = runs[0].config
     kind, settings = config.launcher.kind, config.sweep
     here = {"local": "on this machine", ALLOCATION: "in an allocation"}.get(kind)

@@ -20,7 +20,7 @@ from hpc_parallel.failure.packed_job import last_start_s
 from hpc_parallel.launch.batch_script import ScriptLauncher
 from hpc_parallel.launch.launcher import Launcher, launcher_of
 from hpc_parallel.launch.local_launcher import PERIOD_S, Agent, LocalLauncher, counting_signals
-from hpc_parallel.problems import ConfigError, Problem, shell_word
+from hpc_parallel.problems import ConfigError, Problem, raise_if_any, shell_word
 from hpc_parallel.record import owner
 from hpc_parallel.record.names import from_here
 from hpc_parallel.record.run_folder import RunFolder
@@ -55,8 +55,7 @@ def start(plan: SweepPlan) -> int:
     launcher, choice = launcher_of(max(plan.runs, key=lambda planned: planned.run.config.nodes).run)
     if plan.runs[0].run.config.dry_run:
         return preview(plan, kind=kind, launcher=launcher)
-    if plan.earlier is None and (problems := folder_problems(plan.folder)):
-        raise ConfigError(problems)
+    raise_if_any(folder_problems(plan.folder) if plan.earlier is None else ())
     count = len(plan.runs)
     print(f"sweep of {count} run{'s' * (count > 1)}; {choice}", flush=True)
     for note in dict.fromkeys(note for planned in plan.runs for note in planned.run.notes):

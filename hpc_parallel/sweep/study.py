@@ -130,7 +130,6 @@ def _start_beside(
 
 
 def _join(name: str, threads: dict[str, threading.Thread], study: Study, ended: dict[str, str]) -> None:
-    """Wait for the end of a stage beside the run."""
     if (thread := threads.pop(name, None)) is None:
         return
     print(f"waits for   {name}", flush=True)

@@ -26,7 +26,7 @@ from hpc_parallel.config.script import PLACEHOLDERS, TASK, absolute
 from hpc_parallel.failure.run_state import states
 from hpc_parallel.launch.checked_run import prepared, reporting_all_problems
 from hpc_parallel.launch.prepare import PreparedRun, is_awaited
-from hpc_parallel.problems import ConfigError, Problem, hydra_value
+from hpc_parallel.problems import ConfigError, Problem, hydra_value, raise_if_any
 from hpc_parallel.record.names import RUNS, command_on, from_here, label
 from hpc_parallel.record.recorded import RecordedRun, read_run
 from hpc_parallel.record.recorded_start import key_of
@@ -88,7 +88,6 @@ class Study:
         return [planned for planned in self.stages if not planned.is_done]
 
     def show(self) -> None:
-        """Print what each stage does, and why."""
         print(f"study       {' -> '.join(planned.name for planned in self.stages)}")
         for planned in self.stages:
             place = label(Path(planned.record.run_dir))
@@ -268,8 +267,7 @@ class _Planner:
             if launcher.kind == "slurm" and launcher.resubmit and planned.name in followed:
                 rule = "gives the run a new job, which later stages would not wait for"
                 self.problems.append(Problem("launcher.resubmit", True, rule, (False,)))
-        if self.problems:
-            raise ConfigError(list(dict.fromkeys(self.problems)))
+        raise_if_any(dict.fromkeys(self.problems))
 
 
 def _prepared(line: CommandLine, *, folders: Mapping[str, Path], awaited: Container[Path]) -> PreparedRun:

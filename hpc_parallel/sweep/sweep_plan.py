@@ -25,7 +25,15 @@ from hpc_parallel.config.tasks import LEAST_OTHERS, OF_LOSSES
 from hpc_parallel.launch import run_files
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.layout.batch_plan import usual_batch_size
-from hpc_parallel.problems import ConfigError, Problem, Problems, as_override, hydra_value, spell
+from hpc_parallel.problems import (
+    ConfigError,
+    Problem,
+    Problems,
+    as_override,
+    hydra_value,
+    raise_if_any,
+    spell,
+)
 from hpc_parallel.record.provenance import source_state
 from hpc_parallel.record.snapshot import Snapshot, cached_plan_snapshot
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, is_sweep_folder
@@ -51,7 +59,6 @@ class PlannedRun:
         return " ".join(self.swept) or self.run.config.name
 
     def recorded(self, job_id: str | None = None) -> SweepRun:
-        """Its entry in the manifest of the sweep."""
         config = self.run.config
         return SweepRun(self.overrides, self.run.folder.path, config.nodes, config.gpus_per_node, job_id)
 
@@ -259,8 +266,7 @@ def _require_consistent(runs: Sequence[PreparedRun], settings: SweepConfig, *, k
         problems += prune_problems([run.config for run in runs], count=len(runs) + kept)
     if runs and not problems:
         problems = list(pack_runs.find_problems(runs))
-    if problems:
-        raise ConfigError(problems)
+    raise_if_any(problems)
 
 
 def prune_problems(configs: Sequence[RunConfig], *, count: int) -> Problems:

@@ -188,7 +188,6 @@ class ModelOptimizer:
             update.step(self._number)
 
     def zero_grad(self) -> None:
-        """Free the gradients."""
         for parameter in self._parameters.values():
             parameter.grad = None
 

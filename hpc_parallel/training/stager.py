@@ -83,7 +83,6 @@ class Stager(AsyncStager):
         return
 
     def close(self) -> None:
-        """Release the buffers."""
         for name in list(self._pinned):
             self._unpin(name)
         self._buffers.clear()

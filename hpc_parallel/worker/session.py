@@ -165,7 +165,6 @@ class Session:
 
     @property
     def validation_samples(self) -> int:
-        """The number of samples in one validation."""
         return min(self.config.training.validation_samples, len(self.data.validation))
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
 
-from hpc_parallel.commands.export import main as export
+from hpc_parallel.__main__ import main as command
 from hpc_parallel.models.adapter import Adapter
 from hpc_parallel.models.layered import materialise
 from hpc_parallel.problems import ConfigError
@@ -164,7 +164,7 @@ def test_weights_go_to_the_original_and_come_back(workers: Workers, tmp_path: Pa
     words = ("training.checkpoint_every=1", "optimizer.warmup_steps=0")
     run = workers.train(*COMMON, *words_of(model), *layout, *short, *words)
     exported, saved = tmp_path / "exported.safetensors", tmp_path / "saved.safetensors"
-    assert export([str(run.folder), "--output", str(exported), "--library-names"]) == 0
+    assert command(["export", str(run.folder), "--output", str(exported), "--library-names"]) == 0
     original = ORIGINALS[model]().double()
     load_model(original, exported)  # raises an error for a missing or unknown name
     assert sum(weight.numel() for weight in original.parameters()) == sum(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hpc_parallel.commands.export import main as export
+from hpc_parallel.__main__ import main as command
 from hpc_parallel.problems import ConfigError
 from tests.marks import in_full
 from tests.parity import largest_difference
@@ -38,7 +38,7 @@ def run(workers: Workers) -> Trained:
 @pytest.fixture(scope="module")
 def file(run: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("exported") / "weights.safetensors"
-    assert export([str(run.folder), "--output", str(path)]) == 0
+    assert command(["export", str(run.folder), "--output", str(path)]) == 0
     return path
 
 
@@ -111,11 +111,11 @@ def test_a_damaged_checkpoint_is_replaced_by_the_previous_one(
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["weights"] == str(damaged / "checkpoints" / "step-3")
     assert being_written.is_dir()
-    assert export([str(damaged), "--step", str(STEPS)]) == 2
+    assert command(["export", str(damaged), "--step", str(STEPS)]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"the checkpoint of step {STEPS} is damaged (__1_0.distcp has ")
     assert said.endswith("). Try --step 3.\n")
-    assert export([str(damaged)]) == 0
+    assert command(["export", str(damaged)]) == 0
     assert capsys.readouterr().err.startswith(f"WARNING: the checkpoint of step {STEPS} is damaged")
     half = load_file(damaged / "step-3.safetensors")
     assert half.keys() == run.weights.keys()
@@ -141,7 +141,7 @@ def test_running_statistics_come_along(workers: Workers, tmp_path: Path) -> None
     """The last validation uses them, so inference from tiles can give its loss only with them."""
     trained = workers.train(*COMMON, *CONVNET, "strategy=fsdp", "nodes=2")
     path = tmp_path / "net.safetensors"
-    assert export([str(trained.folder), "--output", str(path)]) == 0
+    assert command(["export", str(trained.folder), "--output", str(path)]) == 0
     assert load_file(path).keys() > trained.weights.keys()
     words = (*DATA, *CONVNET, "strategy=tile", "nodes=2", "task=infer", "task.repeats=1")
     folder = workers.do(*words, "task.batch_sizes=[2]", f"weights={path}")
@@ -175,7 +175,7 @@ def test_a_librarys_model_is_exported_and_read_under_its_own_names(workers: Work
     transformers = pytest.importorskip("transformers")
     trained = workers.train(*COMMON, *LIBRARY, "strategy=pipeline", "nodes=2")
     path = tmp_path / "llama.safetensors"
-    assert export([str(trained.folder), "--output", str(path), "--library-names"]) == 0
+    assert command(["export", str(trained.folder), "--output", str(path), "--library-names"]) == 0
     shape = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 344, "num_hidden_layers": 2}
     settings = transformers.AutoConfig.for_model(
         "llama", **shape, num_attention_heads=4, tie_word_embeddings=True

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.__main__ import main
-from hpc_parallel.commands.plan_scaling import efficiency, planned_size, with_nodes
+from hpc_parallel.commands.plan_scaling import planned_size, with_nodes
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.planning import memory
 from hpc_parallel.planning.hardware import named_hardware
@@ -90,7 +90,7 @@ def test_its_sizes_are_plans_of_the_same_batch(folder: Path) -> None:
     assert [re.sub("<.*?>", "", row[0]) for row in shown] == ["2", "4", "8"]
     for size, row in zip(sizes, shown, strict=True):
         assert float(VALUE.search(row[4])[1]) == pytest.approx(size.tokens_per_s)  # type: ignore[index]
-        assert f"{efficiency(size, sizes[0]):.0%}" in row[6]
+        assert f"{size.efficiency(sizes[0]):.0%}" in row[6]
     assert "nodes=1: " in (folder / "index.html").read_text()  # two devices have no 2 x 2
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpc_parallel.commands import tokenize
+from hpc_parallel.__main__ import main as command
 from hpc_parallel.data.folder_files import FolderFiles, list_files, name_matcher
 from hpc_parallel.data.text import TextData, find_files, usual_pattern
 from hpc_parallel.problems import ConfigError
@@ -58,7 +58,7 @@ def test_the_target_of_each_link_is_listed_once(root: Path) -> None:
 
 def test_text_and_tokenize_read_behind_links(root: Path, tmp_path: Path) -> None:
     """A linked folder was left out without a word."""
-    assert tokenize.main([str(root), "--output", str(tmp_path / "t.npy")]) == 0
+    assert command(["tokenize", str(root), "--output", str(tmp_path / "t.npy")]) == 0
     tokens = np.load(tmp_path / "t.npy").astype(np.uint8).tobytes()
     files = [root / name for name in NAMES]
     assert tokens == b"".join(file.read_bytes() for file in files)
@@ -83,7 +83,7 @@ def test_what_a_run_leaves_out_is_named(root: Path) -> None:
 
 def test_tokenize_names_what_it_leaves_out(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(root / "c.md")
-    assert tokenize.main([str(root), "--output", str(root / "t.npy")]) == 0
+    assert command(["tokenize", str(root), "--output", str(root / "t.npy")]) == 0
     assert (
         f"{root}: 1 file does not match --pattern *.txt and is left out: 1 .md.\n" in capsys.readouterr().out
     )
@@ -101,7 +101,7 @@ def test_a_link_that_leads_nowhere_is_refused(root: Path, capsys: pytest.Capture
         f"the link {root}/part-2 can't be followed: what it leads to is missing",
     ]
     assert listed(root).problems == reasons
-    assert tokenize.main([str(root), "--output", str(root / "t.npy")]) == 2
+    assert command(["tokenize", str(root), "--output", str(root / "t.npy")]) == 2
     assert capsys.readouterr().err.splitlines() == [f"{reason}." for reason in reasons]
     with pytest.raises(ValueError, match=r"c\.txt can't be followed: .* \(and 1 more\)"):
         TextData(path=str(root), pattern="*.txt", sequence_length=8)

@@ -8,9 +8,10 @@ import pytest
 
 from hpc_parallel.commands.plan import main
 from hpc_parallel.commands.plan_run import planned_run
-from hpc_parallel.commands.plan_scaling import Size, efficiency, verdict
+from hpc_parallel.commands.plan_scaling import verdict
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.planning.hardware import named_hardware
+from hpc_parallel.planning.ranking import Size
 
 HARDWARE = "h100_sxm_node8_3200gbit"
 RUN = (
@@ -57,7 +58,7 @@ def size(nodes: int, tokens_per_s: float) -> Size:
 
 def test_more_nodes_pay_until_an_added_device_brings_less_than_half() -> None:
     sizes = [size(1, 100.0), size(2, 180.0), size(4, 270.0), size(8, 300.0)]
-    assert [efficiency(each, sizes[0]) for each in sizes] == [1.0, 0.9, 0.675, 0.375]
+    assert [each.efficiency(sizes[0]) for each in sizes] == [1.0, 0.9, 0.675, 0.375]
     share = "% of a device's tokens/s on 1 node:"
     assert verdict(sizes[:2]) == f"Each added device brings at least 50 {share} all sizes pay."
     until_2 = f"From 2 to 4 nodes each added device brings 45 {share} more than 2 nodes do not pay"

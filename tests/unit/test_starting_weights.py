@@ -12,7 +12,7 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-from hpc_parallel.commands.export import main as export
+from hpc_parallel.__main__ import main as command
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.checkpoint_index import checksum, publish, unfinished_folder
 from hpc_parallel.record.run_folder import RunFolder
@@ -120,7 +120,7 @@ def test_a_run_that_others_may_write_is_not_unpickled(run: RunFolder) -> None:
         assert said.startswith(f"weights = {moved.path} can't be used: {why}")
         trusted = ("launcher.shared_folder=true", "launcher=local", "launcher.snapshot=false")
         assert prepared(*trusted, f"weights={moved.path}")
-        assert export([str(moved.path)]) == 2
+        assert command(["export", str(moved.path)]) == 2
 
 
 def test_a_model_of_another_shape_is_refused_with_the_right_shape(file: Path, run: RunFolder) -> None:
@@ -195,20 +195,20 @@ def test_an_export_that_can_not_be(
             f"Try mkdir -p {tmp_path / 'none'}."
         ),
     }.items():
-        assert export(list(words)) == 2
+        assert command(["export", *words]) == 2
         assert capsys.readouterr().err.strip() == said
     (run.checkpoints / "step-10" / "part").write_bytes(b"letters")
     broken = "the checkpoint of step 10 is damaged (part is not what was written (its checksum differs))"
-    assert export([str(run.path), "--step", "10"]) == 2
+    assert command(["export", str(run.path), "--step", "10"]) == 2
     assert capsys.readouterr().err.strip() == f"{broken}. Try --step 5."
     (run.checkpoints / "step-5" / "part").write_bytes(b"cut")
-    assert export([str(run.path)]) == 2
+    assert command(["export", str(run.path)]) == 2
     assert capsys.readouterr().err.strip() == (
         f"{broken}; the checkpoint of step 5 is damaged (part has 3 of 7 bytes), and no sound one is before."
     )
     for step in (5, 10):
         os.unlink(run.checkpoints / f"step-{step}" / "complete")
-    assert export([str(run.path)]) == 2
+    assert command(["export", str(run.path)]) == 2
     assert capsys.readouterr().err.strip() == f"{run.path} has no checkpoint (training.checkpoint_every)."
     assert set(tmp_path.rglob("*")) <= before
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpc_parallel.__main__ import main as command
 from hpc_parallel.commands import encode_text, tokenize
-from hpc_parallel.commands.tokenize import main
 from hpc_parallel.data.tokens import TokensData, read_description
 from tests.security.disk import small_disk
 
@@ -54,7 +54,7 @@ def test_bytes_are_the_files_one_after_the_other(
 ) -> None:
     monkeypatch.setattr(tokenize, "PIECE", 7)
     output = tmp_path / "tokens.npy"
-    assert main([str(source), str(source / "other.md"), "--output", str(output)]) == 0
+    assert command(["tokenize", str(source), str(source / "other.md"), "--output", str(output)]) == 0
     expected = b"".join((source / name).read_bytes() for name in ("b.txt", "deep/a.txt", "other.md"))
     tokens = np.load(output)
     assert tokens.dtype == np.uint16
@@ -69,7 +69,7 @@ def test_a_tokenizer_gives_text_back(source: Path, tmp_path: Path) -> None:
     tokenizer_file = train_tokenizer(tmp_path / "tokenizer.json")
     output = tmp_path / "tokens.npy"
     words = [str(source), "--output", str(output), "--tokenizer", str(tokenizer_file)]
-    assert main([*words, "--end-of-text", "<|end|>"]) == 0
+    assert command(["tokenize", *words, "--end-of-text", "<|end|>"]) == 0
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
@@ -209,7 +209,7 @@ def test_all_problems_are_printed_and_nothing_is_written(
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
     words = ["nowhere.txt", str(source), "--pattern", "*.rst", "--tokenizer", str(tmp_path / "no.json")]
-    assert main([*words, "--output", str(tmp_path / "missing" / "tokens.bin")]) == 2
+    assert command(["tokenize", *words, "--output", str(tmp_path / "missing" / "tokens.bin")]) == 2
     told = capsys.readouterr().err
     for part in ("nowhere.txt does not exist", "matches *.rst", "no.json does not exist", "end in .npy",
                  "there is no folder"):  # fmt: skip
@@ -226,7 +226,7 @@ def test_a_failure_halfway_leaves_nothing(
         (source / name).write_bytes(b"good line\nbad \xff byte\n")
     before = sorted(tmp_path.rglob("*"))
     words = [str(source), "--output", str(tmp_path / "tokens.npy"), "--tokenizer", str(tokenizer_file)]
-    assert main(words) == 2
+    assert command(["tokenize", *words]) == 2
     told = capsys.readouterr().err
     assert "x.txt is not UTF-8" in told
     assert "y.txt is not UTF-8" in told
@@ -237,8 +237,8 @@ def test_an_existing_file_is_not_overwritten(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(source), "--output", str(tmp_path / "tokens.npy")]
-    assert main(words) == 0
-    assert main(words) == 2
+    assert command(["tokenize", *words]) == 0
+    assert command(["tokenize", *words]) == 2
     assert "exists already" in capsys.readouterr().err
 
 
@@ -312,7 +312,7 @@ def test_sources_that_never_end_are_refused(
 ) -> None:
     places = {"pipe": tmp_path / "pipe", "device": Path("/dev/zero"), "proc": Path("/proc/uptime")}
     os.mkfifo(places["pipe"])
-    assert main([str(places[kind]), "--output", str(tmp_path / "tokens.npy")]) == 2
+    assert command(["tokenize", str(places[kind]), "--output", str(tmp_path / "tokens.npy")]) == 2
     said = {"pipe": "it is a pipe", "device": "it is a device", "proc": "hold no text"}[kind]
     assert said in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe"]
@@ -345,7 +345,7 @@ def test_tokenizers_that_fail(
     file.write_text(content)
     before = sorted(tmp_path.rglob("*"))
     words = [str(source), "--output", str(tmp_path / "tokens.npy"), "--tokenizer", str(file)]
-    assert main(words) == 2
+    assert command(["tokenize", *words]) == 2
     assert said in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -368,7 +368,7 @@ def test_a_tokenizer_that_panics(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_bytes(b"x" * 200_000)
     with small_disk(tmp_path / "disk", bytes_=100_000) as disk:
-        assert main([str(tmp_path / "a.txt"), "--output", str(disk / "tokens.npy")]) == 1
+        assert command(["tokenize", str(tmp_path / "a.txt"), "--output", str(disk / "tokens.npy")]) == 1
         assert "can't be written: No space left on device." in capsys.readouterr().err
         assert list(disk.iterdir()) == []
 

@@ -69,7 +69,6 @@ def sizes_are_legal(config: RunConfig) -> bool:
 
 
 def _parts(config: RunConfig) -> list[Part]:
-    """The configuration and its groups."""
     return [("", vars(config), RunConfig)] + [
         (f"{group}.", part, schema_of(group, part.get("_target_"))) if isinstance(part, dict)
         else (f"{group}.", vars(part), type(part))

@@ -36,7 +36,6 @@ TRAINING_TASKS = ("train", "proof")  # `proof` is the task of the command parity
 
 
 def find_problems(config: RunConfig) -> Problems:
-    """Yields the problems of degrees, stages and batch."""
     strategy = config.strategy
     devices = config.devices - servers(strategy)
     if config.nodes < 1 or config.gpus_per_node < 1 or devices < 1:

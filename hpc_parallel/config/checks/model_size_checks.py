@@ -28,7 +28,6 @@ SIZES = (*REQUIRED, "num_key_value_heads", "head_dim", "intermediate_size")
 
 
 def class_problems(config: RunConfig) -> Problems:
-    """The class of the model must exist."""
     if not isinstance(config.model, dict) or not config.model.get("_target_"):
         yield "model._target_ is missing: name the class of your model. Try model=tiny."
         return

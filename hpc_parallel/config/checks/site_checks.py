@@ -197,7 +197,6 @@ def _config_value(flag: str, value: str) -> str | int | None:
 
 
 def python_problems(config: RunConfig) -> Problems:
-    """`launcher.python` must be a program that the job finds."""
     launcher, python = config.launcher, config.launcher.python or ""
     if not python.strip() or not python.isprintable():
         yield Problem("launcher.python", python, "must be a path or a name", (sys.executable,))
@@ -233,7 +232,6 @@ def conda_problems(config: RunConfig) -> Problems:
 
 
 def venv_problems(config: RunConfig) -> Problems:
-    """`launcher.venv` must be a virtual environment."""
     launcher, venv = config.launcher, config.launcher.venv or ""
     folder = absolute(venv)
     if launcher.conda is not None:

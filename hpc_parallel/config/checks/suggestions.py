@@ -39,7 +39,6 @@ def schedules_near(value: str) -> tuple[str, ...]:
 
 
 def multiples_near(value: int, unit: int) -> tuple[int, ...]:
-    """The multiples of `unit` just below and above `value`."""
     below = value // unit * unit
     return (below, below + unit) if below else (unit,)
 

@@ -49,7 +49,6 @@ CLASSES = {  # files of conf/optimizer -> the class that their options belong to
 
 
 def callback_problems(config: RunConfig) -> Problems:
-    """Each callback is a table with a class."""
     for index, callback in enumerate(config.training.callbacks):
         key = f"training.callbacks[{index}]"
         if not isinstance(callback, dict) or not callback.get("_target_"):
@@ -166,7 +165,6 @@ def _can_use_wandb(site_variables: Mapping[str, object]) -> bool:
 
 
 def fp8_problems(config: RunConfig) -> Problems:
-    """The settings that products in float8 can't be combined with."""
     recipe, strategy = config.training.fp8, config.strategy
     if config.training.precision not in (BFLOAT16, "float64"):  # float64 is for proofs
         rule = f"can't be combined with training.fp8 = {recipe}, whose other products are in bfloat16"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.problems import raise_if_any
 from hpc_parallel.strategies.dropout.dropout_shapes import CHANNELWISE, ELEMENTWISE
 from hpc_parallel.strategies.halo import Size
 from hpc_parallel.strategies.tile.tile_layers import NORMS, PADDINGS, POOLS, RESIZES, WINDOWS
@@ -52,10 +52,9 @@ def measure(model: LayeredModel, *, sample_shape: tuple[int, ...], grid: tuple[i
         )
     maps = Maps(inputs=recorder.inputs, outputs=recorder.outputs)
     pools = {name for name, module in model.named_modules() if isinstance(module, POOLS)}
-    if problems := [
-        *recorder.problems, *too_small(maps, grid, pools=pools), *unequal_resizes(model, maps, grid)
-    ]:  # fmt: skip
-        raise ConfigError(problems)
+    raise_if_any(
+        [*recorder.problems, *too_small(maps, grid, pools=pools), *unequal_resizes(model, maps, grid)]
+    )
     return maps
 
 
