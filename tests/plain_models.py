@@ -45,6 +45,11 @@ class TableNet(nn.Module):
         return {"accuracy": (output.argmax(-1) == target).sum()}
 
 
+def synced(rate: float) -> nn.Module:
+    """As it is prepared for DistributedDataParallel on GPUs."""
+    return nn.SyncBatchNorm.convert_sync_batchnorm(TableNet(rate=rate))  # type: ignore[no-any-return]
+
+
 class SharedNet(nn.Module):
     """Tokens [batch, seq] -> logits, with one embedding for both ends and one layer called twice."""
 

@@ -17,7 +17,7 @@ from hpc_parallel.config import job_python
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.checks.data_checks import data_warnings
 from hpc_parallel.config.checks.script_checks import script_warnings
-from hpc_parallel.config.checks.training_checks import rounding_warnings
+from hpc_parallel.config.checks.training_checks import callback_warnings, rounding_warnings
 from hpc_parallel.config.resolve import resolve, with_values
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK, absolute, kind_of, mentions
@@ -94,7 +94,7 @@ class PreparedRun:
         kept = [] if self.snapshot is None else [*self.snapshot.notes]
         texts = (
             *job_python.warnings(self.config), *self.container_warnings, *script_warnings(self.config),
-            *data_warnings(self.config), *rounding_warnings(self.config),
+            *data_warnings(self.config), *rounding_warnings(self.config), *callback_warnings(self.config),
         )  # fmt: skip
         warnings = [*site_warnings(self.config), *(f"warning     {text}" for text in texts)]
         kept = [*kept, *_kept_notes(self.config.script, snapshot=self.snapshot)]

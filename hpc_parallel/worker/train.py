@@ -59,6 +59,8 @@ from hpc_parallel.worker.time_limit import time_limit_of
 if TYPE_CHECKING:
     from hpc_parallel.profiling.profilers import Profilers
 
+STATISTICS = "statistics_samples"  # in a checkpoint and in the summary
+
 
 def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | None = None) -> Assembled:
     """Train as the configuration says, on all ranks; returns this rank's trained parts.
@@ -96,7 +98,8 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
         session, context, metrics=metrics, profilers=profilers.on, steps_done=steps_done
     )
     saver = Saver(
-        folder.checkpoints, state=state, about={"config": context.values, "data": session.data.digest},
+        folder.checkpoints, state=state,
+        about={"config": context.values, "data": session.data.digest, STATISTICS: session.statistics_samples},
         training=config.training, device=device, saving=saving_of(session),
         saved_step=0 if on_disk is None else on_disk.step,
         save_s=None if on_disk is None else save_s(on_disk),
@@ -106,6 +109,8 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     if dist.get_rank() == 0 and (count := session.statistics_samples) is not None:
         other = "runs with another number (training.microbatch_size) have other losses"
         print(f"BatchNorm takes its statistics over {count} samples: {other}", flush=True)
+        if change := other_statistics(on_disk, count=count):
+            print_warning(change)
     limit = time_limit_of(context.environment, save_s=lambda: saver.save_s) if dist.get_rank() == 0 else None
     stop = StopFlag(step=steps_done, time_limit=limit)
     step = step_of(session, optimizer=optimizer, on_gradients=on_gradients)
@@ -136,6 +141,17 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
         else:
             note_stop(folder, observers.writers, signalled=signalled, about={"step": trainer.steps_done})
     return assembled
+
+
+def other_statistics(checkpoint: Checkpoint | None, *, count: int) -> str | None:
+    """That BatchNorm saw another number of samples than `count` before `checkpoint`; None if not."""
+    before = None if checkpoint is None else integer(checkpoint.manifest.get(STATISTICS))
+    if checkpoint is None or before in (None, count):
+        return None
+    return (
+        f"up to step {checkpoint.step}, BatchNorm took its statistics over {before} samples, and now over "
+        f"{count}: the losses don't go on as in one run. training.microbatch_size (times replicas) decides"
+    )
 
 
 def skipped_before(folder: RunFolder) -> int:
@@ -336,7 +352,7 @@ def finish(
     folder = context.folder
     measured = {**profilers.figures(folder), **counted}
     measured |= {"comparison": session.comparison, "ended_early": ended_early or pruned}
-    measured |= {"shares": session.config.strategy.shares, "statistics_samples": session.statistics_samples}
+    measured |= {"shares": session.config.strategy.shares, STATISTICS: session.statistics_samples}
     measured |= {"in_bfloat16": rounded_parts(session.config)}
     measured |= {"rank_memory_bytes": observers.metrics.rank_memory_bytes}
     rank = dist.get_rank()

@@ -12,6 +12,7 @@ import pytest
 from hpc_parallel.record.attempts import starts
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.strategies.precision import WEIGHTS
+from hpc_parallel.worker.train import other_statistics
 from tests.marks import in_full
 from tests.parity import largest_difference, weight_difference
 from tests.workers import Train, Trained, Workers, do_or_refuse
@@ -110,6 +111,13 @@ def test_a_convnet_goes_on_with_its_running_statistics(
     assert_goes_on(resumed, reference)
     losses = [run.lines[-1]["validation_loss"] for run in (resumed, reference)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+    _, half = complete(wrote.folder / "checkpoints")
+    count = wrote.summary["statistics_samples"]
+    assert other_statistics(half, count=count) is None
+    told = (
+        f"up to step {HALF}, BatchNorm took its statistics over {count} samples, and now over {count // 2}:"
+    )
+    assert str(other_statistics(half, count=count // 2)).startswith(told)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,16 @@ def test_a_stop_that_could_never_come_is_refused(tmp_path: Path) -> None:
         prepared("launcher=local", f"training.callbacks=[{patient}]", "training.validate_every=null")
 
 
+def test_a_best_that_could_not_be_kept_is_named() -> None:
+    """Only checkpoints are kept: a validation between two of them is compared with nothing."""
+    words = ("launcher=local", "training.callbacks=[{_target_:hpc_parallel.training.callbacks.KeepBest}]")
+    with pytest.raises(ConfigError, match=r"null leaves KeepBest without a checkpoint to keep"):
+        prepared(*words, "training.checkpoint_every=null", "training.validate_every=100")
+    for saves, compared in ((50, True), (100, True), (200, False), (30, False)):
+        run = prepared(*words, f"training.checkpoint_every={saves}", "training.validate_every=100")
+        assert any("Try training.checkpoint_every=100 for all" in note for note in run.notes) != compared
+
+
 def test_a_damaged_record_of_the_best_keeps_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2, 3):
         (tmp_path / f"step-{step}").mkdir()

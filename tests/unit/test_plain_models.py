@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hpc_parallel.layout.layout import Layout
@@ -53,6 +54,23 @@ def test_it_starts_with_what_its_constructor_draws(name: str, kind: type[nn.Modu
         module = model.blocks["0"]
         assert module.output.weight is module.embedding.weight
         assert dict(model.tied) == {"blocks.0.output.weight": "blocks.0.embedding.weight"}
+
+
+def test_sync_batch_norm_leaves_the_ranks_to_the_layout() -> None:
+    """torch's own refuses CPUs, and would take the other stages of a pipeline along."""
+    rows, outputs, means = torch.rand(9, 7, dtype=torch.float64), [], []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for name in ("TableNet", "synced"):
+            model = built(name, rate=0.0)
+            materialise(model, seed=1, device="cpu", dtype=torch.float64)
+            outputs.append(model(rows))
+            means.append([value for key, value in model.state_dict().items() if "running_mean" in key])
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(outputs[0], outputs[1])
+    assert all(map(torch.equal, *means))
+    assert [bool(mean.any()) for mean in means[0]] == [True, True]
 
 
 def test_its_flops_are_counted() -> None:

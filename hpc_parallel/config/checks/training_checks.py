@@ -40,6 +40,7 @@ from hpc_parallel.problems import Problem, Problems, nearest
 MOST_ADDED = 64  # gradients in bfloat16: each sum is rounded to 8 bits, and the errors grow with the root
 APART_FROM_FP8 = ("tile",)
 CALLBACKS, VALIDATION = "hpc_parallel.training.callbacks", "validation_loss"
+KEEP_BEST = f"{CALLBACKS}.KeepBest"
 CLASSES = {  # files of conf/optimizer -> the class that their options belong to
     "adamw": "torch.optim.AdamW",
     "sgd": "torch.optim.SGD",
@@ -56,14 +57,29 @@ def callback_problems(config: RunConfig) -> Problems:
             continue
         for name, table in class_tables(key, callback):
             yield from target_problems(f"{name}._target_", table["_target_"])
-        if _needs_validation(callback) and config.training.validate_every is None:
-            rule = f"leaves {str(callback['_target_']).rpartition('.')[2]} without a validation"
-            yield Problem("training.validate_every", None, rule, (100,))
+        name, every = str(callback["_target_"]).rpartition(".")[2], config.training.validate_every
+        if _needs_validation(callback) and every is None:
+            yield Problem("training.validate_every", None, f"leaves {name} without a validation", (100,))
+        if callback["_target_"] == KEEP_BEST and config.training.checkpoint_every is None:
+            rule = f"leaves {name} without a checkpoint to keep"
+            yield Problem("training.checkpoint_every", None, rule, (every or 100,))
+
+
+def callback_warnings(config: RunConfig) -> list[str]:
+    """Say that KeepBest, which keeps checkpoints, passes over the validations that have none."""
+    validations, saves = config.training.validate_every, config.training.checkpoint_every
+    keeps = any(callback.get("_target_") == KEEP_BEST for callback in config.training.callbacks)
+    if not (keeps and validations and saves and validations % saves):
+        return []
+    return [
+        f"KeepBest only compares the validations of steps with a checkpoint: {validations} is no multiple of "
+        f"training.checkpoint_every={saves}. Try training.checkpoint_every={validations} for all"
+    ]
 
 
 def _needs_validation(callback: dict[str, Any]) -> bool:
     key = callback.get("key", VALIDATION)
-    watched = {f"{CALLBACKS}.KeepBest": VALIDATION, f"{CALLBACKS}.EarlyStopping": key}
+    watched = {KEEP_BEST: VALIDATION, f"{CALLBACKS}.EarlyStopping": key}
     return str(watched.get(str(callback["_target_"]))).startswith("validation_")
 
 
