@@ -315,6 +315,13 @@ def test_srun_starts_one_worker_a_device(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_ranks_that_wait_have_memory_beside_those_that_train() -> None:
+    """Slurm counts what steps take for each CPU (`DefMemPerCPU`, `--mem-per-cpu`) also if they overlap."""
+    words = ("nodes=2", "+launcher.extra.mem-per-cpu=1G", "launcher=script")
+    assert "--mem=0" in srun_arguments(prepared(*words, "launcher.standby=true"))
+    assert not any("--mem" in word for word in srun_arguments(prepared(*words)))
+
+
 @pytest.mark.parametrize("lost", ["run_folder", "python", "log", "modules", "setup", "start"])
 def test_a_template_without_a_value_is_an_error(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = batch_script._values
