@@ -138,6 +138,8 @@ def srun_arguments(run: PreparedRun, *, packed: Need | None = None, room: Room |
         "distribution": "block:block",  # also for CPUs, so that rank 0 is near the first GPUs
         "kill-on-bad-exit": 1,
         "wait": 0,  # a task that ends with code 0 ends no other; slurm.conf may set another WaitTime
+        # Slurm counts the memory for each CPU of steps that overlap, too. 0 is all of it, and not counted.
+        **({"mem": 0} if run.config.launcher.standby else {}),
         **(_place_in_allocation(run) if packed is None else _place_in_pack(run, packed)),
         **({} if room is None else _shared_place(run, room)),
     }

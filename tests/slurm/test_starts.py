@@ -77,6 +77,9 @@ def test_each_start_reaches_the_same_world(start: str, site: Site, workers: Work
     assert len(ranks) == 4
     assert sorted(hosts) == ["n1", "n1", "n2", "n2"]
     assert hosts[0] == hosts[1]  # a node's ranks are neighbours
+    log = "".join(path.read_text() for path in RunFolder(folder).slurm.glob("*.out"))
+    assert "attempt 0 of job" in log
+    assert "Job step may never run" not in log
 
 
 @pytest.mark.parametrize("start", ["torchrun", "openmpi", "mpich"])

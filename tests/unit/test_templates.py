@@ -125,6 +125,19 @@ def test_the_words_that_start_the_ranks(start: str, container: str, words: list[
     assert needs_own_script(run) == (start != "srun" or container != "none")
 
 
+def test_the_cpus_of_a_node_are_not_compared_with_those_of_a_rank() -> None:
+    """srun warns if --cpus-per-task is more than SLURM_CPUS_PER_TASK, which it reads from 23.11 on."""
+    script = render(started("torchrun", "none", "launcher.cpus_per_device=3"))
+    part = script[script.index("# One torchrun for each node") : script.rindex("hpc_parallel_next")]
+    stubs = 'scontrol() { echo n1; }; srun() { echo "$* ${SLURM_CPUS_PER_TASK:-none}"; }\n'
+    done = subprocess.run(
+        ["bash", "-ec", stubs + part], env=os.environ | {"SLURM_CPUS_PER_TASK": "3"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    words = done.stdout.split()
+    assert (words[2], words[-1]) == ("--cpus-per-task=6", "none")
+
+
 @pytest.mark.parametrize("start", STARTS)
 def test_a_job_with_spares_places_its_ranks(start: str, tmp_path: Path) -> None:
     """On its first hosts, then on those that the end of a start has named."""

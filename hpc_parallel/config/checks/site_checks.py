@@ -143,8 +143,10 @@ def _spares(config: RunConfig) -> Problems:
         yield Problem("launcher.standby", True, rule, (False,))
     elif launcher.standby and (start := config.cluster.start) != "srun":
         yield Problem("launcher.standby", True, f"needs cluster.start=srun, and it is {start}", (False,))
-    elif launcher.standby and {"input", "pty"} & config.cluster.srun.keys():
-        rule = "needs the standard input of srun, which cluster.srun gives to something else"
+    elif launcher.standby and (
+        own := sorted({"input", "pty", "mem-per-cpu", "mem-per-gpu"} & config.cluster.srun.keys())
+    ):
+        rule = f"needs the standard input of srun and its --mem=0, and cluster.srun has {', '.join(own)}"
         yield Problem("launcher.standby", True, rule, (False,))
     least = launcher.min_nodes
     if least is not None and config.task.name == TASK:
