@@ -36,8 +36,7 @@ def build_whole(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
     keeps the values that its constructor draws under `seed`, which are the same on every rank. A function is
     called on meta, and again on the CPU if it needs numbers or returns a plain module.
     SyncBatchNorm becomes BatchNorm: the layout decides which ranks share a microbatch (`batch_norm.py`), not
-    the default process group, which has the other stages and slices too. DistributedDataParallel refuses
-    SyncBatchNorm on CPUs, so its class goes.
+    the default process group, which has the other stages too. DDP refuses its class on CPUs.
 
     Raises ConfigError if the class can't be built, or has no loss.
     """
