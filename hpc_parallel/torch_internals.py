@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import Module, Parameter
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -277,6 +277,12 @@ def set_memory_budget(share: float) -> None:
     from torch._functorch import config  # imported by the compiler only
 
     config.activation_memory_budget = share
+
+
+class LocalBatchNorm(BatchNorm):
+    """BatchNorm of inputs with any number of dims, as SyncBatchNorm takes them, without other ranks."""
+
+    _check_input_dim = SyncBatchNorm._check_input_dim
 
 
 def require_dims(norm: BatchNorm, x: Tensor) -> None:

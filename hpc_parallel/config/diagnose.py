@@ -313,13 +313,18 @@ def _legal_override(override: str, *, plain: DictConfig) -> str:
     key, _, value = override.partition("=")
     choices = choices_of(key)
     if choices and value not in choices:
-        return f"{key}={(choice_near(key, value, choices) or [OmegaConf.select(plain, key)])[0]}"
+        current = OmegaConf.select(plain, key)  # null if it follows the device
+        closest = choice_near(key, value, choices) or [current if current in choices else choices[0]]
+        return f"{key}={closest[0]}"
     trial = plain.copy()
     try:
         parsed = OverridesParser.create().parse_override(override)
         if parsed.is_sweep_override() and (text := _as_one_text(key, value)):
             return text
         OmegaConf.update(trial, key, parsed.value())
+        kept, rule = OmegaConf.select(trial, key), rule_of(key)
+        if not _is_typed(trial) or (rule is not None and kept is not None and not rule.allows(kept)):
+            raise ValidationError("not legal")
     except COMPOSE_ERRORS:
         near = _near(plain, key=key, value=value)
         return _as_one_text(key, value) or as_override(key, near[0] if near else "VALUE")

@@ -94,7 +94,7 @@ class PreparedRun:
         kept = [] if self.snapshot is None else [*self.snapshot.notes]
         texts = (
             *job_python.warnings(self.config), *self.container_warnings, *script_warnings(self.config),
-            *data_warnings(self.config), *rounding_warnings(self.config), *callback_warnings(self.config),
+            *data_warnings(self.config), *callback_warnings(self.config), *rounding_warnings(self.config),
         )  # fmt: skip
         warnings = [*site_warnings(self.config), *(f"warning     {text}" for text in texts)]
         kept = [*kept, *_kept_notes(self.config.script, snapshot=self.snapshot)]

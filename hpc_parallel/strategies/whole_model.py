@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from hydra.utils import get_object
-from torch import Tensor, nn
+from torch import nn
 
 from hpc_parallel.config.build import build
 from hpc_parallel.config.schema import RunConfig
@@ -16,8 +16,7 @@ from hpc_parallel.data.generators import seeded
 from hpc_parallel.models.layered import LayeredModel, with_ties
 from hpc_parallel.models.plain import plain_model
 from hpc_parallel.strategies import packed_documents
-from hpc_parallel.strategies.replace_forward import Forward, replace_forward
-from hpc_parallel.torch_internals import BatchNorm
+from hpc_parallel.torch_internals import LocalBatchNorm
 from hpc_parallel.user_code import UserCodeError
 
 
@@ -37,19 +36,15 @@ def build_whole(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
     keeps the values that its constructor draws under `seed`, which are the same on every rank. A function is
     called on meta, and again on the CPU if it needs numbers or returns a plain module.
     SyncBatchNorm becomes BatchNorm: the layout decides which ranks share a microbatch (`batch_norm.py`), not
-    the default process group, which has the other stages and slices too.
+    the default process group, which has the other stages too. DDP refuses its class on CPUs.
 
     Raises ConfigError if the class can't be built, or has no loss.
     """
     model = _built(table, seed=seed)
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm):
-            replace_forward(module, _of_this_rank, technique="Local")
+            module.__class__ = LocalBatchNorm  # type: ignore[assignment]
     return model
-
-
-def _of_this_rank(_: Forward, norm: BatchNorm, x: Tensor) -> Tensor:
-    return BatchNorm.forward(norm, x)
 
 
 def _built(table: Mapping[str, Any], *, seed: int) -> LayeredModel:

@@ -94,7 +94,9 @@ def test_a_best_that_could_not_be_kept_is_named() -> None:
         prepared(*words, "training.checkpoint_every=null", "training.validate_every=100")
     for saves, compared in ((50, True), (100, True), (200, False), (30, False)):
         run = prepared(*words, f"training.checkpoint_every={saves}", "training.validate_every=100")
-        assert any("Try training.checkpoint_every=100 for all" in note for note in run.notes) != compared
+        assert (
+            any("Try training.checkpoint_every=100 for all of them" in note for note in run.notes) != compared
+        )
 
 
 def test_a_damaged_record_of_the_best_keeps_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hpc_parallel.layout.layout import Layout
 from hpc_parallel.models.layered import LayeredModel, materialise
@@ -57,14 +58,14 @@ def test_it_starts_with_what_its_constructor_draws(name: str, kind: type[nn.Modu
 
 
 def test_sync_batch_norm_leaves_the_ranks_to_the_layout() -> None:
-    """torch's own refuses CPUs, and would take the other stages of a pipeline along."""
+    """torch's own refuses CPUs, as DDP does with it, and would take the other stages of a pipeline along."""
     rows, outputs, means = torch.rand(9, 7, dtype=torch.float64), [], []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for name in ("TableNet", "synced"):
             model = built(name, rate=0.0)
             materialise(model, seed=1, device="cpu", dtype=torch.float64)
-            outputs.append(model(rows))
+            outputs.append(DistributedDataParallel(model)(rows))
             means.append([value for key, value in model.state_dict().items() if "running_mean" in key])
     finally:
         dist.destroy_process_group()

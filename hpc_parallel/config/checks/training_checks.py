@@ -67,13 +67,12 @@ def callback_problems(config: RunConfig) -> Problems:
 
 def callback_warnings(config: RunConfig) -> list[str]:
     """Say that KeepBest, which keeps checkpoints, passes over the validations that have none."""
-    validations, saves = config.training.validate_every, config.training.checkpoint_every
-    keeps = any(callback.get("_target_") == KEEP_BEST for callback in config.training.callbacks)
-    if not (keeps and validations and saves and validations % saves):
-        return []
+    every, saves = config.training.validate_every, config.training.checkpoint_every
+    rule = f"only compares the validations of steps with a checkpoint (training.checkpoint_every={saves})"
     return [
-        f"KeepBest only compares the validations of steps with a checkpoint: {validations} is no multiple of "
-        f"training.checkpoint_every={saves}. Try training.checkpoint_every={validations} for all"
+        f"KeepBest {rule}. Try training.checkpoint_every={every} for all of them"
+        for callback in config.training.callbacks
+        if callback["_target_"] == KEEP_BEST and every and saves and every % saves
     ]
 
 
