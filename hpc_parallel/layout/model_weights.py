@@ -229,7 +229,6 @@ def _norm(name: str, channels: int) -> list[Weight]:
 
 
 def _convnet(model: Mapping[str, Any], sample_shape: tuple[int, ...]) -> ModelWeights:
-    """The weights of a model of convnet.py."""
     _, height, width = sample_shape
     channels, kernel, classes = model["channels"], model["kernel_size"], model["classes"]
     weights, flops = [], []
@@ -252,7 +251,6 @@ def _convnet(model: Mapping[str, Any], sample_shape: tuple[int, ...]) -> ModelWe
 
 
 def _unet(model: Mapping[str, Any], sample_shape: tuple[int, ...]) -> ModelWeights:
-    """The weights of the model of unet.py."""
     _, height, width = sample_shape
     channels, kernel = list(model["channels"]), model["kernel_size"]
     positions = height * width
