@@ -33,8 +33,7 @@ from hpc_parallel.record.owner import Owner, process_lives
 from hpc_parallel.record.rank_output import last_output
 from hpc_parallel.record.recorded import RecordedRun, find_runs, read_run
 from hpc_parallel.record.run_folder import RunFolder
-from hpc_parallel.record.stage_file import StageRecord, read_stages
-from hpc_parallel.record.sweep_folder import Sweep, sweep_of
+from hpc_parallel.record.sweep_folder import StageRecord, Sweep, read_stages, sweep_of
 from hpc_parallel.record.typed import read_if_possible
 from hpc_parallel.record.values import integer, number, table
 from hpc_parallel.report.run_lines import slow_lines

@@ -190,7 +190,8 @@ def compose_run(
         problems += only_names(whole, overrides).values()
         if extra_dir:
             problems += problems_of_files(whole.hydra.runtime.choices, folder=extra_dir)
-        raise_if_any(problems)
+        if problems:
+            raise ConfigError(problems)
         return Cell(overrides, [], Composed(whole).plain)
 
 

@@ -54,17 +54,7 @@ _NAMES = {
     "strategy.tensor": "tp tensor_parallel_size",
     "gpus_per_node": "devices gpus n_gpus ngpus nproc_per_node num_gpus",
     "nodes": "nnodes num_nodes",
-    "launcher.account": "account",
-    "launcher.partition": "partition",
-    "launcher.kind": "kind",
-    "launcher.setup": "setup",
-    "launcher.modules": "modules",
-    "launcher.extra": "extra",
-    "launcher.container": "container",
-    "launcher.cpus_per_device": "cpus_per_device cpus_per_task",
-    "launcher.constraint": "constraint",
-    "launcher.resubmit": "resubmit",
-    "launcher.qos": "qos",
+    "launcher.cpus_per_device": "cpus_per_task",
     "launcher.memory_gb=": "mem memory",
     "launcher.time_minutes=": "time time_limit walltime",
     "launcher.time_minutes": "timeout_min",
@@ -81,7 +71,13 @@ _NAMES = {
     "preflight.act": "preflight.action",
     "profile.steps": "profile.window",
 }
+# Typed without their group, as options of sbatch are.
+_OF_LAUNCHER = (
+    "account", "constraint", "container", "cpus_per_device", "extra", "kind", "modules", "partition", "qos",
+    "resubmit", "setup",
+)  # fmt: skip
 SYNONYMS = {name: key for key, names in _NAMES.items() for name in names.split()}
+SYNONYMS |= {name: f"launcher.{name}" for name in _OF_LAUNCHER}
 # For each key: our values, each with its names in other programs.
 _VALUES = {
     "strategy": {

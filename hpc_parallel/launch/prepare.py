@@ -187,7 +187,8 @@ def prepare(
     folder = RunFolder(path.absolute())
     snapshot = _snapshot(config, folder, keep)
     imports = check_imports(config, snapshot=snapshot, values=values if build_model else None)
-    raise_if_any([*_missing_interfaces(config), *imports.problems])
+    if problems := [*_missing_interfaces(config), *imports.problems]:
+        raise ConfigError(problems)
     plan = Plan.of(config)
     planned = _forecast(config, plan, hardware)
     notes += [] if planned is None else planned.warnings

@@ -90,14 +90,16 @@ class ModelWeights:
         return PartCosts(stem=counts[STEM], blocks=blocks, head=counts[HEAD])
 
 
-def weights_of(model: Any, *, sample_shape: tuple[int, ...]) -> ModelWeights | None:
+def weights_of(model: Any, *, sample_shape: tuple[int, ...] | None) -> ModelWeights | None:
     """The weights of a recorded `model`; None for a class that is not ours, or without valid sizes.
 
-    sample_shape: [seq], or [channel, height, width]; the costs of the parts depend on it.
+    sample_shape: of `sample_shape_of`; the costs of the parts depend on it.
     """
     list_weights = _LISTS.get(model.get("_target_")) if isinstance(model, dict) else None
+    if list_weights is None or sample_shape is None:
+        return None
     try:
-        return None if list_weights is None else list_weights(model, sample_shape)
+        return list_weights(model, sample_shape)
     except (TypeError, KeyError, ValueError, ZeroDivisionError, AttributeError, IndexError):
         return None
 
@@ -229,7 +231,6 @@ def _norm(name: str, channels: int) -> list[Weight]:
 
 
 def _convnet(model: Mapping[str, Any], sample_shape: tuple[int, ...]) -> ModelWeights:
-    """The weights of a model of convnet.py."""
     _, height, width = sample_shape
     channels, kernel, classes = model["channels"], model["kernel_size"], model["classes"]
     weights, flops = [], []
@@ -252,7 +253,6 @@ def _convnet(model: Mapping[str, Any], sample_shape: tuple[int, ...]) -> ModelWe
 
 
 def _unet(model: Mapping[str, Any], sample_shape: tuple[int, ...]) -> ModelWeights:
-    """The weights of the model of unet.py."""
     _, height, width = sample_shape
     channels, kernel = list(model["channels"]), model["kernel_size"]
     positions = height * width

@@ -188,7 +188,6 @@ class Calibration:
 
 
 def planned_s(run: MeasuredRun, hardware: Hardware) -> float:
-    """The planned time of a run's step."""
     node = replace(hardware.node, devices=run.node_devices)
     return step_time(run.work, replace(hardware, node=node)).total_s
 

@@ -46,8 +46,7 @@ def forecast(config: RunConfig, plan: Plan, *, hardware: Hardware) -> Forecast:
     """
     if config.device == AUTO:
         config = replace(config, device=hardware.device.kind)
-    shape = sample_shape_of(config.model, config.data)
-    model = None if shape is None else weights_of(config.model, sample_shape=shape)
+    model = weights_of(config.model, sample_shape=sample_shape_of(config.model, config.data))
     planned = memory.plan_fullest(config, model=model)
     times = None
     if not any(unplanned(config, plan.layout, hardware)):

@@ -164,7 +164,7 @@ def _setup(config: RunConfig) -> Setup:
 
 def _planner_of(config: RunConfig, model: ModelWeights | None = None) -> _MemoryPlanner | None:
     shape = sample_shape_of(config.model, config.data)
-    model = model or (None if shape is None else weights_of(config.model, sample_shape=shape))
+    model = model or weights_of(config.model, sample_shape=shape)
     if model is None or shape is None:
         return None
     return _MemoryPlanner(config, layout_of(config.strategy, devices=config.devices), model, shape)

@@ -55,7 +55,6 @@ class Division:
 
     @cached_property
     def blocks(self) -> list[range]:
-        """The blocks of each stage."""
         strategy, model = self.config.strategy, self.model
         if self.layout.pipeline == 1:
             return [range(model.blocks)]
@@ -93,7 +92,6 @@ class Division:
         return tuple(shape)
 
     def by_experts(self, weight: Weight) -> bool:
-        """Whether the expert axis splits `weight`."""
         return weight.of_experts and self.layout.expert > 1
 
     def unsliced_shape(self, weight: Weight, holding: Holding) -> Shape:

@@ -107,8 +107,7 @@ class _Search:
     def __init__(self, config: RunConfig, hardware: Hardware, choices: Choices) -> None:
         self.config, self.hardware, self.choices = config, hardware, choices
         self._kernels, self._numbers = Kernels(hardware), numbers_from_0()
-        shape = sample_shape_of(config.model, config.data)
-        model = None if shape is None else weights_of(config.model, sample_shape=shape)
+        model = weights_of(config.model, sample_shape=sample_shape_of(config.model, config.data))
         assert model is not None  # `unplanned` accepts the reference decoder only
         self._model: ModelWeights = model
         self._variants = Variants(config, choices)

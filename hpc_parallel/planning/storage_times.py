@@ -151,8 +151,7 @@ class StorageTimes:
     def _copied_bytes(self) -> int | None:
         """The weights and the optimizer's state of the fullest rank; None if they are not known."""
         config = self.config
-        shape = sample_shape_of(config.model, config.data)
-        model = None if shape is None else weights_of(config.model, sample_shape=shape)
+        model = weights_of(config.model, sample_shape=sample_shape_of(config.model, config.data))
         is_server = config.strategy.execution == PARAMETER_SERVER  # it has the whole state
         layout = Layout() if is_server else layout_of(config.strategy, devices=config.devices)
         states = None if model is None else _states_of(config, layout, model)
@@ -204,8 +203,7 @@ def checkpoint_bytes(config: RunConfig) -> CheckpointBytes | None:
     these ranks write about the same number of bytes, unless a tensor is large. None if the optimizer's state
     is not known.
     """
-    shape = sample_shape_of(config.model, config.data)
-    model = None if shape is None else weights_of(config.model, sample_shape=shape)
+    model = weights_of(config.model, sample_shape=sample_shape_of(config.model, config.data))
     if model is None:
         return None
     layout = layout_of(config.strategy, devices=config.devices)

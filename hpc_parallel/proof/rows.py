@@ -32,30 +32,23 @@ COMMON = (
 # Images are small because BatchNorm makes a kernel's gradient a sum whose terms cancel. With a hundred times
 # more terms, the gradient in float32 loses one more decimal place. (With 16 images of 40 x 56 pixels, float32
 # and float64 on one device differ by 4e-5.)
+TINY = (
+    "model=tiny", "model.layers=5", "model.dim=64", "model.heads=8", "model.kv_heads=4", "model.ffn_dim=128",
+)  # fmt: skip
+MOE = ("model=moe_tiny", "model.layers=3", "model.dim=32", "model.ffn_dim=24")
+TEXT = ("data=text", "data.sequence_length=32", "data.max_bytes=200000")
 NETS = {
-    "text": (
-        "model=tiny", "model.layers=5", "model.dim=64", "model.heads=8", "model.kv_heads=4",
-        "model.ffn_dim=128",
-        "data=text", "data.sequence_length=32", "data.max_bytes=200000",
-    ),
-    "moe": (
-        "model=moe_tiny", "model.layers=3", "model.dim=32", "model.ffn_dim=24", "model.balance=0.1",
-        "data=text", "data.sequence_length=32", "data.max_bytes=200000",
-    ),
+    "text": (*TINY, *TEXT),
+    "moe": (*MOE, "model.balance=0.1", *TEXT),
     "qwen3": (
-        "model=moe_tiny", "model.layers=3", "model.dim=32", "model.ffn_dim=24", "model.balance=0.1",
-        "model.head_dim=16", "model.qk_norm=true", "model.renormalise=true",
-        "data=text", "data.sequence_length=32", "data.max_bytes=200000",
+        *MOE, "model.balance=0.1", "model.head_dim=16", "model.qk_norm=true", "model.renormalise=true", *TEXT,
     ),
     "deepseek": (
-        "model=moe_tiny", "model.layers=3", "model.dim=32", "model.ffn_dim=24", "model.gate=sigmoid",
-        "model.renormalise=true", "model.shared_experts=2", "model.balance=0", "model.balance_step=0.1",
-        "model.dense_layers=1", "model.dense_ffn_dim=96",
-        "data=text", "data.sequence_length=32", "data.max_bytes=200000",
+        *MOE, "model.gate=sigmoid", "model.renormalise=true", "model.shared_experts=2", "model.balance=0",
+        "model.balance_step=0.1", "model.dense_layers=1", "model.dense_ffn_dim=96", *TEXT,
     ),
     "wide_experts": (  # multiples of 16, as float8 needs them
-        "model=moe_tiny", "model.layers=3", "model.dim=64", "model.ffn_dim=64", "model.balance=0.1",
-        "data=text", "data.sequence_length=32", "data.max_bytes=200000",
+        "model=moe_tiny", "model.layers=3", "model.dim=64", "model.ffn_dim=64", "model.balance=0.1", *TEXT,
     ),
     "digits": (
         "model=convnet", "model.channels=[4,8,8]", "data=digits", "data.height=16", "data.width=24",
@@ -69,9 +62,7 @@ NETS = {
         "data.width=24",
     ),
     "packed": (
-        "model=tiny", "model.layers=5", "model.dim=64", "model.heads=8", "model.kv_heads=4",
-        "model.ffn_dim=128",
-        "data=dataset", "data.dataset._target_=hpc_parallel.proof.rows.RandomDocuments",
+        *TINY, "data=dataset", "data.dataset._target_=hpc_parallel.proof.rows.RandomDocuments",
         "data.vocab_size=256", "data.sequence_length=32", "data.packing=true",
     ),
 }  # fmt: skip

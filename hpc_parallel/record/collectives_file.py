@@ -56,9 +56,10 @@ Rows = Sequence[CollectiveRow]
 
 
 @dataclass(frozen=True)
-class Collectives(FolderRecord, file="collectives"):
+class Collectives(FolderRecord):
     """The content of `collectives.json`. warnings: what takes longer than a machine profile predicts."""
 
+    _file = "collectives"
     device: str | None = None
     backend: str | None = None
     sum: CollectiveRow | None = None  # the all-reduce that comes first

@@ -44,9 +44,10 @@ class RankState:
 
 
 @dataclass(frozen=True)
-class Summary(FolderRecord, file="summary"):
+class Summary(FolderRecord):
     """The parts of the file that commands show besides its figures. Unknown parts are None or empty."""
 
+    _file = "summary"
     outcome: str | None = None
     world_size: float | None = None
     steps: float | None = None
@@ -144,9 +145,10 @@ class Follower:
 
 
 @dataclass(frozen=True)
-class Failure(FolderRecord, file="failure"):
+class Failure(FolderRecord):
     """The root cause: `failure.json`. `rank`, `host` and `node` are None if no rank is to blame."""
 
+    _file = "failure"
     rank: int | None = None
     host: str | None = None
     node: int | None = None
@@ -164,12 +166,13 @@ class Failure(FolderRecord, file="failure"):
 
 
 @dataclass(frozen=True)
-class Stop(FolderRecord, file="stopped"):
+class Stop(FolderRecord):
     """The signal at which the ranks saved their state, or the exit code of a script: `stopped.json`.
 
     Keys whose value is None are not written, except `signal`.
     """
 
+    _file = "stopped"
     signal: str | None = None  # its name; None if a script asks for a new start by its exit code
     step: int | None = None  # the step whose checkpoint is complete
     kept: str | None = None  # what was kept of a task that can't continue

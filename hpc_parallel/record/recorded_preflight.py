@@ -119,9 +119,10 @@ class DirectReads:
 
 
 @dataclass(frozen=True)
-class MeasuredMachine(FolderRecord, file="machine_check"):
+class MeasuredMachine(FolderRecord):
     """The content of `machine_check.json`; a part that was left out is empty."""
 
+    _file = "machine_check"
     device: str | None = None  # `cpu` or `cuda`
     hosts: Annotated[tuple[str, ...], first(MOST)] = ()
     ranks: Annotated[tuple[RankRates, ...], first(MOST)] = ()

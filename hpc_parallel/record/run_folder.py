@@ -176,12 +176,9 @@ class RunFolder:
 
 
 class FolderRecord:
-    """A dataclass that is a file of a run folder. file: the name of the file's attribute in `RunFolder`."""
+    """A dataclass that is a file of a run folder."""
 
-    _file: ClassVar[str]
-
-    def __init_subclass__(cls, *, file: str) -> None:
-        cls._file = file
+    _file: ClassVar[str]  # the name of the file's attribute in `RunFolder`
 
     @classmethod
     def read(cls, folder: RunFolder) -> Self | None:

@@ -1,14 +1,14 @@
 """The sweep folder: `sweep.json` lists the runs that one command created, and their folders.
 
 The runs are ordinary run folders elsewhere. `status`, `cancel`, `report` and `sweep.resume` read the
-manifest to treat them as one sweep.
+manifest to treat them as one sweep. A study has `stages.json` beside the manifest.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,10 +16,12 @@ from typing import Annotated, Any
 from hpc_parallel.record.run_folder import RUN_ID, locked
 from hpc_parallel.record.safe_read import DamagedError, read_json
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.record.typed import WHOLE, build
+from hpc_parallel.record.typed import WHOLE, build, read_if_possible, write_record
 from hpc_parallel.record.values import job_id as job_id_of
 
 MANIFEST = "sweep.json"
+STAGES = "stages.json"
+MAIN = "run"  # the stage of a study that the command line itself describes
 Texts = Annotated[tuple[str, ...], WHOLE]
 
 
@@ -63,6 +65,24 @@ class Sweep:
     @cached_property
     def _shared(self) -> set[str]:
         return common([*(run.overrides for run in self.runs), *(run.overrides for run in self.skipped)])
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """A stage of a study. files: what it reads, each with its size and time or null if it was missing."""
+
+    name: str
+    run_dir: str
+    after: Texts
+    fingerprint: str
+    files: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StageFile:
+    """The content of `stages.json`, in order. It only decides whether a stage is started again."""
+
+    stages: Annotated[tuple[StageRecord, ...], WHOLE]
 
 
 def common(runs: Sequence[Sequence[str]]) -> set[str]:
@@ -128,6 +148,16 @@ def sweep_of(path: Path) -> Sweep | None:
         return read_sweep(path)
     except (FileNotFoundError, DamagedError):
         return None
+
+
+def read_stages(folder: Path) -> tuple[StageRecord, ...]:
+    """The stages of the study in `folder`; empty if there are none, or if the file is damaged."""
+    record = read_if_possible(StageFile, folder / STAGES)
+    return () if record is None else record.stages
+
+
+def write_stages(folder: Path, stages: tuple[StageRecord, ...]) -> None:
+    write_record(folder / STAGES, StageFile(stages))
 
 
 def _plain(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

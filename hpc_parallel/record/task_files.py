@@ -22,9 +22,10 @@ MAX_RANKS, MAX_CHUNKS = 256, 10_000  # of timeline.json
 
 
 @dataclass(frozen=True)
-class CalibrationFile(FolderRecord, file="calibration"):
+class CalibrationFile(FolderRecord):
     """The content of `calibration.json`. lines: for people; rows: each measurement of a device."""
 
+    _file = "calibration"
     lines: Annotated[tuple[str, ...], first(MOST_LINES)] = ()
     rows: tuple[Mapping[str, Any], ...] = ()
 

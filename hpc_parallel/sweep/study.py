@@ -19,7 +19,7 @@ from hpc_parallel.launch.run_files import undo_write, write
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.names import command_on, label
 from hpc_parallel.record.recorded import read_run
-from hpc_parallel.record.stage_file import MAIN, read_stages
+from hpc_parallel.record.sweep_folder import MAIN, read_stages
 from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.shell import complain
 from hpc_parallel.slurm.node_room import RunPlace

@@ -31,8 +31,17 @@ from hpc_parallel.record.names import RUNS, command_on, from_here, label
 from hpc_parallel.record.recorded import RecordedRun, read_run
 from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.record.run_folder import new_run_id
-from hpc_parallel.record.stage_file import FILE, MAIN, StageRecord, read_stages, write_stages
-from hpc_parallel.record.sweep_folder import Sweep, SweepRun, is_sweep_folder, write_sweep
+from hpc_parallel.record.sweep_folder import (
+    MAIN,
+    STAGES,
+    StageRecord,
+    Sweep,
+    SweepRun,
+    is_sweep_folder,
+    read_stages,
+    write_stages,
+    write_sweep,
+)
 from hpc_parallel.record.values import flatten, table
 from hpc_parallel.sweep.study_stages import BESIDE, StudyStage, filled, line_of, stages_of, unknown_folders
 
@@ -127,7 +136,7 @@ def plan(line: CommandLine, config: Any, *, check: Check) -> Study:
     }  # fmt: skip
     folders[MAIN] = chosen or absolute(str(RUNS / name / run_id))
     folder = absolute(str(RUNS / "sweeps" / name))
-    if is_sweep_folder(folder) and not (folder / FILE).exists():
+    if is_sweep_folder(folder) and not (folder / STAGES).exists():
         raise ConfigError([Problem("name", name, "is the name of a sweep", (f"{name}_study",))])
     before = read_stages(folder)
     planner = _Planner(line, name=name, folders=folders, before=before, check=check)

@@ -18,7 +18,7 @@ from hpc_parallel.config.script import PLACEHOLDERS
 from hpc_parallel.launch.resume import is_replaced
 from hpc_parallel.problems import Problem, alternatives, hydra_value, nearest, raise_if_any
 from hpc_parallel.record.recorded_start import key_of
-from hpc_parallel.record.stage_file import MAIN
+from hpc_parallel.record.sweep_folder import MAIN
 from hpc_parallel.record.values import flatten
 
 BEFORE, AFTER, BESIDE = TIMES = ("before", "after", "beside")

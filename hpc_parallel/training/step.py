@@ -20,8 +20,7 @@ from hpc_parallel.strategies.mesh import weight_axes
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.training.checkpoint import statistics
 from hpc_parallel.training.metrics import StepResult
-from hpc_parallel.training.nonfinite import Guard
-from hpc_parallel.training.nonfinite_trace import FirstLayers, trace
+from hpc_parallel.training.nonfinite import FirstLayers, Guard, trace_layers
 from hpc_parallel.training.observers import Observers
 from hpc_parallel.training.optimizer import ModelOptimizer
 from hpc_parallel.training.read_ahead import ReadAhead
@@ -145,6 +144,6 @@ class Step:
         def trace_step(bad_step: int) -> FirstLayers:
             replay = partial(self._schedule.train, *self._begin(batches.again(bad_step - 1)))
             made = self._assembled
-            return trace(made.parts, compiled=made.compiled, whole=made.in_one_graph, replay=replay)
+            return trace_layers(made.parts, compiled=made.compiled, whole=made.in_one_graph, replay=replay)
 
         self._guard.raise_if_nonfinite(step, trace=trace_step)

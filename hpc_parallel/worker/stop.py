@@ -13,6 +13,8 @@ import math
 import os
 import signal
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -20,13 +22,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hpc_parallel.slurm.jobs import job_fields, job_of, seconds_since_1970
 from hpc_parallel.torch_internals import default_store
-from hpc_parallel.worker.time_limit import TimeLimit
 
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 PERIOD_S = 2.0  # between two exchanges of the flags
 REPEAT_S = 2.0  # one Ctrl-C may arrive several times within this time
-
+MARGIN_S = 30.0  # to notice, to end all ranks, and to requeue
+SAVES = 2  # one may be in progress, and the next one waits for it
+_END = "SLURM_JOB_END_TIME"  # seconds since 1970; Slurm 23.02 and newer set it
 
 _early: list[int] = []  # signals received before training
 
@@ -34,6 +38,56 @@ _early: list[int] = []  # signals received before training
 def remember(number: int, frame: FrameType | None) -> None:
     """The signal handler until training begins. A remembered signal stops the run after its first step."""
     _early.append(number)
+
+
+@dataclass
+class TimeLimit:
+    """The end of this job by Slurm's clock, and the time that the run needs before it.
+
+    Slurm sends its signal `launcher.grace_s` before the limit. `grace_s` was chosen before any save was
+    measured. A save of a large model takes longer, so rank 0 compares the time left with that of saves.
+
+    end_s: the end of the job, as known when it began. current_end_s: asks Slurm, because an administrator may
+    have moved the limit; None if Slurm does not answer. save_s: how long the newest save took; None before
+    the first.
+    """
+
+    end_s: float
+    current_end_s: Callable[[], float | None]
+    save_s: Callable[[], float | None]
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self._most_s = (self.end_s - self.clock()) / 2  # a short job keeps half of its time
+
+    def is_near(self, *, step_s: float) -> bool:
+        """Whether the run must save now; `step_s`: the time of a step, which delays the next check."""
+        save_s = self.save_s()
+        if save_s is None:
+            return False
+        needed_s = min(SAVES * (save_s + step_s) + MARGIN_S, self._most_s)
+        if self.end_s - self.clock() > needed_s:
+            return False
+        self.end_s = self.current_end_s() or self.end_s
+        left_s = self.end_s - self.clock()
+        if left_s > needed_s:
+            return False
+        print(f"saving {left_s:.0f} s before the time limit, because a save takes {save_s:.0f} s", flush=True)
+        return True
+
+
+def time_limit_of(environment: Mapping[str, str], *, save_s: Callable[[], float | None]) -> TimeLimit | None:
+    """The limit of the job that `environment` describes; None outside of a job or if its end is unknown."""
+    job = job_of(environment)
+    if job is None:
+        return None
+
+    def current_end_s() -> float | None:
+        return seconds_since_1970((job_fields(job) or {}).get("EndTime"))
+
+    text = environment.get(_END, "")
+    end_s = float(text) if text.isdecimal() else current_end_s()
+    return None if not end_s else TimeLimit(end_s=end_s, current_end_s=current_end_s, save_s=save_s)
 
 
 class StopFlag:

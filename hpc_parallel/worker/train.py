@@ -53,8 +53,7 @@ from hpc_parallel.training.trainer import RankBatches, Trainer
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.run_plots import draw_plots, span_s
 from hpc_parallel.worker.session import PROFILERS, Session, TaskContext, complete, note_stop, phases_of
-from hpc_parallel.worker.stop import StopFlag
-from hpc_parallel.worker.time_limit import time_limit_of
+from hpc_parallel.worker.stop import StopFlag, time_limit_of
 
 if TYPE_CHECKING:
     from hpc_parallel.profiling.profilers import Profilers

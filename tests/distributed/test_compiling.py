@@ -32,7 +32,7 @@ from hpc_parallel.strategies.context.ring import slices_of
 from hpc_parallel.strategies.dropout import counted_dropout
 from hpc_parallel.strategies.dropout.dropout_shapes import whole_shapes
 from hpc_parallel.strategies.tensor import split_layers
-from hpc_parallel.training.nonfinite_trace import trace
+from hpc_parallel.training.nonfinite import trace_layers
 from tests.dropout_models import Tokens
 from tests.marks import in_full
 from tests.parity import COMMON, EXACTNESS, assert_follows
@@ -572,7 +572,7 @@ def test_a_layer_of_a_model_in_one_graph_is_named(monkeypatch: pytest.MonkeyPatc
     model(tokens)
     with torch.no_grad():
         model.blocks["1"].feed_forward.up.weight[3, 5] = torch.inf  # type: ignore[union-attr,index,operator]
-    findings = trace([model], compiled=True, whole=True, replay=lambda: model(tokens))
+    findings = trace_layers([model], compiled=True, whole=True, replay=lambda: model(tokens))
     torch._dynamo.reset()
     assert findings["output"][0] == "blocks.1.feed_forward.up"
 

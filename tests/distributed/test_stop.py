@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.torch_internals import operator_name
-from hpc_parallel.worker.stop import StopFlag
-from hpc_parallel.worker.time_limit import TimeLimit
+from hpc_parallel.worker.stop import StopFlag, TimeLimit
 from tests import printed
 from tests.marks import in_full
 from tests.workers import Workers

@@ -10,8 +10,8 @@ from signal import SIGINT, SIGTERM, SIGUSR2
 import pytest
 import torch.distributed as dist
 
-from hpc_parallel.worker import stop, time_limit
-from hpc_parallel.worker.time_limit import MARGIN_S, TimeLimit, time_limit_of
+from hpc_parallel.worker import stop
+from hpc_parallel.worker.stop import MARGIN_S, TimeLimit, time_limit_of
 
 HOUR_S = 3600.0
 
@@ -71,7 +71,7 @@ def test_the_end_is_that_of_the_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """0: no limit is known."""
-    monkeypatch.setattr(time_limit, "job_fields", lambda job: shown)
+    monkeypatch.setattr(stop, "job_fields", lambda job: shown)
     limit = time_limit_of(variables, save_s=lambda: 1.0)
     if end_s is None:
         end_s = datetime(2030, 3, 17, 17, 46, 40).timestamp()
