@@ -51,7 +51,6 @@ from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.record.values import texts
 from hpc_parallel.slurm.allocation import in_allocation
 from hpc_parallel.slurm.jobs import job_of
-from hpc_parallel.slurm.records import requeues_once_more
 
 _NFS_S = 90.0
 # What `failure.json` calls a stop after which no start follows.
@@ -311,16 +310,6 @@ def _follow_failure(
     return decision, line
 
 
-def _forgo_last_start(folder: RunFolder, *, environment: Mapping[str, str]) -> None:
-    """Note that a failed run has nothing to do in the start which Slurm still makes after a preemption."""
-    restarts, summary = int(environment.get("SLURM_RESTART_COUNT", "0")), Summary.read(folder)
-    if not restarts or summary is None or summary.outcome != "failed" or is_packed(folder):
-        return
-    if requeues_once_more() and restart.ending(environment) is None:  # a job that Slurm ends is not requeued
-        job = environment["SLURM_JOB_ID"]
-        attempts.end_for_good(folder, how=restart.PREEMPTED, job=job, start=restarts + 1)
-
-
 def go_on_with(folder: RunFolder, *, nodes: int) -> None:
     """Take the configuration on fewer nodes, for which nothing was predicted."""
     write_text(folder.config, folder.on_nodes(nodes).read_text(encoding="utf-8"))
@@ -376,8 +365,6 @@ def main(arguments: Sequence[str]) -> None:
         decision, following = _follow_failure(folder, start=options.start, environment=environment)
         if following:
             print(following, file=sys.stderr, flush=True)
-        if decision.action == restart.END:
-            _forgo_last_start(folder, environment=environment)
     tell_end(folder, line="; ".join(filter(None, (line, following))), decision=decision)
     if decision.action in restart.IN_JOB:
         # How this start ended is not how the next one will.

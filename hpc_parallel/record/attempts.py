@@ -25,8 +25,6 @@ from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import flatten, job_id
 from hpc_parallel.slurm.jobs import job_of
 
-FOR_GOOD = "ended_for_good"
-
 
 @dataclass(frozen=True)
 class Start:
@@ -139,17 +137,6 @@ def recent_ends(folder: RunFolder) -> list[End]:
     lines = read_lines(folder.attempts)
     last_resume = max((index for index, line in enumerate(lines) if "resumed" in line), default=-1)
     return [end for line in lines[last_resume + 1 :] if (end := _end(line))]
-
-
-def end_for_good(folder: RunFolder, *, how: str, job: str, start: int) -> None:
-    """Record that a start of the job has nothing to do, if since the last such record one has ended by `how`.
-
-    start: its SLURM_RESTART_COUNT. The batch script reads the record.
-    """
-    lines = read_lines(folder.attempts)
-    last = max((index for index, line in enumerate(lines) if FOR_GOOD in line), default=-1)
-    if any(line.get("how") == how for line in lines[last + 1 :]):
-        note(folder, FOR_GOOD, without=f"{job}.{start}")
 
 
 def is_starting(folder: RunFolder) -> bool:

@@ -133,12 +133,6 @@ def release() -> str:
     return next(iter(_RELEASE.findall(printed("sbatch", "--version") or "")), "slurm")
 
 
-def requeues_once_more() -> bool:
-    """Whether Slurm requeues a job that it has preempted once more when it ends (24.05 and newer)."""
-    version = re.search(r"(\d+)\.(\d+)", release())
-    return version is not None and (int(version[1]), int(version[2])) >= (24, 5)
-
-
 def max_array_size() -> int | None:
     """Slurm's MaxArraySize; None if it does not answer."""
     settings = dict(_SETTING.findall(printed("scontrol", "show", "config") or ""))

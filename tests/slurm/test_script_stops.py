@@ -11,8 +11,6 @@ import pytest
 from test_jobs import Site, is_over, read
 from test_starts import words_of
 
-from hpc_parallel.record import attempts
-from hpc_parallel.record.run_folder import RunFolder
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.full, pytest.mark.slurm, pytest.mark.timeout(1200)]
@@ -85,48 +83,13 @@ def test_an_urgent_job_takes_the_hosts(site: Site, home: Path) -> None:
     job_id = started(site)
     out = home / "run" / "logs" / "rank-0.out"
     wait_for(lambda: out.exists() and f"step {HELD} " in out.read_text())
-    preempt(site, job_id)
-    assert_equals_the_undisturbed_run(site, job_id)
-    assert (home / "run" / "last.pt").exists()
-
-
-def preempt(site: Site, job_id: str) -> None:
     words = ("--partition=urgent", "--nodes=4", "--exclusive", "--wrap=sleep 600")
     urgent = site.cluster.run("sbatch", "--parsable", "--output=/dev/null", *words)
     wait_for(lambda: site.record(urgent)["JobState"] == "RUNNING", within_s=300)
     assert site.record(job_id)["JobState"] == "PENDING"
     site.cluster.run("scancel", urgent)
-
-
-FAILS = """
-import pathlib, signal, sys, time
-if "--resume" in sys.argv:
-    sys.exit(3)
-signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
-pathlib.Path("began").touch()
-time.sleep(600)
-"""
-
-
-def test_a_run_that_fails_after_a_preemption_does_not_start_again(site: Site) -> None:
-    """Slurm 24.05 and newer start its job once more: that start ends at once. A user may start it again."""
-    (site.home / "fails.py").write_text(FAILS)
-    keys = ("launcher=slurm", "run_dir=run", "script.stop_signal=SIGUSR1", "script.resume_arguments=--resume")
-    done = site.run(*keys, "--", "fails.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    folder = RunFolder(site.home / "run")
-    job_id = str(read(folder.path, "owner.json")["job_id"])
-    wait_for((site.home / "began").exists)
-    preempt(site, job_id)
-    wait_for(lambda: is_over(folder.path), within_s=300)
-    record = site.ended(job_id)
-    log = "".join(path.read_text() for path in folder.slurm.glob("*.out"))
-    last_starts = log.count("the run has failed: nothing is left to do in this start")
-    assert (record["JobState"], int(record["Restarts"])) == ("FAILED", 1 + last_starts)
-    assert [end.how for end in attempts.ends(folder)] == ["preempted", "error"]
-    assert read(folder.path, "failure.json")["kind"] == "error"
-    site.cluster.run("scontrol", "requeue", job_id)
-    wait_for(lambda: [end.how for end in attempts.ends(folder)] == ["preempted", "error", "error"])
+    assert_equals_the_undisturbed_run(site, job_id)
+    assert (home / "run" / "last.pt").exists()
 
 
 SLOW_PYTHON = """#!/bin/bash

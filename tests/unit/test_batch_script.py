@@ -289,16 +289,6 @@ def test_a_requeued_run_that_has_completed_does_not_start(
     assert node.calls.exists() == starts
 
 
-@pytest.mark.parametrize(("restarts", "starts"), [(1, True), (2, False), (3, True)])
-def test_a_failed_run_has_nothing_to_do_in_slurms_last_start(node: Node, restarts: int, starts: bool) -> None:
-    """The second restart is that of Slurm. If a user requeues the job after that, the run starts."""
-    noted = json.dumps({"ended_for_good": "2026-01-01T00:00:00+00:00", "without": "7.2"})
-    done = node.run("launcher.setup=['exit 9']", kept={"attempts.jsonl": f"{noted}\n"}, restarts=restarts)
-    assert done.returncode == (9 if starts else 1), done.stderr
-    assert done.stderr.endswith("the run has failed: nothing is left to do in this start\n") != starts
-    assert node.calls.exists() == starts
-
-
 @pytest.mark.parametrize(("code", "status"), [(0, 1), (3, 3)])
 @pytest.mark.parametrize("sourced", [False, True])
 def test_a_setup_line_that_exits_does_not_complete_the_job(

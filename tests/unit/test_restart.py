@@ -30,7 +30,7 @@ from hpc_parallel.record.attempts import End
 from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.slurm import records, submit
+from hpc_parallel.slurm import submit
 from hpc_parallel.slurm.jobs import Job
 from tests.composed import composed, prepared
 
@@ -394,38 +394,6 @@ def test_why_no_start_follows_is_in_the_line_of_the_failure(
     conclude_run._follow_failure(folder, start=0, environment={"SLURM_JOB_ID": "7"})
     line = "killed; the job is cancelled, so it does not start again"
     assert json.loads(folder.failure.read_text())["line"] == line
-
-
-@pytest.mark.parametrize(
-    ("hows", "version", "outcome", "state", "without"),
-    [
-        (("preempted", "killed"), "slurm-wlm 24.11.5", "failed", "RUNNING", "7.3"),
-        (("preempted", "killed"), "slurm 24.05.0-rc1", "failed", "RUNNING", "7.3"),
-        (("preempted", "killed"), "slurm 23.11.10", "failed", "RUNNING", None),
-        (("preempted", "killed"), "", "failed", "RUNNING", None),
-        (("preempted", "killed"), "slurm 24.11.5", "preempted", "RUNNING", None),  # it starts again
-        (("preempted", "killed"), "slurm 24.11.5", "failed", "TIMEOUT", None),  # Slurm ends the job
-        (("killed", "killed"), "slurm 24.11.5", "failed", "RUNNING", None),
-        (("preempted", None, "killed"), "slurm 24.11.5", "failed", "RUNNING", None),  # that start was made
-    ],
-)
-def test_slurms_last_start_after_a_preemption_is_announced_to_its_script(
-    hows: tuple[str | None, ...], version: str, outcome: str, state: str, without: str | None,
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    for how in hows:
-        if how is None:
-            attempts.note(folder, attempts.FOR_GOOD, without="7.1")
-        else:
-            attempts.end(folder, how=how)
-    before = len(folder.attempts.read_text().splitlines())
-    folder.summary.write_text(json.dumps({"outcome": outcome}))
-    monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": state})
-    monkeypatch.setattr(records, "printed", lambda *_: version)
-    environment = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
-    conclude_run._forgo_last_start(folder, environment=environment)
-    added = [json.loads(line)["without"] for line in folder.attempts.read_text().splitlines()[before:]]
-    assert added == ([] if without is None else [without])
 
 
 def test_ends_count_from_the_last_resume(folder: RunFolder) -> None:
