@@ -38,12 +38,17 @@ def build_whole(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
     SyncBatchNorm becomes BatchNorm: the layout decides which ranks share a microbatch (`batch_norm.py`), not
     the default process group, which has the other stages too. DDP refuses its class on CPUs.
 
-    Raises ConfigError if the class can't be built, or has no loss.
+    Raises ConfigError if the class can't be built, has no loss, or has a subclass of SyncBatchNorm.
     """
     model = _built(table, seed=seed)
     for module in model.modules():
-        if isinstance(module, nn.SyncBatchNorm):
+        if type(module) is nn.SyncBatchNorm:
             module.__class__ = LocalBatchNorm  # type: ignore[assignment]
+        elif isinstance(module, nn.SyncBatchNorm):
+            name = type(module).__name__
+            raise UserCodeError(
+                [f"{name} (model) is a subclass of SyncBatchNorm. Derive it from BatchNorm2d."]
+            )
     return model
 
 

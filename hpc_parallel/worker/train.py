@@ -144,11 +144,11 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
 
 def other_statistics(checkpoint: Checkpoint | None, *, count: int) -> str | None:
     """That BatchNorm saw another number of samples than `count` before `checkpoint`; None if not."""
-    before = None if checkpoint is None else integer(checkpoint.manifest.get(STATISTICS))
-    if checkpoint is None or before in (None, count):
+    if checkpoint is None or (before := integer(checkpoint.manifest.get(STATISTICS))) == count:
         return None
+    many = "an unknown number of" if before is None else before  # in checkpoints from before this key
     return (
-        f"up to step {checkpoint.step}, BatchNorm took its statistics over {before} samples, and now over "
+        f"up to step {checkpoint.step}, BatchNorm took its statistics over {many} samples, and now over "
         f"{count}: the losses don't go on as in one run. training.microbatch_size (times replicas) decides"
     )
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hpc_parallel.record.attempts import starts
-from hpc_parallel.record.checkpoint_index import complete
+from hpc_parallel.record.checkpoint_index import MANIFEST, complete
 from hpc_parallel.strategies.precision import WEIGHTS
-from hpc_parallel.worker.train import other_statistics
+from hpc_parallel.worker.train import STATISTICS, other_statistics
 from tests.marks import in_full
 from tests.parity import largest_difference, weight_difference
 from tests.workers import Train, Trained, Workers, do_or_refuse
@@ -118,6 +118,9 @@ def test_a_convnet_goes_on_with_its_running_statistics(
         f"up to step {HALF}, BatchNorm took its statistics over {count} samples, and now over {count // 2}:"
     )
     assert str(other_statistics(half, count=count // 2)).startswith(told)
+    older = {key: value for key, value in half.manifest.items() if key != STATISTICS}
+    (half.path / MANIFEST).write_text(json.dumps(older))
+    assert "over an unknown number of samples" in str(other_statistics(half, count=count))
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,11 @@ def test_a_best_that_could_not_be_kept_is_named() -> None:
     words = ("launcher=local", "training.callbacks=[{_target_:hpc_parallel.training.callbacks.KeepBest}]")
     with pytest.raises(ConfigError, match=r"null leaves KeepBest without a checkpoint to keep"):
         prepared(*words, "training.checkpoint_every=null", "training.validate_every=100")
-    for saves, compared in ((50, True), (100, True), (200, False), (30, False)):
-        run = prepared(*words, f"training.checkpoint_every={saves}", "training.validate_every=100")
-        assert (
-            any("Try training.checkpoint_every=100 for all of them" in note for note in run.notes) != compared
-        )
+    prepared(*words, "training.checkpoint_every=null", "task=collectives", "nodes=2")
+    for saves, steps, compared in ((50, 200, True), (100, 200, True), (200, 200, False), (200, 100, True)):
+        every = (f"training.checkpoint_every={saves}", f"training.steps={steps}")
+        notes = prepared(*words, *every, "training.validate_every=100").notes
+        assert any("Try training.checkpoint_every=100" in note for note in notes) != compared
 
 
 def test_a_damaged_record_of_the_best_keeps_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,7 @@ def test_its_flops_are_counted() -> None:
     ("name", "sentence"),
     [
         ("Lossless", r"Lossless \(model\) has no loss: define its method loss\(output, target\), which"),
+        ("own_synced", r"Own \(model\) is a subclass of SyncBatchNorm. Derive it from BatchNorm2d."),
         ("not_a_module", r"tests.plain_models.not_a_module \(model\) is a int, not a torch.nn.Module."),
     ],
 )

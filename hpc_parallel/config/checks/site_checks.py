@@ -144,7 +144,7 @@ def _spares(config: RunConfig) -> Problems:
     elif launcher.standby and (start := config.cluster.start) != "srun":
         yield Problem("launcher.standby", True, f"needs cluster.start=srun, and it is {start}", (False,))
     elif launcher.standby and (
-        own := sorted({"input", "pty", "mem-per-cpu", "mem-per-gpu"} & config.cluster.srun.keys())
+        own := sorted({"input", "pty", "mem", "mem-per-cpu", "mem-per-gpu"} & config.cluster.srun.keys())
     ):
         rule = f"needs the standard input of srun and its --mem=0, and cluster.srun has {', '.join(own)}"
         yield Problem("launcher.standby", True, rule, (False,))

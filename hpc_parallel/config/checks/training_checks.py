@@ -60,20 +60,24 @@ def callback_problems(config: RunConfig) -> Problems:
         name, every = str(callback["_target_"]).rpartition(".")[2], config.training.validate_every
         if _needs_validation(callback) and every is None:
             yield Problem("training.validate_every", None, f"leaves {name} without a validation", (100,))
-        if callback["_target_"] == KEEP_BEST and config.training.checkpoint_every is None:
+        if _keeps_best(callback, config) and config.training.checkpoint_every is None:
             rule = f"leaves {name} without a checkpoint to keep"
-            yield Problem("training.checkpoint_every", None, rule, (every or 100,))
+            yield Problem("training.checkpoint_every", None, rule, (max(every or 100, 1),))
 
 
 def callback_warnings(config: RunConfig) -> list[str]:
     """Say that KeepBest, which keeps checkpoints, passes over the validations that have none."""
-    every, saves = config.training.validate_every, config.training.checkpoint_every
+    training, every, saves = config.training, config.training.validate_every, config.training.checkpoint_every
     rule = f"only compares the validations of steps with a checkpoint (training.checkpoint_every={saves})"
     return [
-        f"KeepBest {rule}. Try training.checkpoint_every={every} for all of them"
-        for callback in config.training.callbacks
-        if callback["_target_"] == KEEP_BEST and every and saves and every % saves
+        f"KeepBest {rule}. Try training.checkpoint_every={every}"
+        for callback in training.callbacks
+        if _keeps_best(callback, config) and every and saves and every % saves and every < training.steps
     ]
+
+
+def _keeps_best(callback: dict[str, Any], config: RunConfig) -> bool:
+    return bool(callback["_target_"] == KEEP_BEST and config.task.name == "train")
 
 
 def _needs_validation(callback: dict[str, Any]) -> bool:
