@@ -136,10 +136,8 @@ class World:
         Raises WorldError that names every variable that is missing or invalid.
         """
         started = set(environment)
-        if environment.get("SLURM_STEP_ID", "").startswith(
-            "-"
-        ):  # the batch shell of Slurm 26.05, which is no step
-            started.remove("SLURM_STEP_ID")
+        if environment.get("SLURM_STEP_ID", "").startswith("-"):
+            started.remove("SLURM_STEP_ID")  # of the batch shell of Slurm 26.05, which is no step
         launcher = next((row for row in LAUNCHERS if not started.isdisjoint(row.marks)), None)
         if launcher is None:
             return cls(0, 1, 0, 1, 0, 1, host=socket.gethostname(), launcher="alone", attempt="alone")

@@ -45,10 +45,8 @@ def build_whole(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
         if type(module) is nn.SyncBatchNorm:
             module.__class__ = LocalBatchNorm  # type: ignore[assignment]
         elif isinstance(module, nn.SyncBatchNorm):
-            name = type(module).__name__
-            raise UserCodeError(
-                [f"{name} (model) is a subclass of SyncBatchNorm. Derive it from BatchNorm2d."]
-            )
+            rule = "is a subclass of SyncBatchNorm. Derive it from BatchNorm2d."
+            raise UserCodeError([f"{type(module).__name__} (model) {rule}"])
     return model
 
 

@@ -33,6 +33,7 @@ LAUNCHER_FLAGS = {
     "test-only": None, "wait": "launcher.wait", "no-kill": "launcher.spares",
 }  # fmt: skip
 
+_OF_STANDBY = ("input", "mem", "mem-per-cpu", "mem-per-gpu", "pty")  # flags of srun that it sets or needs
 _WEBHOOK = re.compile(r"https://[A-Za-z0-9.-]+(:\d{1,5})?([/?]\S*)?", re.ASCII)
 
 
@@ -144,7 +145,7 @@ def _spares(config: RunConfig) -> Problems:
     elif launcher.standby and (start := config.cluster.start) != "srun":
         yield Problem("launcher.standby", True, f"needs cluster.start=srun, and it is {start}", (False,))
     elif launcher.standby and (
-        own := sorted({"input", "pty", "mem", "mem-per-cpu", "mem-per-gpu"} & config.cluster.srun.keys())
+        own := [flag for flag in _OF_STANDBY if config.cluster.srun.get(flag) is not None]
     ):
         rule = f"needs the standard input of srun and its --mem=0, and cluster.srun has {', '.join(own)}"
         yield Problem("launcher.standby", True, rule, (False,))
