@@ -66,8 +66,9 @@ class Update:
         """Update the weights in the 1-based step `number` of the training."""
         self._take_gradients()
         self._update(number)
-        for held in self.held.values():
-            held.grad = None  # the weight's own is freed by `zero_grad`
+        for name, weight in self.weights.items():
+            if self.held[name] is not weight:
+                self.held[name].grad = None
 
     def _update(self, number: int) -> None:
         self.optimizer.step()
