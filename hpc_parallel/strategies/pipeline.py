@@ -96,6 +96,9 @@ class Stage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
         for x in inputs:  # `bwd_cache` has what is sent; torch would keep these until the step ends
             x.grad = None
+        if torch_internals.SENDS_EACH_GRADIENT and self.has_backward and not self.is_first:
+            sent = zip(self.bwd_cache[bwd_chunk_id], inputs, strict=False)  # `named` has no gradients
+            self.bwd_cache[bwd_chunk_id] = tuple(torch.zeros_like(x) if g is None else g for g, x in sent)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **options: Any) -> None:
         """torch calls autograd for each group of weights. One recomputation of a block serves all groups."""

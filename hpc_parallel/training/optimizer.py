@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from hpc_parallel.config.optimizer_rules import Settings, applies, settings_for
 from hpc_parallel.config.schema import OptimizerConfig
 from hpc_parallel.layout.step_facts import UPDATED_AT_ONCE
+from hpc_parallel.models.drawn_weights import placed
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies import exchange
+from hpc_parallel.strategies.gradients import local_gradients
 from hpc_parallel.torch_internals import hold_updates_by
 from hpc_parallel.training.optimizer_trial import require_usable
 from hpc_parallel.training.rounding import (
@@ -39,14 +41,22 @@ ELEMENTWISE = (*SKIPS_ON_DEVICE, SGD)
 
 
 class Update:
-    """One optimizer of torch with the weights that it updates in place."""
+    """One optimizer of torch with the weights that it updates in place.
+
+    torch sees this rank's parts as plain tensors. For a DTensor, each call would find out for each weight
+    which rank holds what, which takes longer than the update of a small weight.
+    """
 
     def __init__(
         self, kind: type[Optimizer], weights: Mapping[str, Parameter], *, options: Mapping[str, Any]
     ) -> None:
         """`options`: arguments of `kind`. Raises what `kind` raises if it refuses them."""
         self.weights = weights
-        self.optimizer = kind([{"params": list(weights.values())}], **options)
+        self.held = {
+            name: Parameter(weight.to_local().detach()) if isinstance(weight, DTensor) else weight
+            for name, weight in weights.items()
+        }
+        self.optimizer = kind([{"params": list(self.held.values())}], **options)
 
     @property
     def skips_on_device(self) -> bool:
@@ -54,8 +64,29 @@ class Update:
 
     def step(self, number: int) -> None:
         """Update the weights in the 1-based step `number` of the training."""
-        _match_strides(self.weights.values())
+        self._take_gradients()
+        self._update(number)
+        for name, weight in self.weights.items():
+            if self.held[name] is not weight:
+                self.held[name].grad = None
+
+    def _update(self, number: int) -> None:
         self.optimizer.step()
+
+    @torch.no_grad()
+    def _take_gradients(self) -> None:
+        """Let `held` have the parts of the weights, which fully_shard moves once, and of their gradients.
+
+        A gradient gets the strides of its weight, as backward() does unless it is split or compiled. On CPUs
+        the fused AdamW of torch 2.13 assumes that both have the same strides.
+        """
+        present = {name: weight for name, weight in self.weights.items() if weight.grad is not None}
+        for (name, weight), gradient in zip(present.items(), local_gradients(present.values()), strict=True):
+            held = self.held[name]
+            if isinstance(weight, DTensor):
+                held.data = weight.to_local()
+            same = gradient.stride() == held.stride()
+            held.grad = gradient if same else torch.empty_like(held).copy_(gradient)
 
     def state_dtype(self, weight: Tensor, recorded: torch.dtype | None) -> torch.dtype:
         """The type of a state with the shape of `weight` that a checkpoint has as `recorded`.
@@ -88,15 +119,14 @@ class RoundedUpdate(Update):
         return torch.bfloat16 if self._rounding.state else wide_dtype(weight)
 
     @torch.no_grad()
-    def step(self, number: int) -> None:
-        _match_strides(self.weights.values())
+    def _update(self, number: int) -> None:
         (group,) = self.optimizer.param_groups
-        for name, weight in self.weights.items():
+        for name, weight in self.held.items():
             if weight.grad is not None:
-                self._update(name, weight, number=number, group=group)
-        group["params"] = list(self.weights.values())
+                self._update_rows(name, weight, number=number, group=group)
+        group["params"] = list(self.held.values())
 
-    def _update(self, name: str, weight: Parameter, *, number: int, group: dict[str, Any]) -> None:
+    def _update_rows(self, name: str, weight: Parameter, *, number: int, group: dict[str, Any]) -> None:
         assert weight.grad is not None
         held, gradient, dtype = local_part(weight), local_part(weight.grad), wide_dtype(weight)
         state = self.optimizer.state[weight]
@@ -210,10 +240,12 @@ class ModelOptimizer:
     def state(self) -> dict[str, Tensor]:
         """Returns the state that this rank keeps, by `NAME OF THE WEIGHT/KEY`."""
         return {
-            f"{name}/{key}": value
+            f"{name}/{key}": placed(value, like=weight)
+            if isinstance(weight, DTensor) and _is_whole(key, value.shape, update.held[name])
+            else value
             for update in self._updates
             for name, weight in update.weights.items()
-            for key, value in update.optimizer.state.get(weight, {}).items()
+            for key, value in update.optimizer.state.get(update.held[name], {}).items()
             if isinstance(value, Tensor)
         }
 
@@ -233,29 +265,14 @@ class ModelOptimizer:
                     key = full_name.rpartition("/")[2]
                     if _is_whole(key, size, weight) or dtype is None:
                         dtype = update.state_dtype(weight, dtype)
-                    update.optimizer.state[weight][key] = _zeros(size, dtype, like=weight, group=group)
-
-
-@torch.no_grad()  # else to_local records itself
-def _match_strides(weights: Iterable[Parameter]) -> None:
-    """Give gradients the strides of their weights, as backward() does unless it is split or compiled.
-
-    On CPUs the fused AdamW of torch 2.13 assumes that both have the same strides.
-    """
-    for weight in weights:
-        gradient = weight.grad
-        if gradient is not None and _local_stride(gradient) != _local_stride(weight):
-            weight.grad = torch.empty_like(weight).copy_(gradient)
+                    held = update.held[name]
+                    size = held.shape if size == weight.shape else size
+                    update.optimizer.state[held][key] = _zeros(size, dtype, like=held, group=group)
 
 
 def _is_whole(key: str, size: torch.Size, weight: Tensor) -> bool:
     """Whether a state has a number for each number of `weight`; the count of steps of a scalar has not."""
     return key != "step" and size == weight.shape
-
-
-def _local_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of this rank's part."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).stride()
 
 
 def _zeros(size: torch.Size, dtype: torch.dtype, *, like: Parameter, group: Mapping[str, Any]) -> Tensor:
@@ -279,8 +296,7 @@ def build_optimizer(
     """
     groups: dict[str, tuple[Settings, dict[str, Parameter]]] = {}
     for name, settings in settings_of(parameters, config).items():
-        key = f"{settings} {isinstance(parameters[name], DTensor)}"  # kernels don't take both kinds
-        groups.setdefault(key, (settings, {}))[1][name] = parameters[name]
+        groups.setdefault(str(settings), (settings, {}))[1][name] = parameters[name]
     updates: defaultdict[float, list[Update]] = defaultdict(list)
     for settings, weights in groups.values():
         update = _update(settings, weights, rate=config.learning_rate, split=split, rounding=rounding)
