@@ -434,7 +434,7 @@ def test_overridden_methods_still_exist() -> None:
     for name, first in methods.items():
         assert list(inspect.signature(getattr(PipelineStage, name)).parameters)[1] == first, name
     assert "last_backward" in inspect.signature(PipelineStage.backward_one_chunk).parameters
-    assert torch_internals.SENDS_EACH_GRADIENT == (too_old((2, 13)) is not None)
+    assert torch_internals.SENDS_EACH_GRADIENT is (too_old((2, 13)) is not None)
     assert {"create_stream", "rename"} <= vars(FileSystem).keys()
 
 
