@@ -29,7 +29,6 @@ from torch.distributed.checkpoint import DefaultSavePlanner, SavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import Module, Parameter
@@ -50,8 +49,6 @@ BatchNorm = _BatchNorm
 """The common class of BatchNorm1d, 2d and 3d."""
 DispatchMode = TorchDispatchMode
 """Sees every operator that is called, by torch's own code too: counts traffic, measures maps."""
-SENDS_EACH_GRADIENT = not hasattr(PipelineStage, "_get_grad_send_meta")
-"""Whether a pipeline sends back a gradient for each input of a stage, as in torch 2.11: for a mask too."""
 
 # Public: torch 2.13 gave them new names, and 2.14 warns of the old ones.
 _RENAMED = hasattr(dist, "all_gather_single")

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import GraphExecGroup
 
 from hpc_parallel import torch_internals
-from hpc_parallel.layout.schedules import schedule_named, version_problem
+from hpc_parallel.layout.schedules import schedule_named, too_old, version_problem
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
 from hpc_parallel.models.layered import LayeredModel, Loss, part_of
 from hpc_parallel.problems import ConfigError
@@ -39,6 +39,8 @@ from hpc_parallel.strategies.ranges import action, marked
 from hpc_parallel.strategies.replicate import Average, average_of
 
 ENDS = {"stem", "head"}
+# torch 2.11 expects a gradient of each input of a stage back, of a mask too; the stage before drops it.
+_SENDS_EACH_GRADIENT = too_old((2, 12)) is not None
 BUSY = "pipeline stage"  # the profiler's range for a stage's work on one microbatch
 KINDS = {
     "naive": ScheduleGPipe,  # with one microbatch at a time
@@ -96,7 +98,7 @@ class Stage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, *arguments, **options)
         for x in inputs:  # `bwd_cache` has what is sent; torch would keep these until the step ends
             x.grad = None
-        if torch_internals.SENDS_EACH_GRADIENT and self.has_backward and not self.is_first:
+        if _SENDS_EACH_GRADIENT and self.has_backward and not self.is_first:
             sent = zip(self.bwd_cache[bwd_chunk_id], inputs, strict=False)  # `named` has no gradients
             self.bwd_cache[bwd_chunk_id] = tuple(torch.zeros_like(x) if g is None else g for g, x in sent)
 

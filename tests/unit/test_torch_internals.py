@@ -35,7 +35,7 @@ from torch.utils.serialization import config as serialization
 
 from hpc_parallel import torch_internals
 from hpc_parallel.failure import flight_recorder
-from hpc_parallel.layout.schedules import SCHEDULES, too_old
+from hpc_parallel.layout.schedules import SCHEDULES
 from hpc_parallel.profiling.traffic import COLLECTIVES, KINDS, WITHOUT_BYTES, Traffic
 from hpc_parallel.strategies import pipeline
 from hpc_parallel.training.checkpoint import CheckpointWriter
@@ -434,7 +434,6 @@ def test_overridden_methods_still_exist() -> None:
     for name, first in methods.items():
         assert list(inspect.signature(getattr(PipelineStage, name)).parameters)[1] == first, name
     assert "last_backward" in inspect.signature(PipelineStage.backward_one_chunk).parameters
-    assert torch_internals.SENDS_EACH_GRADIENT is (too_old((2, 13)) is not None)
     assert {"create_stream", "rename"} <= vars(FileSystem).keys()
 
 
