@@ -1,6 +1,6 @@
 """Every symbol of torch that this package uses although torch keeps it private, with the reason.
 
-The symbols were checked in torch 2.11, 2.13 and 2.14. tests/unit/test_torch_internals.py checks what each
+The symbols were checked in torch 2.11 to 2.14. tests/unit/test_torch_internals.py checks what each
 symbol does, so the test fails with a torch that changes one. pyproject.toml allows no newer torch.
 
 Four uses can't move here, since they override or replace something; the same test checks them:
