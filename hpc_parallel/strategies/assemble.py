@@ -37,7 +37,13 @@ from hpc_parallel.strategies import (
 )
 from hpc_parallel.strategies.context import split_sequence
 from hpc_parallel.strategies.dropout import counted_dropout, dropout_shapes
-from hpc_parallel.strategies.forward_backward import Accumulate, ForwardBackward, SequenceParts, TensorGroup
+from hpc_parallel.strategies.forward_backward import (
+    Accumulate,
+    ForwardBackward,
+    InContext,
+    SequenceParts,
+    TensorGroup,
+)
 from hpc_parallel.strategies.groups import Groups
 from hpc_parallel.strategies.loss import LossTerms, MetricsOf, TermsOf, WithMetrics, count_terms
 from hpc_parallel.strategies.loss_scale import LossScale
@@ -219,7 +225,7 @@ def surround(
     The arguments are those of `build_forward_backward`.
     """
     if casts and slicing_axis(mesh) is None:
-        schedule = working_weights.CastOnce(schedule, parts=parts)
+        schedule = InContext(schedule, partial(working_weights.cast_weights, parts))
     if layers := float8_scales.scaled_layers(parts):
         axes = slicing_axis(mesh), axis_of(mesh, "tensor")
         schedule = float8_scales.WeightScales(schedule, layers=layers, axes=axes)
