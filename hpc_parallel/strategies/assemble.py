@@ -111,7 +111,10 @@ def assemble(
     """
     mesh = groups.mesh
     flops = model.forward_flops(sample_shape)
-    maps = measure_maps(model, mesh=mesh, sample_shape=sample_shape, options=config.strategy)
+    maps = None
+    if (axis := axis_of(mesh, "tile")) is not None:
+        grid = tile_grid(axis.size(), config.strategy.tile_grid)
+        maps = measure(model, sample_shape=sample_shape, grid=grid)
     chunked = chunked_loss.applies(model, config=config, mesh=mesh)
     shapes = dropout_shapes.whole_shapes(model, sample_shape=sample_shape)
     local_stages = cut(model, mesh=mesh, sample_shape=sample_shape, options=config.strategy)
@@ -242,15 +245,6 @@ def surround(
     if (axis := axis_of(mesh, "tensor")) is not None:
         schedule = TensorGroup(schedule, axis=axis, options=options)
     return schedule
-
-
-def measure_maps(
-    model: LayeredModel, *, mesh: DeviceMesh, sample_shape: tuple[int, ...], options: StrategyConfig
-) -> Maps | None:
-    """Returns the sizes of the maps if samples are tiled. Raises ConfigError if they can't be."""
-    if (axis := axis_of(mesh, "tile")) is None:
-        return None
-    return measure(model, sample_shape=sample_shape, grid=tile_grid(axis.size(), options.tile_grid))
 
 
 def loss_of(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig) -> tuple[Loss, MetricsOf]:

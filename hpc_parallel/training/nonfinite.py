@@ -105,7 +105,8 @@ class Guard:
         `norm` is the same on all ranks. `norms` [parameter] and `loss` are this rank's.
         """
         bad = ~norm.isfinite()
-        skips = self._skips_step(bad)
+        overflows = torch.zeros_like(bad) if self._loss_scale is None else self._loss_scale.update(bad)
+        skips = bad if self.skips else overflows
         stops = bad & ~skips
         first = stops & (self.count == 0)
         self.norms = torch.where(first, norms.float(), self.norms)
@@ -117,11 +118,6 @@ class Guard:
         for buffer, old in zip(self._buffers, self._buffers_before, strict=True):
             buffer.copy_(torch.where(bad, old, buffer))
         self.skipped = self._counts_of_skips()
-
-    def _skips_step(self, bad: Tensor) -> Tensor:
-        """Whether training goes on after this `bad` step."""
-        overflows = torch.zeros_like(bad) if self._loss_scale is None else self._loss_scale.update(bad)
-        return bad if self.skips else overflows
 
     def raise_if_nonfinite(self, step: int, *, trace: Callable[[int], FirstLayers]) -> None:
         """Read from the device whether a step up to the 1-based `step` was withheld.
