@@ -600,14 +600,12 @@ def sends_apart(schedule: Any) -> bool:
 
     1F1B has both in one batch. torch runs a batch on the group of its first message (`batch_isend_irecv`).
     """
-    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime  # imported by pipelines only
-
-    return isinstance(schedule, type) and issubclass(schedule, _PipelineScheduleRuntime)
+    return isinstance(schedule, type) and issubclass(schedule, schedule_of_actions())
 
 
 def schedule_of_actions() -> Any:
     """The class of pipeline schedules that run a table of actions (`set_actions`)."""
-    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime  # imported by pipelines only
 
     return _PipelineScheduleRuntime
 

@@ -299,6 +299,8 @@ def row_of(run: RecordedRun, state: State) -> RunRow:
     rate = run.totals.samples_per_s if state.ended else None
     if rate is None and run.line_of_layout is not None:
         rate = run.line_of_layout.samples_per_s
+    # Of a run that ended without a summary, nobody noted when.
+    known = state.name == RUNNING or (state.ended and run.summary is not None)
     return RunRow(
         run=label(run.path), path=str(run.path), strategy=run.strategy, nodes=run.nodes,
         gpus_per_node=run.gpus_per_node, state=state.name, reason=state.reason or _slow(run, state),
@@ -307,7 +309,7 @@ def row_of(run: RecordedRun, state: State) -> RunRow:
         time_left_s=_left_s(run.line_of_layout, steps) if state.name == RUNNING else None,
         job_left_s=state.left_s,
         restarts=run.attempts.restarts,
-        useful_share=_useful_share(run, state), job_id=state.job,
+        useful_share=run.useful_share if known else None, job_id=state.job,
         failure=failure_line(run) if state.name == "failed" else None,
         last_line=None if state.ended else last_output(run.folder), damaged=run.noticed,
     )  # fmt: skip
@@ -317,12 +319,6 @@ def _left_s(last: MetricsLine | None, steps: int | None) -> float | None:
     if last is None or last.step_time_s is None or steps is None:
         return None
     return number(max(0, steps - last.step) * last.step_time_s)
-
-
-def _useful_share(run: RecordedRun, state: State) -> float | None:
-    """None for a run that ended without a summary: nobody noted when."""
-    known = state.name == RUNNING or (state.ended and run.summary is not None)
-    return run.useful_share if known else None
 
 
 def _slow(run: RecordedRun, state: State) -> str:

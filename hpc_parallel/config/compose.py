@@ -15,7 +15,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -315,7 +314,7 @@ def _compose_each(batch: Sequence[list[str]], composer: Composer) -> Iterator[tu
     reuse = _can_reuse_copy(batch, composer)
     current: Composed | None = None
     for number, overrides in enumerate(batch):
-        with _naming(overrides):
+        try:
             base = composer.base(overrides)
             refers_to_hydra = refers_to_hydra or base.refers_to_hydra
             if base is not current:
@@ -324,6 +323,8 @@ def _compose_each(batch: Sequence[list[str]], composer: Composer) -> Iterator[tu
             if refers_to_hydra:
                 _set_hydra_job(number, overrides)
             config = composer.with_overrides(overrides, base.plain if reuse else with_values(base.plain, {}))
+        except Exception as error:
+            raise CellError(overrides, error) from error
         yield overrides, config
 
 
@@ -335,14 +336,6 @@ def _can_reuse_copy(batch: Sequence[list[str]], composer: Composer) -> bool:
         override.is_add() or override.is_force_add() or override.is_delete()
         or isinstance(override.value(), dict) for overrides in values for override in overrides
     )  # fmt: skip
-
-
-@contextmanager
-def _naming(overrides: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise CellError(overrides, error) from error
 
 
 def _set_hydra_job(number: int, overrides: list[str]) -> None:

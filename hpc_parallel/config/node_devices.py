@@ -143,7 +143,7 @@ def default_share(values: Mapping[str, Any]) -> NodeShare:
         return NodeShare()
     if launcher["kind"] == ALLOCATION:
         allocation = surroundings(os.environ).allocation
-        return NodeShare() if allocation is None else NodeShare(allocation.cpus_per_gpu)
+        return NodeShare(1 if allocation is None else max(1, allocation.cpus // max(1, allocation.gpus)))
     share = share_of_a_gpu(partition=launcher["partition"], gpu_type=cluster["gpu_type"])
     asks_for_memory = any(str(flag).startswith("mem") for flag in values["flags"])
     return replace(share, memory_gb=None) if asks_for_memory else share  # Slurm takes only one such flag

@@ -28,13 +28,8 @@ def override_words(prefix: str, *, extra_dir: str | None = None) -> list[str]:
         overrides = [f"{key}={before}{comma}{choice}" for choice in choices]
     else:
         keys = [name for name in _keys(folders) if name.startswith(word)]
-        overrides = sorted({_up_to_next_dot(name, len(word)) for name in keys})
+        overrides = sorted({name[: name.find(".", len(word)) + 1] or name for name in keys})
     return [plus + override for override in overrides]
-
-
-def _up_to_next_dot(name: str, start: int) -> str:
-    dot = name.find(".", start)
-    return name if dot < 0 else name[: dot + 1]
 
 
 def _values(key: str, folders: Sequence[Path]) -> list[str]:

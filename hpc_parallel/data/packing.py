@@ -14,12 +14,15 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from hpc_parallel.data.dataset import DatasetDocuments
 
 IGNORED = -100  # the target of a position without a document; torch's cross_entropy leaves it out
 COST = (
@@ -29,24 +32,6 @@ COST = (
 SCANNED = 1 << 24  # tokens that are compared with the separator at once
 
 
-class Documents(Protocol):
-    """Documents of token ids, accessed by number."""
-
-    @property
-    def name(self) -> str:
-        """`training` or `validation`, for messages."""
-        ...
-
-    @property
-    def pairs(self) -> NDArray[np.int64]:
-        """The number of pairs of an input and its target in each document: [documents]."""
-        ...
-
-    def read(self, document: int, *, first: int, count: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Returns inputs and targets [count] of a document, from its pair number `first` on."""
-        ...
-
-
 @dataclass(frozen=True)
 class TokenDocuments:
     """The documents of a row of `tokens` from number `begin` on; document i ends before token `ends[i]`."""
@@ -54,17 +39,20 @@ class TokenDocuments:
     tokens: NDArray[Any]
     ends: NDArray[np.int64]
     vocab_size: int
-    name: str
+    name: str  # "training" or "validation", for messages
     begin: int = 0
 
     @cached_property
     def pairs(self) -> NDArray[np.int64]:
-        """One fewer than the tokens of each document."""
+        """The number of pairs of an input and its target in each document, one fewer than its tokens."""
         lengths: NDArray[np.int64] = np.diff(self.ends, prepend=self.begin)
         return np.maximum(lengths - 1, 0)
 
     def read(self, document: int, *, first: int, count: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Raises ValueError for a token outside of the vocabulary; an embedding on a GPU would crash."""
+        """Returns inputs and targets [count] of a document, from its pair number `first` on.
+
+        Raises ValueError for a token outside of the vocabulary; an embedding on a GPU would crash.
+        """
         start = (int(self.ends[document - 1]) if document else self.begin) + first
         tokens = self.tokens[start : start + count + 1].astype(np.int64)
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
@@ -114,7 +102,7 @@ class Packed:
     Raises ValueError if no document has a target.
     """
 
-    def __init__(self, documents: Documents, *, sequence_length: int) -> None:
+    def __init__(self, documents: TokenDocuments | DatasetDocuments, *, sequence_length: int) -> None:
         if not documents.pairs.any():
             raise ValueError(
                 f"the {documents.name} part has {len(documents.pairs)} documents and none of two tokens. "

@@ -192,9 +192,6 @@ class Watch:
         }
         self.signals: list[int] = []  # received signals that asked the run to end
 
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.signals.append(number)
-
     def wait(self) -> bool:
         """Wait for all ranks. After a failure or a signal, end the remaining ranks.
 
@@ -272,7 +269,7 @@ def _start(
         is_rank=is_rank,
     )  # fmt: skip
     for number in STOP_SIGNALS:
-        signal.signal(number, watch.on_signal)
+        signal.signal(number, lambda number, frame: watch.signals.append(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     return watch
 

@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from types import FrameType
 from typing import Any
 
 from hpc_parallel.config.script import is_script
@@ -78,7 +77,8 @@ def run(run_folder: str, *, worker: tuple[str, ...] = WORKER, is_local: bool = F
     if world.rank == 0:
         note_phase(folder, "importing torch")
     for number in STEP_SIGNALS:
-        signal.signal(number, _ignore)  # not SIG_IGN, which the worker would inherit
+        # Continue to wait for the worker. Not SIG_IGN, which the worker would inherit.
+        signal.signal(number, lambda number, frame: None)
     try:
         profiler = profiler_words(config, folder=folder, rank=world.rank, host=world.host)
     except ProfilerError as error:
@@ -145,10 +145,6 @@ def outlive_signals() -> None:
     """
     for number in STEP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Continue to wait for the worker."""
 
 
 def signal_ranks(arguments: Sequence[str]) -> None:

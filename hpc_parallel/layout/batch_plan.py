@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from hpc_parallel.layout.counts import fitting_samples
-from hpc_parallel.layout.layout import Layout, Strategy, divisors, layout_of
+from hpc_parallel.layout.layout import Layout, divisors, layout_of
 from hpc_parallel.layout.model_data_schema import ConvNetConfig, SegmenterConfig, UNetConfig
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
 from hpc_parallel.layout.shares import KEY, apportion, batch_shares, fits, slowdown
@@ -177,10 +177,10 @@ def default_batch_size(values: Mapping[str, Any]) -> int:
     `values`: a resolved configuration. Returns the usual number if the layout is wrong; checks report it.
     """
     least = usual_batch_size(values.get("model"))
-    strategy = SimpleNamespace(**values["strategy"])
+    strategy = cast("StrategyConfig", SimpleNamespace(**values["strategy"]))
     try:
-        layout = layout_of(cast(Strategy, strategy), devices=values["nodes"] * values["gpus_per_node"])
-        unit = layout.data * _least_microbatches(cast("StrategyConfig", strategy), stages=layout.pipeline)
+        layout = layout_of(strategy, devices=values["nodes"] * values["gpus_per_node"])
+        unit = layout.data * _least_microbatches(strategy, stages=layout.pipeline)
         unit *= values["training"]["microbatch_size"] or 1
     except (ValueError, TypeError, ZeroDivisionError):
         return least

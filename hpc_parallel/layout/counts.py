@@ -124,11 +124,6 @@ class DecoderSizes:
         """The matrices of one feed-forward network: gate (if it has one), up and down."""
         return *((self.ffn_dim, self.dim),) * (self.ffn_matrices - 1), (self.dim, self.ffn_dim)
 
-    @property
-    def block_weights(self) -> float:
-        """The weights of the matrices of one block."""
-        return self.weights_with(self.experts)
-
     def weights_with(self, experts: float) -> float:
         """The weights of one block with this number of its experts, its router and shared experts."""
         return self.attention_weights + self.dim * self.router + (experts + self.shared) * self.expert_weights
@@ -298,7 +293,7 @@ def parameters(config: RunConfig) -> int | None:
     if sizes is None:
         return None
     norms = 2 * sizes.dim + (2 * sizes.head_width if sizes.qk_norm else 0)
-    mixtures = (sizes.layers - sizes.dense_layers) * int(sizes.block_weights)
+    mixtures = (sizes.layers - sizes.dense_layers) * int(sizes.weights_with(sizes.experts))
     blocks = mixtures + int(sizes.dense_weights(sizes.dense_layers))
     return blocks + sizes.layers * norms + sizes.end_weights * (1 if sizes.tied else 2) + sizes.dim
 

@@ -7,41 +7,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import SimpleNamespace
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from hpc_parallel.layout.axes import AVERAGED_AXES, AXES, BATCH_AXES, with_all_axes
+
+if TYPE_CHECKING:
+    from hpc_parallel.config.schema import StrategyConfig
 
 SPMD, DATAPARALLEL, PARAMETER_SERVER = EXECUTIONS = ("spmd", "dataparallel", "parameter_server")
 
 
-class Degrees(Protocol):
-    """The degree of each axis, as in `DegreesConfig`; -1 stands for the devices that the other axes leave."""
-
-
-class Execution(Protocol):
-    """The processes of a strategy's configuration."""
-
-    execution: str
-    dedicated_server: bool
-
-
-class Strategy(Degrees, Execution, Protocol):
-    """A strategy's configuration, as far as a layout depends on it."""
-
-    name: str
-
-
-def recorded_strategy(config: Mapping[str, Any]) -> Strategy:
+def recorded_strategy(config: Mapping[str, Any]) -> StrategyConfig:
     """The strategy of a recorded `config.yaml`, whose content is plain tables."""
-    return cast(Strategy, SimpleNamespace(**with_all_axes(config["strategy"])))
+    return cast("StrategyConfig", SimpleNamespace(**with_all_axes(config["strategy"])))
 
 
-def processes_per_node(strategy: Execution, *, gpus_per_node: int) -> int:
+def processes_per_node(strategy: StrategyConfig, *, gpus_per_node: int) -> int:
     """The number of ranks of a node: one for each device, or one that drives all devices."""
     return 1 if strategy.execution == DATAPARALLEL else gpus_per_node
 
 
-def servers(strategy: Execution) -> int:
+def servers(strategy: StrategyConfig) -> int:
     """The number of ranks that only serve parameters. They are the first ranks and not part of the layout."""
     return int(strategy.execution == PARAMETER_SERVER and strategy.dedicated_server)
 
@@ -59,7 +45,7 @@ class Layout:
     tile: int = 1
 
     @staticmethod
-    def resolve(strategy: Degrees, *, devices: int) -> Layout:
+    def resolve(strategy: StrategyConfig, *, devices: int) -> Layout:
         """The layout of `devices`. A degree of -1 becomes `devices` divided by the other degrees.
 
         Raises ValueError if more than one degree is -1 or the product is not `devices`.
@@ -140,12 +126,12 @@ def _resolve(asked: tuple[int, ...], devices: int) -> Layout:
     return layout
 
 
-def layout_of(strategy: Strategy, *, devices: int) -> Layout:
+def layout_of(strategy: StrategyConfig, *, devices: int) -> Layout:
     """The layout of the devices that compute. Raises ValueError as `Layout.resolve` does."""
     return Layout.resolve(strategy, devices=devices - servers(strategy))
 
 
-def legal_layout(strategy: Strategy, *, devices: int) -> Layout | None:
+def legal_layout(strategy: StrategyConfig, *, devices: int) -> Layout | None:
     """The layout of a strategy; None where the degrees are wrong, which `checks/layout_checks.py` reports."""
     try:
         return layout_of(strategy, devices=devices)
@@ -153,7 +139,7 @@ def legal_layout(strategy: Strategy, *, devices: int) -> Layout | None:
         return None
 
 
-def share_of(rank: int, *, layout: Layout, strategy: Execution) -> tuple[int | None, int]:
+def share_of(rank: int, *, layout: Layout, strategy: StrategyConfig) -> tuple[int | None, int]:
     """The part of the global batch that a rank takes (None if it takes none), and the number of parts."""
     if strategy.execution == DATAPARALLEL:
         return 0, 1  # the process splits the batch over its devices

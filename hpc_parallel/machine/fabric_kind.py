@@ -99,7 +99,8 @@ def _fabric_variables(kind: str, devices: FabricDevices) -> Iterator[tuple[str, 
         ports = [port for port in devices.ports if (port.link == "InfiniBand") == (kind == INFINIBAND)]
         if ports:
             yield "NCCL_IB_HCA", "=" + ",".join(map(str, ports)), "the active ports of this kind"
-        if kind == ROCE and (index := _roce_index(ports)) is not None:
+        indices = {_index_of(port) for port in ports} if kind == ROCE else set()
+        if len(indices) == 1 and (index := indices.pop()) is not None:
             yield "NCCL_IB_GID_INDEX", index, "RoCE v2 over IPv4 on every port"
     elif kind == SLINGSHOT:
         yield "NCCL_SOCKET_IFNAME", "hsn", "the interfaces of Slingshot"
@@ -116,13 +117,8 @@ def _fabric_variables(kind: str, devices: FabricDevices) -> Iterator[tuple[str, 
         yield "NCCL_SOCKET_IFNAME", "^docker,lo", "other hosts can't reach these interfaces"
 
 
-def _roce_index(ports: Sequence[Port]) -> str | None:
-    """The index of the GID of RoCE v2 over IPv4, if it is the same on all ports."""
-    indices = {_index_of(port) for port in ports}
-    return indices.pop() if len(indices) == 1 else None
-
-
 def _index_of(port: Port) -> str | None:
+    """The index of the GID of RoCE v2 over IPv4."""
     types = _entries(port.folder / "gid_attrs" / "types")
     for path in sorted(types, key=lambda path: int(path.name) if path.name.isdecimal() else 0):
         if _text(path) == ROCE_V2 and _text(port.folder / "gids" / path.name).startswith(IPV4):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 
 from hpc_parallel.machine.fabric import set_unset
 from hpc_parallel.record.run_folder import RunFolder
@@ -20,7 +20,7 @@ def use_compiler_cache(folder: RunFolder, environment: MutableMapping[str, str])
 
 def use_expandable_segments(environment: MutableMapping[str, str]) -> dict[str, str]:
     """Let the GPU allocator grow its segments, unless the user has configured it (torch's notes on CUDA)."""
-    if configures_allocator(environment):
+    if any(name in environment for name in ALLOCATOR):
         return {}
     reason = "less memory is lost between segments"
     return set_unset(environment, {ALLOCATOR[-1]: "expandable_segments:True"}, reason=reason)
@@ -29,7 +29,3 @@ def use_expandable_segments(environment: MutableMapping[str, str]) -> dict[str, 
 def use_fixed_workspaces(environment: MutableMapping[str, str]) -> dict[str, str]:
     """Let cuBLAS use the same workspaces in each call. torch requires this for determinism."""
     return set_unset(environment, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, reason="training.deterministic")
-
-
-def configures_allocator(environment: Mapping[str, str]) -> bool:
-    return any(name in environment for name in ALLOCATOR)

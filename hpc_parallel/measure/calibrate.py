@@ -23,7 +23,7 @@ from hpc_parallel.measure import collectives
 from hpc_parallel.measure.collective_cases import Group
 from hpc_parallel.measure.collectives import Bench, largest_size, measure_cell, named_groups
 from hpc_parallel.measure.collectives_plan import ROW_S, CollectivesPlan, Measure
-from hpc_parallel.measure.device_probes import Probe, probes
+from hpc_parallel.measure.device_probes import probes
 from hpc_parallel.measure.machine_profile import machine_profile
 from hpc_parallel.measure.storage_rates import StorageRow, gigabytes
 from hpc_parallel.planning.collective_times import ACROSS, INSIDE, with_measured_links
@@ -135,21 +135,15 @@ class DeviceRows:
                 continue
             seconds = min(ROW_S, max(0.0, left_s) / (len(self.probes) - number) / 2)
             time_s = Bench(device=self.device, seconds=seconds).time(probe.prepare()).time_s / self.turns
-            times[probe.kind, probe.size] = alone_s = self._alone_s(probe, time_s, times)
+            # Without the parts that other rows measure. At least a tenth, because noise may make it smaller.
+            alone_s = max(time_s - sum(times[kind, probe.size] for kind in probe.less), time_s / 10)
+            times[probe.kind, probe.size] = alone_s
             measured.add((probe.kind, probe.precision))
             self.rows.append(DeviceRow(probe.kind, probe.precision, probe.size, alone_s, probe.tokens))
             yield self.rows[-1]
         if skipped:
             reason = advice(budget, needed_s=budget.used_s * skipped / max(1, len(self.rows)))
             self.left_out = f"left out: {skipped} of {len(self.probes)} rows of devices: {reason}"
-
-    def _alone_s(self, probe: Probe, time_s: float, times: Mapping[tuple[str, int], float]) -> float:
-        """The time without the parts that other rows measure.
-
-        At least a tenth of `time_s`, because noise may make the difference smaller.
-        """
-        rest_s = time_s - sum(times[kind, probe.size] for kind in probe.less)
-        return max(rest_s, time_s / 10)
 
 
 def link_groups(groups: Mapping[str, Group]) -> dict[str, Group]:

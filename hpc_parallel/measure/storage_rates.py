@@ -158,13 +158,9 @@ def rates_by_readers(
     return table
 
 
-def powers(most: int) -> Iterator[int]:
-    """Yields 1, 2, 4, ... and `most`."""
-    count = 1
-    while count < most:
-        yield count
-        count *= 2
-    yield most
+def powers(most: int) -> list[int]:
+    """1, 2, 4, ... and `most`."""
+    return sorted({*(2**power for power in range(most.bit_length())), most})
 
 
 def read_s(file: int, *, where: str) -> float | str:

@@ -73,8 +73,7 @@ def draw(drawing: Drawing, *, like: Tensor, device: torch.device | str, dtype: t
         return placed(cut(values, like=like).to(device, dtype, copy=True), like=like)
 
     kept = kept_rows(like)
-    shape = like.to_local().shape if isinstance(like, DTensor) else like.shape
-    local = torch.empty(shape, dtype=dtype, device=device)
+    local = torch.empty(local_of(like).shape, dtype=dtype, device=device)
 
     def block(first: int) -> Tensor:
         values = drawing.rows(first, min(step, total - first), like=like)
@@ -126,6 +125,11 @@ def cut(full: Tensor, *, like: DTensor, dims: Sequence[int] | None = None) -> Te
             rank = mesh.get_local_rank(axis)
             part = chunks[rank] if rank < len(chunks) else part.narrow(dim, 0, 0)
     return part
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a distributed tensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_slice(full: Tensor, *, like: DTensor) -> DTensor:

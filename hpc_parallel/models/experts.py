@@ -112,17 +112,15 @@ def _(rows: Tensor, gradient: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(ends.shape[0], gradient.shape[1], rows.shape[1])
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
     rows, weights, ends = ctx.saved_tensors
     of_rows = product_of_groups(gradient, weights.transpose(1, 2), ends)
     return of_rows, weight_gradients_of_groups(rows, gradient, ends), None
 
 
-product_of_groups.register_autograd(_gradients, setup_context=_keep_inputs)
+product_of_groups.register_autograd(
+    _gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
 
 
 class SharedExperts(nn.Module):

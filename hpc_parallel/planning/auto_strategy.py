@@ -23,10 +23,9 @@ from hpc_parallel.config.node_devices import (
 from hpc_parallel.config.resolve import resolve, with_values
 from hpc_parallel.config.schema import RunConfig, StrategyConfig
 from hpc_parallel.layout.layout import Layout
-from hpc_parallel.layout.schedules import SCHEDULES
 from hpc_parallel.planning.collective_times import on_nodes_of
 from hpc_parallel.planning.hardware import CPU, Hardware, named_hardware
-from hpc_parallel.planning.layouts import AXES, CHECKPOINTING, FREE, Choices, layouts
+from hpc_parallel.planning.layouts import AXES, FREE, Choices, layouts
 from hpc_parallel.planning.ranking import advantage, seconds, without_room
 from hpc_parallel.planning.search import Candidate, search
 from hpc_parallel.planning.work import unplanned, unsearched
@@ -126,13 +125,12 @@ def _choices(strategy: DictConfig, training: DictConfig, typed: set[str]) -> Cho
         for axis in AXES
     }
     schedule, mode = strategy.schedule, training.activation_checkpointing
-    schedules = tuple(name for name, rules in SCHEDULES.items() if not rules.in_turn)
-    modes: tuple[str, ...] = CHECKPOINTING
+    choices = Choices(degrees)
     if "strategy.schedule" in typed or schedule != StrategyConfig.schedule:
-        schedules = (schedule,)
+        choices = replace(choices, schedules=(schedule,))
     if "training.activation_checkpointing" in typed or mode != "none":
-        modes = (mode,)
-    return Choices(degrees, schedules, modes)
+        choices = replace(choices, checkpointing=(mode,))
+    return choices
 
 
 def _without_layout(asked: Question) -> Problem | str | None:

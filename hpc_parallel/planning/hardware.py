@@ -357,11 +357,12 @@ def contended(hardware: Hardware, *, devices: float) -> Hardware:
     device, node, network = hardware.device, hardware.node, hardware.network
     peaks = {precision: rate / turns for precision, rate in device.peak_flops.items()}
     rate = device.memory_bytes_per_s / turns
+    host = {name: seconds * turns for name, seconds in vars(hardware.host).items() if name.endswith("_s")}
     return replace(
         hardware,
         device=replace(device, peak_flops=peaks, memory_bytes_per_s=rate),
         traffic=replace(hardware.traffic, kernel_s=hardware.traffic.kernel_s * turns),
-        host=_slower_host(hardware.host, turns),
+        host=replace(hardware.host, **host),
         node=replace(node, collective=_slower(node.collective, turns), send=_slower(node.send, turns)),
         network=replace(network, latency_s=network.latency_s * turns),
     )
@@ -378,8 +379,3 @@ def pipelines_at_once(hardware: Hardware, *, devices: float) -> float | None:
 
 def _slower(link: Link, turns: float) -> Link:
     return Link(link.latency_s * turns, link.bytes_per_s / turns)
-
-
-def _slower_host(host: Host, turns: float) -> Host:
-    names = [field.name for field in fields(host) if field.name.endswith("_s")]
-    return replace(host, **{name: getattr(host, name) * turns for name in names})

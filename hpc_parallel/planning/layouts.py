@@ -75,16 +75,12 @@ def layouts(config: RunConfig, choices: Choices) -> Iterator[Layout]:
 
 def _splits_of_samples(config: RunConfig) -> Iterator[tuple[int, int]]:
     """The pairs of tensor and context degrees that can split the model's layers and a sequence."""
-    for tensor in _tensor_degrees(config):
+    for tensor in divisors(config.gpus_per_node):
+        if any(tensor_problems(config, Layout(tensor=tensor))):
+            continue
         for context in divisors(config.devices // tensor):
             if not any(sequence_problems(config, Layout(context=context, tensor=tensor))):
                 yield tensor, context
-
-
-def _tensor_degrees(config: RunConfig) -> list[int]:
-    """The degrees inside a node that can split the model's layers."""
-    possible = [Layout(tensor=degree) for degree in divisors(config.gpus_per_node)]
-    return [layout.tensor for layout in possible if not any(tensor_problems(config, layout))]
 
 
 class Variants:

@@ -167,9 +167,7 @@ class States:
     @property
     def has_owners(self) -> bool:
         """Whether some weights have an owner: one of the ranks that hold parts, which alone updates them."""
-        return not WHOLE_KINDS.isdisjoint(self._targets) and any(
-            map(self._has_owner, self._division.model.weights)
-        )
+        return any(map(self._has_owner, self._division.model.weights))
 
     @cached_property
     def _targets(self) -> set[str]:

@@ -7,7 +7,7 @@ import math
 from hpc_parallel.layout.counts import LOSS_CHUNK_BYTES, MIB
 from hpc_parallel.layout.holdings import Holding
 from hpc_parallel.layout.layout import PARAMETER_SERVER, SPMD
-from hpc_parallel.layout.model_weights import HEAD, STEM, Weight
+from hpc_parallel.layout.model_weights import HEAD, STEM
 from hpc_parallel.layout.schedules import schedule_of
 from hpc_parallel.layout.step_facts import (
     casts_once,
@@ -164,7 +164,8 @@ def loss_buffers(division: Division, *, samples: int, sample_shape: tuple[int, .
     if len(sample_shape) > 1:
         return 0
     types = types_of(config, layout)
-    vocabulary, dim = _projection(division).shape
+    last = division.model.weights[-1]  # the weight of the logits; if it is tied, the stem has it
+    vocabulary, dim = (last if len(last.shape) > 1 else division.model.weights[0]).shape
     rows = -(-vocabulary // layout.tensor)
     tokens = samples * sample_shape[0] // layout.context
     # A loss of slices of the vocabulary keeps the logits as they are beside those less their maximum.
@@ -181,12 +182,6 @@ def loss_buffers(division: Division, *, samples: int, sample_shape: tuple[int, .
     total = rows * dim * types.precise if chunks > 1 else 0  # the gradient of the weight so far
     kept = rows * dim * (types.product if types.cast else types.precise)  # part of `Kept.head`
     return inputs + max(-(-tokens // chunks) * rows * number + total - kept, rows * dim * types.precise)
-
-
-def _projection(division: Division) -> Weight:
-    """The weight of the logits. If it is tied, the stem has it."""
-    last = division.model.weights[-1]
-    return last if len(last.shape) > 1 else division.model.weights[0]
 
 
 def _gathered(division: Division, holding: Holding) -> tuple[list[int], int]:

@@ -67,7 +67,7 @@ class RankTimes:
         self._samples: list[dict[str, Any]] = []
         self._times: list[list[RankTime]] = []
         self._network = SlowNetwork(self._link_rates)
-        self._slow: list[SlowRank] = []
+        self.slow: list[SlowRank] = []  # when they were last timed; the same on all ranks
         self._named: set[tuple[int, str]] = set()
 
     def loading(self, step: int) -> AbstractContextManager[None]:
@@ -85,10 +85,6 @@ class RankTimes:
             self._usual_s = min(self._usual_s, now - self._before_s)
         self._before_s = now
         return nullcontext()
-
-    def slow(self) -> list[SlowRank]:
-        """The ranks that were slow when they were last timed; the same on all ranks."""
-        return self._slow
 
     def _link_rates(self, first_ranks: Sequence[int], rounds: Sequence[Sequence[Pair]]) -> dict[Pair, float]:
         return link_rates(first_ranks, rounds=rounds, device=self.device, size_bytes=MESSAGE_BYTES)
@@ -126,14 +122,14 @@ class RankTimes:
         if None in ranks:
             return
         self._times = [*self._times, [RankTime(**rank["times"]) for rank in ranks]][-SAMPLES:]
-        self._slow = [*slow_ranks(self._times), *self._network.find_slow(self._times[-1])]
+        self.slow = [*slow_ranks(self._times), *self._network.find_slow(self._times[-1])]
         record = {"step": step, "ranks": [rank["times"] | rank["device"] for rank in ranks]}
         kept = max(1, min(KEPT, MOST_RECORDS // len(ranks)))
         self._samples = [*self._samples, record][-kept:]
         if dist.get_rank() == 0:
-            self._warn(self._slow)
-            self.accusations.add(self._slow, step=step)
-            slow = [slow_rank.as_record() for slow_rank in self._slow]
+            self._warn(self.slow)
+            self.accusations.add(self.slow, step=step)
+            slow = [slow_rank.as_record() for slow_rank in self.slow]
             accused = self.accusations.as_records()
             with left_out("the times of the ranks are"):
                 self.write({"samples": self._samples, "slow": slow, "accused": accused})

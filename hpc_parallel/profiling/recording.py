@@ -17,13 +17,12 @@ from hpc_parallel.problems import print_warning
 from hpc_parallel.profiling.timeline import (
     STEP,
     Event,
-    Interval,
     Timeline,
     events_of,
     length,
     marked_waits,
     spans,
-    union,
+    within,
     without,
 )
 from hpc_parallel.record.safe_write import write_text
@@ -148,15 +147,10 @@ def parts(events: Sequence[Event], *, on_gpu: bool) -> dict[str, int]:
     """Nanoseconds by use, which add up to the recorded time. The range STEP must enclose all events."""
     timeline = Timeline.read(events, on_gpu=on_gpu)
     (window,) = [event for event in events if event.name == STEP and not event.on_device]
-
-    def inside(chosen: Sequence[Event]) -> list[Interval]:
-        clipped = ((max(a, window.start), min(b, window.end)) for a, b in spans(chosen))
-        return union((a - window.start, b - window.start) for a, b in clipped if a < b)
-
-    data = inside([event for event in events if event.name == DATA and event.is_mark])
+    data = within(spans(event for event in events if event.name == DATA and event.is_mark), window)
     moves = [event for event in events if event.name.startswith(COPIES) and event.on_device == on_gpu]
     waiting = timeline.waiting
-    copies = without(without(inside(moves), waiting), data)
+    copies = without(without(within(spans(moves), window), waiting), data)
     compute = without(without(without(timeline.computing, waiting), data), copies)
     by_use = {
         "compute": length(compute),

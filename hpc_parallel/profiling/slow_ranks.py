@@ -151,7 +151,8 @@ class SlowNetwork:
             return []
         waits = least_waits(times)
         if waits <= self._limit:
-            self._note_calm(waits)
+            self._calm = [*self._calm, waits][-KEPT:]
+            self._suspects, self._named = set(), []
         elif not self._named and self._checks < MOST_CHECKS:
             self._check(hosts, waits=waits)
         return self._named
@@ -159,10 +160,6 @@ class SlowNetwork:
     @property
     def _limit(self) -> float:
         return max(LEAST, GROWTH * median(self._calm)) if self._calm else LARGE
-
-    def _note_calm(self, waits: float) -> None:
-        self._calm = [*self._calm, waits][-KEPT:]
-        self._suspects, self._named = set(), []
 
     def _check(self, hosts: Mapping[str, int], *, waits: float) -> None:
         self._checks += 1

@@ -126,16 +126,11 @@ class Timeline:
         waits = spans(call for call in calls if call.name in WAITS) + ends_of_backward(
             calls, collectives=[event for event in events if event.name.startswith("gloo:")]
         )
-
-        def within(intervals: Iterable[Interval]) -> list[Interval]:
-            clipped = ((max(a, step.start) - step.start, min(b, step.end) - step.start) for a, b in intervals)
-            return union((start, end) for start, end in clipped if start < end)
-
         return cls(
             length=step.end - step.start,
-            waiting=without(within([*waits, *spans(communicating)]), within(spans(computing))),
-            stages=within(spans(stages)),
-            computing=within(spans(computing if on_gpu else operators)),
+            waiting=without(within([*waits, *spans(communicating)], step), within(spans(computing), step)),
+            stages=within(spans(stages), step),
+            computing=within(spans(computing if on_gpu else operators), step),
             chunks=sorted(
                 StageWork((event.start - step.start) / 1e9, (event.end - step.start) / 1e9, *labels)
                 for event in stages
@@ -207,6 +202,12 @@ def ends_of_backward(calls: Sequence[Event], *, collectives: Sequence[Event]) ->
 
 def spans(events: Iterable[Event]) -> list[Interval]:
     return [(event.start, event.end) for event in events]
+
+
+def within(intervals: Iterable[Interval], step: Event) -> list[Interval]:
+    """The parts of the intervals inside a step, from its start."""
+    clipped = ((max(a, step.start) - step.start, min(b, step.end) - step.start) for a, b in intervals)
+    return union((start, end) for start, end in clipped if start < end)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -38,10 +38,6 @@ class Allocation:
     gpus: int
     memory_mb: int = 0
 
-    @property
-    def cpus_per_gpu(self) -> int:
-        return max(1, self.cpus // max(1, self.gpus))
-
     def __str__(self) -> str:
         return f"job {self.job} (the allocation you are in)"
 

@@ -37,7 +37,13 @@ from hpc_parallel.strategies import (
 )
 from hpc_parallel.strategies.context import split_sequence
 from hpc_parallel.strategies.dropout import counted_dropout, dropout_shapes
-from hpc_parallel.strategies.forward_backward import Accumulate, ForwardBackward, SequenceParts, TensorGroup
+from hpc_parallel.strategies.forward_backward import (
+    Accumulate,
+    ForwardBackward,
+    InContext,
+    SequenceParts,
+    TensorGroup,
+)
 from hpc_parallel.strategies.groups import Groups
 from hpc_parallel.strategies.loss import LossTerms, MetricsOf, TermsOf, WithMetrics, count_terms
 from hpc_parallel.strategies.loss_scale import LossScale
@@ -105,7 +111,10 @@ def assemble(
     """
     mesh = groups.mesh
     flops = model.forward_flops(sample_shape)
-    maps = measure_maps(model, mesh=mesh, sample_shape=sample_shape, options=config.strategy)
+    maps = None
+    if (axis := axis_of(mesh, "tile")) is not None:
+        grid = tile_grid(axis.size(), config.strategy.tile_grid)
+        maps = measure(model, sample_shape=sample_shape, grid=grid)
     chunked = chunked_loss.applies(model, config=config, mesh=mesh)
     shapes = dropout_shapes.whole_shapes(model, sample_shape=sample_shape)
     local_stages = cut(model, mesh=mesh, sample_shape=sample_shape, options=config.strategy)
@@ -219,7 +228,7 @@ def surround(
     The arguments are those of `build_forward_backward`.
     """
     if casts and slicing_axis(mesh) is None:
-        schedule = working_weights.CastOnce(schedule, parts=parts)
+        schedule = InContext(schedule, partial(working_weights.cast_weights, parts))
     if layers := float8_scales.scaled_layers(parts):
         axes = slicing_axis(mesh), axis_of(mesh, "tensor")
         schedule = float8_scales.WeightScales(schedule, layers=layers, axes=axes)
@@ -236,15 +245,6 @@ def surround(
     if (axis := axis_of(mesh, "tensor")) is not None:
         schedule = TensorGroup(schedule, axis=axis, options=options)
     return schedule
-
-
-def measure_maps(
-    model: LayeredModel, *, mesh: DeviceMesh, sample_shape: tuple[int, ...], options: StrategyConfig
-) -> Maps | None:
-    """Returns the sizes of the maps if samples are tiled. Raises ConfigError if they can't be."""
-    if (axis := axis_of(mesh, "tile")) is None:
-        return None
-    return measure(model, sample_shape=sample_shape, grid=tile_grid(axis.size(), options.tile_grid))
 
 
 def loss_of(model: LayeredModel, *, mesh: DeviceMesh, options: StrategyConfig) -> tuple[Loss, MetricsOf]:

@@ -24,7 +24,7 @@ from hpc_parallel.models.attention import (
 )
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import Problem, Problems
-from hpc_parallel.strategies.local_positions import find_local_positions
+from hpc_parallel.strategies.dry_forward import find_local_positions
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward, replace_modules
 
 OF_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -96,7 +96,7 @@ def whole_text(model: LayeredModel, *, row: int, passes: slice) -> Iterator[None
 
 def count_positions(past: Past, forward: Forward, model: LayeredModel, x: Tensor) -> Tensor:
     out = forward(model, x)
-    past.grow(x.shape[1])
+    past.length += x.shape[1]
     return out
 
 
@@ -124,9 +124,6 @@ class Past(Positions):
 
     def key(self, length: int) -> Hashable:
         return self.length, length
-
-    def grow(self, positions: int) -> None:
-        self.length += positions
 
 
 class CachedAttention(CausalAttention):

@@ -120,22 +120,17 @@ class TransferCounter:
     def __init__(self, *, degree: int) -> None:
         self.devices = [DeviceTraffic() for _ in range(degree)]
 
-    def scattered(self, count_bytes: int, *, target: int) -> None:
-        move(count_bytes, source=self.devices[0], target=self.devices[target])
-
-    def gathered(self, count_bytes: int, *, source: int) -> None:
-        move(count_bytes, source=self.devices[source], target=self.devices[0])
-
     def count(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, copied: Sequence[Tensor]) -> None:
         """Count one forward and backward pass. Every device gets a copy of the `copied` tensors."""
         if not torch.is_grad_enabled():
             return
-        for device in range(1, len(inputs)):
-            self.scattered(inputs[device].nbytes, target=device)
-            self.gathered(outputs[device].nbytes, source=device)
-            self.scattered(outputs[device].nbytes, target=device)  # gradients of the outputs
-            self.scattered(sum(tensor.nbytes for tensor in copied), target=device)
-            self.gathered(sum(tensor.nbytes for tensor in copied if tensor.requires_grad), source=device)
+        weights = sum(tensor.nbytes for tensor in copied)
+        gradients = sum(tensor.nbytes for tensor in copied if tensor.requires_grad)
+        first = self.devices[0]
+        for device, x, output in zip(self.devices[1:], inputs[1:], outputs[1:], strict=False):
+            # The gradient of an output is as large as the output.
+            move(x.nbytes + output.nbytes + weights, source=first, target=device)
+            move(output.nbytes + gradients, source=device, target=first)
 
 
 class Threads(Module):

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn import Linear
 
+from hpc_parallel.models.drawn_weights import local_of
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.strategies.forward_backward import ForwardBackward
+from hpc_parallel.strategies.forward_backward import ForwardBackward, InContext
 from hpc_parallel.strategies.mesh import name_of
 from hpc_parallel.strategies.ranges import marked
 from hpc_parallel.torch_internals import largest_of_group
@@ -127,7 +127,7 @@ def quantise(
     return (x.float() * scale).to(dtype), scale.reciprocal()
 
 
-class WeightScales:
+class WeightScales(InContext):
     """The `inner` schedule; before a step, one message finds the largest values of all its float8 weights.
 
     axes: those that split weights: `tensor`, and the one over which fully_shard slices them.
@@ -136,17 +136,9 @@ class WeightScales:
     def __init__(
         self, inner: ForwardBackward, *, layers: Sequence[Linear], axes: Sequence[DeviceMesh | None]
     ) -> None:
-        self._inner, self._layers = inner, layers
+        super().__init__(inner, self._found)
+        self._layers = layers
         self._axes = [axis for one in axes for axis in ScaleAxis.of(one)]
-        self.copies = inner.copies
-
-    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self._found():
-            return self._inner.train(inputs, targets)
-
-    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self._found():
-            return self._inner.evaluate(inputs, targets)
 
     @contextmanager
     def _found(self) -> Iterator[None]:
@@ -163,7 +155,7 @@ class WeightScales:
     def _largest(self) -> Tensor:
         """The values of the layers' weights as the products have them, in bfloat16 or float64."""
         weights = [layer.weight for layer in self._layers]
-        parts = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+        parts = [local_of(weight) for weight in weights]
         values = [
             largest_of(part, dim=None) if part.numel() else torch.zeros((), device=part.device)
             for part in parts

@@ -118,6 +118,23 @@ class Accumulate:
         self._runner.set_requires_all_reduce(True)  # type: ignore[operator]
 
 
+class InContext:
+    """The `inner` schedule, whose passes run inside a context."""
+
+    def __init__(self, inner: ForwardBackward, context: Callable[[], AbstractContextManager[None]]) -> None:
+        self._inner, self._context = inner, context
+        self.copies = inner.copies
+
+    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self._context():
+            return self._inner.train(inputs, targets)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self._context():
+            return self._inner.evaluate(inputs, targets)
+
+
 class SequenceParts:
     """The ranks of a context axis train on the same samples `[batch, seq, ...]`, each on its slices."""
 

@@ -1,4 +1,4 @@
-"""The gradients of this rank: slices, the entire gradient's norm, clipping, and steps that are not finite."""
+"""The gradients of this rank: slices, the norm of the entire gradient, and clipping."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import Parameter
 
 from hpc_parallel import torch_internals
-from hpc_parallel.strategies.loss_scale import LossScale
 from hpc_parallel.strategies.mesh import all_reduce, name_of
 from hpc_parallel.strategies.ranges import marked
 
@@ -114,79 +113,6 @@ def clip(parameters: Iterable[Parameter], *, norm: Tensor, max_norm: float) -> N
     """Scale all gradients so that their global `norm` is at most `max_norm`. The host does not wait."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch_internals.scale(local_gradients(parameters), scale)
-
-
-class Withholding:
-    """Withholds the optimizer's update of a bad step (skip), or of all later steps too (stop, rollback).
-
-    The gradient's norm is on the device and is the same on all ranks. If it is not finite, the flag
-    `withhold` on the device makes the fused optimizer skip its update (`found_inf`, which torch's GradScaler
-    also uses). A loss that is not finite makes its gradients not finite (`loss.propagate_nonfinite`).
-    """
-
-    def __init__(
-        self,
-        weights: int,
-        *,
-        device: torch.device,
-        skips: bool,
-        buffers: Sequence[Tensor],
-        loss_scale: LossScale | None = None,
-    ) -> None:
-        """`weights`: the number of weights on this rank. `skips`: training goes on after a bad step.
-
-        `buffers`: tensors that a forward pass changes. A skipped step must not change them.
-
-        `loss_scale`: changes in each step. While it can shrink, a step that is not finite is skipped.
-        """
-        self.skips = skips
-        self.withhold = torch.zeros((), device=device)  # 1: withhold the update of this step
-        self.count = torch.zeros((), device=device)  # steps withheld since the first bad one
-        self.norms = torch.zeros(weights, device=device)  # of the weights' gradients in the first bad step
-        self.loss = torch.zeros((), dtype=torch.float64, device=device)  # of the first bad step
-        self._skipped = torch.zeros(2, device=device)  # their number, and the steps since the last one
-        self._loss_scale = loss_scale
-        self._may_skip = skips or loss_scale is not None
-        self._buffers = buffers if self._may_skip else []
-        self._buffers_before: list[Tensor] = []
-
-    @property
-    def skipped(self) -> Tensor | None:
-        """The number of skipped steps and the steps since the last one, on the device; None if none may be.
-
-        With a loss scale, the factors before and after the last one follow.
-        """
-        factors = [] if self._loss_scale is None else [self._loss_scale.last_skip]
-        return torch.cat([self._skipped, *factors]) if self._may_skip else None
-
-    @torch.no_grad()
-    def remember_buffers(self) -> None:
-        """Copy the buffers before the forward pass, so that a skipped step can restore them."""
-        self._buffers_before = [buffer.clone() for buffer in self._buffers]
-
-    @torch.no_grad()
-    def note(self, *, norm: Tensor, norms: Tensor, loss: Tensor) -> None:
-        """Withhold this step's update if the `norm` of the complete gradient is not finite.
-
-        `norm` is the same on all ranks. `norms` [parameter] and `loss` are this rank's.
-        """
-        bad = ~norm.isfinite()
-        skips = self._skips_step(bad)
-        stops = bad & ~skips
-        first = stops & (self.count == 0)
-        self.norms = torch.where(first, norms.float(), self.norms)
-        self.loss = torch.where(first, loss.double(), self.loss)
-        self.count += stops | (self.count > 0)
-        number, since = self._skipped
-        self._skipped.copy_(torch.stack([number + skips, torch.where(skips, 0, since + 1)]))
-        self.withhold.copy_(bad | (self.count > 0))
-        for buffer, old in zip(self._buffers, self._buffers_before, strict=True):
-            buffer.copy_(torch.where(bad, old, buffer))
-
-    def _skips_step(self, bad: Tensor) -> Tensor:
-        """Whether training goes on after this `bad` step."""
-        overflows = torch.zeros_like(bad) if self._loss_scale is None else self._loss_scale.update(bad)
-        return bad if self.skips else overflows
 
 
 def copies_of(parameter: Parameter, *, axes: Iterable[DeviceMesh]) -> int:

@@ -78,11 +78,6 @@ class BoxExchange:
     rank: int
     group: dist.ProcessGroup
 
-    @property
-    def is_identity(self) -> bool:
-        """Whether every rank already has what it wants; the same answer on all ranks."""
-        return list(self.have) == list(self.want)
-
     @cached_property
     def give(self) -> list[tuple[slice, slice]]:
         """The piece of this rank's tile that each rank gets."""

@@ -14,7 +14,7 @@ from hpc_parallel.models.convnet import Pixels
 from hpc_parallel.models.language import LanguageModel
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.models.plain import PlainModel
-from hpc_parallel.problems import ConfigError, Problem, Problems, raise_if_any
+from hpc_parallel.problems import ConfigError, Problem, Problems
 from hpc_parallel.strategies import cache, expert, float8, packed_documents, stages
 from hpc_parallel.strategies.context import split_sequence
 from hpc_parallel.strategies.dropout import dropout_shapes
@@ -120,18 +120,3 @@ def _uncut(model: PlainModel, axis: str, *, degree: int) -> Problem:
         f"{NEEDS[axis]} (docs/own-model.md). strategy=data, fsdp, hsdp and parameter_server take it as it is"
     )
     return Problem(f"strategy.{axis}", degree, rule, (1,))
-
-
-def require(
-    model: LayeredModel,
-    *,
-    config: RunConfig,
-    layout: Layout,
-    sample_shape: tuple[int, ...],
-    dtype: torch.dtype,
-) -> None:
-    """Raises ConfigError with what `find_problems` returns. `dtype`: that of the samples."""
-    problems = list(
-        find_problems(model, config=config, layout=layout, sample_shape=sample_shape, dtype=dtype)
-    )
-    raise_if_any(problems)

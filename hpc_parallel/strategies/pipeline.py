@@ -22,7 +22,6 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import GraphExecGroup
@@ -30,13 +29,14 @@ from torch.utils.checkpoint import GraphExecGroup
 from hpc_parallel import torch_internals
 from hpc_parallel.layout.schedules import schedule_named, too_old, version_problem
 from hpc_parallel.models.auxiliary_loss import auxiliary_losses
+from hpc_parallel.models.drawn_weights import local_of
 from hpc_parallel.models.layered import LayeredModel, Loss, part_of
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.gradients import local_gradients
 from hpc_parallel.strategies.groups import Groups
 from hpc_parallel.strategies.loss import LossTerms, propagate_nonfinite
 from hpc_parallel.strategies.ranges import action, marked
-from hpc_parallel.strategies.replicate import Average, average_of
+from hpc_parallel.strategies.replicate import Average
 
 ENDS = {"stem", "head"}
 # torch 2.11 expects a gradient of each input of a stage back, of a mask too; the stage before drops it.
@@ -218,7 +218,7 @@ class TiedEnds:
     def copy_originals(self) -> None:
         """Copy the originals to this rank's copies, after the optimizer or a checkpoint has changed them."""
         for copy, original in self._pairs:
-            _local(copy).copy_(_local(original))
+            local_of(copy).copy_(local_of(original))
 
     def sum_gradients(self) -> None:
         assert self._group is not None or not self._shared  # None would be the group of all ranks
@@ -233,10 +233,6 @@ class TiedEnds:
             for original_gradient, copy_gradient in gradients:
                 original_gradient.add_(copy_gradient)
             copy.grad = None
-
-
-def _local(weight: Parameter) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class PipelineDriver:
@@ -273,7 +269,7 @@ class PipelineDriver:
             Stage(runner, index, count, device, group=axis.get_group())
             for runner, index in zip(runners, stages, strict=True)
         ]
-        self._averages = [] if replicas is None else [average_of(model, axis=replicas) for model in models]
+        self._averages = [] if replicas is None else [Average(model, axis=replicas) for model in models]
         for part, model in zip(self._parts, models, strict=True):
             part.gradients_group = groups.gradients if torch_internals.sends_apart(kind) else None
             if model.sample_indices.used:

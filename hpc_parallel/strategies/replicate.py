@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_parallel import torch_internals
@@ -90,20 +88,17 @@ def average_in(
     return averaged
 
 
-def average_of(stage: LayeredModel, *, axis: DeviceMesh) -> Average:
-    """Averages as DistributedDataParallel would: gradients of weights of `stage` that are not distributed."""
-    return Average((weight for weight in stage.parameters() if not isinstance(weight, DTensor)), axis=axis)
-
-
 class Average:
-    """Averages the gradients of `parameters` over `axis` if DistributedDataParallel can't.
+    """Averages the gradients of a stage over `axis` if DistributedDataParallel can't.
+
+    As there, distributed weights are left to the technique that split them.
 
     A split backward pass computes the gradients of weights separately (torch.autograd.grad), so the hooks of
     DistributedDataParallel never run.
     """
 
-    def __init__(self, parameters: Iterable[Parameter], *, axis: DeviceMesh) -> None:
-        self._parameters = list(parameters)
+    def __init__(self, stage: LayeredModel, *, axis: DeviceMesh) -> None:
+        self._parameters = [weight for weight in stage.parameters() if not isinstance(weight, DTensor)]
         self._group, self._axis = axis.get_group(), name_of(axis)
         self._started: tuple[dist.Work, Tensor, list[Tensor]] | None = None
 
@@ -112,7 +107,10 @@ class Average:
         """Start one all-reduce of all gradients while other stages of this rank still compute."""
         gradients = local_gradients(self._parameters)
         if gradients:
-            flat = torch.cat([_at_least_float32(gradient).reshape(-1) for gradient in gradients])
+            # A message of bfloat16 is summed in float32.
+            flat = torch.cat(
+                [g.to(torch.promote_types(g.dtype, torch.float32)).reshape(-1) for g in gradients]
+            )
             with marked(f"all_reduce {self._axis}"):
                 work = dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
             assert work is not None
@@ -127,7 +125,3 @@ class Average:
             for gradient, piece in zip(gradients, pieces, strict=True):
                 gradient.copy_(piece.view_as(gradient))
             self._started = None
-
-
-def _at_least_float32(gradient: Tensor) -> Tensor:
-    return gradient.float() if gradient.dtype == torch.bfloat16 else gradient

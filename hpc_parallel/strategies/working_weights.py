@@ -16,7 +16,6 @@ from torch.nn import Embedding, Linear, Module, Parameter, RMSNorm
 
 from hpc_parallel import torch_internals
 from hpc_parallel.models.layered import LayeredModel
-from hpc_parallel.strategies.forward_backward import ForwardBackward
 from hpc_parallel.strategies.precision import HALF
 from hpc_parallel.torch_internals import Convolution, parameters_of
 
@@ -39,24 +38,6 @@ def cast_for_good(model: LayeredModel) -> None:
         casts[key] = Parameter(weight.detach().to(HALF["bfloat16"]), weight.requires_grad)
     for table in map(parameters_of, model.modules()):  # a module of another kind may share the weight
         table.update({name: casts[id(weight)] for name, weight in table.items() if id(weight) in casts})
-
-
-class CastOnce:
-    """The `inner` schedule with the weights of `parts` in bfloat16."""
-
-    def __init__(self, inner: ForwardBackward, *, parts: Sequence[LayeredModel]) -> None:
-        self._inner = inner
-        self._parts = parts
-        self.copies = inner.copies
-
-    def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with cast_weights(self._parts):
-            return self._inner.train(inputs, targets)
-
-    @torch.no_grad()
-    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with cast_weights(self._parts):
-            return self._inner.evaluate(inputs, targets)
 
 
 @contextmanager

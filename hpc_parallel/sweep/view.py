@@ -7,7 +7,6 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import TaskID
@@ -66,9 +65,7 @@ class SweepView:
         self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self._bars.stop()
 
     def start(self, planned: PlannedRun, note: str = "starting") -> None:

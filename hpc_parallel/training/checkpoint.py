@@ -135,11 +135,6 @@ def optimizer_sizes(reader: CheckpointReader) -> dict[str, tuple[torch.Size, tor
     return sizes
 
 
-def random_names(reader: CheckpointReader) -> list[str]:
-    """Names of the generator states that a checkpoint has."""
-    return [name for name in reader.entries if name.startswith("random/")]
-
-
 def save_s(checkpoint: Checkpoint) -> float | None:
     """How long it took to write a checkpoint; None if its manifest does not say it."""
     seconds = number(checkpoint.manifest.get(SAVE_S))

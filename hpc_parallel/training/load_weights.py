@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -42,17 +42,6 @@ MAX_NAMES = 3  # in one message
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-class WeightSource(Protocol):
-    """Tensors by full name, without the state of the optimizer."""
-
-    @property
-    def shapes(self) -> Shapes:
-        """Shapes of all tensors of the source, by name."""
-
-    def fill(self, state: StateDict) -> None:
-        """Copy into the tensors of `state`. For a distributed tensor, copy into this rank's slice."""
-
-
 class WeightsFile:
     """A safetensors file. It is mapped into memory, so only this rank's slice of each weight is read."""
 
@@ -62,6 +51,7 @@ class WeightsFile:
         self.shapes: Shapes = read_header(path)[0]
 
     def fill(self, state: StateDict) -> None:
+        """Copy into the tensors of `state`. For a distributed tensor, copy into this rank's slice."""
         with safe_open(self._path, framework="pt") as file:
             for name, tensor in state.items():
                 values = file.get_tensor(name)
@@ -101,7 +91,7 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
     if config.weights is None:
         return INITIAL
     path = Path(config.weights)
-    source: WeightSource
+    source: WeightsFile | CheckpointWeights
     if path.is_dir():
         checkpoint, _ = newest_sound(RunFolder(path).checkpoints)
         if checkpoint is None:
@@ -209,7 +199,7 @@ def require_fit(state: StateDict, shapes: Shapes, *, aliases: Iterable[str], pat
     raise_if_any(problems)
 
 
-def require_tied(source: WeightSource, aliases: Mapping[str, str], *, path: Path) -> None:
+def require_tied(source: WeightsFile | CheckpointWeights, aliases: Mapping[str, str], *, path: Path) -> None:
     """Raises ConfigError on all ranks if the source has other values under the two names of a tied weight."""
     others = []
     for alias, name in aliases.items() if dist.get_rank() == 0 else ():

@@ -126,7 +126,7 @@ class MemoryCopies:
         self._rank, self._device, self._state = dist.get_rank(), device, state
         self._layouts: list[int] = exchange.all_gather(layout)
         targets = partners(exchange.all_gather(host))
-        self._target = targets[self._rank]
+        self.target = targets[self._rank]  # the rank that keeps the other copy
         self._sources = [rank for rank, target in enumerate(targets) if target == self._rank]
         self._sizes: dict[int, list[list[float]]] = {}  # [bytes, characters of the record][rank], by slot
         self._pages: dict[Path, Tensor] = {}
@@ -135,10 +135,6 @@ class MemoryCopies:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="memory copies")
         self._pending: Future[None] | None = None
         self._on = True
-
-    @property
-    def has_partner(self) -> bool:
-        return self._target is not None
 
     def due(self, step: int) -> bool:
         return self._on and step % self._every == 0
@@ -272,9 +268,9 @@ class MemoryCopies:
             messages[rank] = torch.empty(length, dtype=torch.uint8)
             pages = self._pages[self._path("copy", rank, slot)]
             works += [dist.irecv(message, src=rank, group=self._group) for message in (messages[rank], pages)]
-        if self._target is not None:
+        if self.target is not None:
             own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-            works += [dist.isend(message, dst=self._target, group=self._group) for message in (own, content)]
+            works += [dist.isend(message, dst=self.target, group=self._group) for message in (own, content)]
         for work in filter(None, works):
             work.wait()
         for rank, message in messages.items():

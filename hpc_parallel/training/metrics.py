@@ -44,7 +44,7 @@ class StepResult:
 
     loss: Tensor  # mean loss of this replica's batch; zero if another rank of the replica has it
     gradient_norm: Tensor  # of the entire model, before clipping; always valid on rank 0
-    skipped: Tensor | None = None  # Withholding.skipped, valid on rank 0
+    skipped: Tensor | None = None  # Guard.skipped, valid on rank 0
 
 
 @dataclass(frozen=True)

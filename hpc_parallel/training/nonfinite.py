@@ -1,7 +1,7 @@
 """Reports losses and gradients that are not finite to the host, and names the rank and the layer to blame.
 
-A step itself only withholds its update, on the device (`gradients.Withholding`). Nothing waits for the
-device, unless an optimizer ignores the flag. In this case the host reads the flag before each update.
+A step itself only withholds its update, on the device. Nothing waits for the device, unless an optimizer
+ignores the flag. In this case the host reads the flag before each update.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
+from hpc_parallel.models.drawn_weights import local_of
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.exchange import FollowerError
-from hpc_parallel.strategies.gradients import Withholding
 from hpc_parallel.strategies.loss_scale import LossScale
 from hpc_parallel.torch_internals import tree_leaves
 from hpc_parallel.training.optimizer import ModelOptimizer
@@ -45,8 +44,14 @@ class NonFiniteError(RuntimeError):
         self.details: dict[str, Any] = {"step": step, "parameter": parameter, "layer": layer}
 
 
-class Guard(Withholding):
-    """Withholds updates, and reports the reason to the host."""
+class Guard:
+    """Withholds the optimizer's update of a bad step (skip), or of all later steps too (stop, rollback).
+
+    The gradient's norm is on the device and is the same on all ranks. If it is not finite, the flag
+    `withhold` on the device makes the fused optimizer skip its update (`found_inf`, which torch's GradScaler
+    also uses). A loss that is not finite makes its gradients not finite (`loss.propagate_nonfinite`). The
+    host reads the reason later.
+    """
 
     def __init__(
         self,
@@ -59,14 +64,60 @@ class Guard(Withholding):
     ) -> None:
         """`parameters`: this rank's, by full name, in the order of `norms` in `note`.
 
-        `policy`: stop, skip or rollback. The other arguments are those of `Withholding`.
+        `policy`: stop, skip or rollback. With skip, training goes on after a bad step.
+
+        `buffers`: tensors that a forward pass changes. A skipped step must not change them.
+
+        `loss_scale`: changes in each step. While it can shrink, a step that is not finite is skipped.
         """
         device = next(iter(parameters.values())).device
-        super().__init__(
-            len(parameters), device=device, skips=policy == "skip", buffers=buffers, loss_scale=loss_scale
-        )
+        self.skips = policy == "skip"
+        self.withhold = torch.zeros((), device=device)  # 1: withhold the update of this step
+        self.count = torch.zeros((), device=device)  # steps withheld since the first bad one
+        self.norms = torch.zeros(len(parameters), device=device)  # of the gradients in the first bad step
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)  # of the first bad step
+        self._skipped = torch.zeros(2, device=device)  # their number, and the steps since the last one
+        self._loss_scale = loss_scale
+        self._may_skip = self.skips or loss_scale is not None
+        self._buffers = buffers if self._may_skip else []
+        self._buffers_before: list[Tensor] = []
         self._parameters = parameters
+        self.skipped = self._counts_of_skips()
         optimizer.withhold_by(self.withhold)
+
+    def _counts_of_skips(self) -> Tensor | None:
+        """The number of skipped steps and the steps since the last one, on the device; None if none may be.
+
+        With a loss scale, the factors before and after the last one follow.
+        """
+        factors = [] if self._loss_scale is None else [self._loss_scale.last_skip]
+        return torch.cat([self._skipped, *factors]) if self._may_skip else None
+
+    @torch.no_grad()
+    def remember_buffers(self) -> None:
+        """Copy the buffers before the forward pass, so that a skipped step can restore them."""
+        self._buffers_before = [buffer.clone() for buffer in self._buffers]
+
+    @torch.no_grad()
+    def note(self, *, norm: Tensor, norms: Tensor, loss: Tensor) -> None:
+        """Withhold this step's update if the `norm` of the complete gradient is not finite.
+
+        `norm` is the same on all ranks. `norms` [parameter] and `loss` are this rank's.
+        """
+        bad = ~norm.isfinite()
+        overflows = torch.zeros_like(bad) if self._loss_scale is None else self._loss_scale.update(bad)
+        skips = bad if self.skips else overflows
+        stops = bad & ~skips
+        first = stops & (self.count == 0)
+        self.norms = torch.where(first, norms.float(), self.norms)
+        self.loss = torch.where(first, loss.double(), self.loss)
+        self.count += stops | (self.count > 0)
+        number, since = self._skipped
+        self._skipped.copy_(torch.stack([number + skips, torch.where(skips, 0, since + 1)]))
+        self.withhold.copy_(bad | (self.count > 0))
+        for buffer, old in zip(self._buffers, self._buffers_before, strict=True):
+            buffer.copy_(torch.where(bad, old, buffer))
+        self.skipped = self._counts_of_skips()
 
     def raise_if_nonfinite(self, step: int, *, trace: Callable[[int], FirstLayers]) -> None:
         """Read from the device whether a step up to the 1-based `step` was withheld.
@@ -96,7 +147,7 @@ class Guard(Withholding):
         rank, message, parameter = blame(by_rank, step=step)
         layer = None
         weights_finite = all(values["weight"] is None for values in by_rank)
-        if weights_finite and (first := first_clause(_all_gather(trace(step)), order=order)) is not None:
+        if weights_finite and (first := first_clause(_all_gather(trace(step)))) is not None:
             rank, clause, layer = first
             message = f"{message}; {clause}"
         if rank == (dist.get_rank() if dist.is_initialized() else 0):
@@ -132,7 +183,7 @@ def blame(by_rank: Sequence[Mapping[str, Any]], *, step: int) -> tuple[int, str,
 
 def first_nonfinite(parameters: Mapping[str, Parameter]) -> str | None:
     """The first weight of this rank, in the order of the model, that has a value which is not finite."""
-    broken = {name for name, weight in parameters.items() if not _is_finite(weight)}
+    broken = {name for name, weight in parameters.items() if not bool(local_of(weight).isfinite().all())}
     return min(broken, key=order, default=None)
 
 
@@ -195,14 +246,12 @@ def _after_forward(
 @torch.no_grad()
 def _note(finding: dict[str, tuple[str, str]], kind: str, name: str, tensor: Tensor) -> None:
     """Keep the first finding of its kind. The host reads the tensor."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_of(tensor)
     if kind not in finding and not bool(local.isfinite().all()):
         finding[kind] = name, str(float(local[~local.isfinite()][0]))
 
 
-def first_clause(
-    by_rank: Sequence[FirstLayers], *, order: Callable[[str], tuple[int, int, str]]
-) -> tuple[int, str, str] | None:
+def first_clause(by_rank: Sequence[FirstLayers]) -> tuple[int, str, str] | None:
     """Returns the rank, a clause and the layer's name of the first finding of all ranks; None without any.
 
     A forward pass runs in the `order` of the model, and a backward pass in the reverse order.
@@ -224,8 +273,3 @@ def first_clause(
 
 def _all_gather(value: Any) -> list[Any]:
     return exchange.all_gather(value) if dist.is_initialized() else [value]
-
-
-def _is_finite(weight: Tensor) -> bool:
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
-    return bool(local.isfinite().all())

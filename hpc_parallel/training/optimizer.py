@@ -292,11 +292,14 @@ def build_optimizer(
     """Build the optimizers of this rank's weights, by full name.
 
     `split`: other ranks hold other weights or slices. `rounding`: what is kept in bfloat16. All ranks must
-    call it together. Raises ConfigError if a class or its arguments can't be used.
+    call it together. Raises ConfigError if a class or its arguments can't be used, or for a pattern that
+    matches no weight on any rank.
     """
+    require_matches(list(parameters), config.groups)
     groups: dict[str, tuple[Settings, dict[str, Parameter]]] = {}
-    for name, settings in settings_of(parameters, config).items():
-        groups.setdefault(str(settings), (settings, {}))[1][name] = parameters[name]
+    for name, parameter in parameters.items():
+        settings = settings_for(name, parameter.ndim, config)
+        groups.setdefault(str(settings), (settings, {}))[1][name] = parameter
     updates: defaultdict[float, list[Update]] = defaultdict(list)
     for settings, weights in groups.values():
         update = _update(settings, weights, rate=config.learning_rate, split=split, rounding=rounding)
@@ -356,16 +359,6 @@ def _arguments(kind: Any, settings: Settings, *, rate: float) -> dict[str, Any]:
             [f"optimizer: {settings.target} takes no {', '.join(unknown)}. Its arguments are {legal}."]
         )
     return arguments
-
-
-def settings_of(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> dict[str, Settings]:
-    """Returns the settings of each weight of `parameters`.
-
-    `parameters`: this rank's weights by full name. All ranks must call it together. Raises ConfigError for a
-    pattern that matches no weight on any rank.
-    """
-    require_matches(list(parameters), config.groups)
-    return {name: settings_for(name, parameter.ndim, config) for name, parameter in parameters.items()}
 
 
 def require_matches(names: list[str], rules: Mapping[str, Mapping[str, Any]]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hpc_parallel.failure.left_out import left_out
+from hpc_parallel.models.drawn_weights import local_of
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.training.nonfinite import order
@@ -148,8 +149,7 @@ def checksums(weights: Mapping[str, Tensor]) -> dict[str, int]:
 
 def bit_sum(weight: Tensor) -> Tensor:
     """The sum of the bits of a weight's local part, a scalar on its device."""
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
-    flat = local.detach().contiguous().view(-1)
+    flat = local_of(weight).detach().contiguous().view(-1)
     start = flat.storage_offset() * flat.element_size()
     word = next(word for word in _WORDS if start % word.itemsize == flat.nbytes % word.itemsize == 0)
     words = flat.view(word)

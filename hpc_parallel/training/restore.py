@@ -17,7 +17,6 @@ from hpc_parallel.strategies import exchange
 from hpc_parallel.training.checkpoint import (
     CheckpointReader,
     StateDict,
-    random_names,
     random_state,
     read,
     readable,
@@ -71,7 +70,7 @@ def restore(
         where = f"at {as_override('data.path', path)}, " if path else ""
         advice = f"That of the checkpoint was {where}or has changed since."
         raise ConfigError([f"data: the checkpoint of step {checkpoint.step} {rule} continue. {advice}"])
-    has_state = set(random_names(reader)) >= set(random_state(device))
+    has_state = reader.entries.keys() >= random_state(device).keys()
     all_have_state = torch.tensor(int(has_state))
     dist.all_reduce(all_have_state, op=dist.ReduceOp.MIN)
     generators = random_state(device) if all_have_state else {}

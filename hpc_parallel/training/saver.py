@@ -152,10 +152,11 @@ class Saver:
         save: dict[str, Any] = {"storage_writer": writer, "planner": planner, "process_group": self._group}
         self._began_s = time.perf_counter()
         if self.training.checkpoint_async:
-            stager = self._open_stager()
-            written = cast("Future[Any]", dcp.async_save(state, async_stager=stager, **save))
+            self._stager = self._stager or stager_for(self.device)  # one, as it keeps the memory of the copy
+            written = cast("Future[Any]", dcp.async_save(state, async_stager=self._stager, **save))
         else:
-            written = self._open_thread().submit(self._write, state, save)
+            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="save")
+            written = self._thread.submit(self._write, state, save)
         self._pending = Future()
         written.add_done_callback(partial(self._end, self._pending, unfinished))
 
@@ -175,11 +176,6 @@ class Saver:
             torch.cuda.set_device(self.device)  # a thread begins with device 0
         dcp.save(state, **save)
 
-    def _open_thread(self) -> ThreadPoolExecutor:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
-        return self._thread
-
     def _end(self, pending: Future[BaseException | None], unfinished: Path, written: Future[Any]) -> None:
         """Measure a save, or make room after a failed one: the next lines of metrics must fit on the disk."""
         error: BaseException | None = None
@@ -191,12 +187,6 @@ class Saver:
                 shutil.rmtree(unfinished, ignore_errors=True)
         finally:
             pending.set_result(error)
-
-    def _open_stager(self) -> Stager:
-        """One stager for all checkpoints, since it keeps the memory of the copy."""
-        if self._stager is None:
-            self._stager = stager_for(self.device)
-        return self._stager
 
     def _finish(self) -> str | None:
         """Wait until all ranks have ended the pending save. Returns why it failed, the same on all ranks.
@@ -211,7 +201,9 @@ class Saver:
             raise error
         reason: str | None = exchange.broadcast(None if error is None else self._reason(error))
         if max(exchange.all_gather_numbers([float(is_broken(error))], device=exchange.CPU)[0]):
-            self._renew_group()
+            broken, self._group = self._group, self.saving.make()
+            if broken is not None:
+                dist.destroy_process_group(broken)
         if reason is None:
             self.saved_step = self._pending_step
             self.on_saved(self.saved_step)
@@ -263,11 +255,6 @@ class Saver:
             limit_s = self.saving.timeout_s
             return f"not all ranks had written after cluster.checkpoint_timeout_s = {limit_s:g} seconds"
         return f"{type(error).__name__}: {error}"
-
-    def _renew_group(self) -> None:
-        broken, self._group = self._group, self.saving.make()
-        if broken is not None:
-            dist.destroy_process_group(broken)
 
 
 def is_broken(error: BaseException | None) -> bool:

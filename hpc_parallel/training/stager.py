@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 
 from hpc_parallel import torch_internals
+from hpc_parallel.models.drawn_weights import local_of
 from hpc_parallel.problems import print_warning
 
 PIN_FROM_BYTES = 2**20  # registering a smaller buffer takes longer than its faster copy saves
@@ -69,7 +70,7 @@ class Stager(AsyncStager):
         """Returns copies of the tensors of `state_dict`, valid until the next call."""
         copies: dict[str, Any] = {}
         for name, tensor in state_dict.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local_of(tensor)
             buffer = self._buffer(name, like=local)
             buffer.copy_(local, non_blocking=True)
             copies[name] = (

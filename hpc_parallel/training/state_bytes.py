@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from hpc_parallel.models.drawn_weights import local_of
 from hpc_parallel.strategies import exchange
 from hpc_parallel.training.optimizer import ModelOptimizer
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes of `tensors` that this rank holds; for a DTensor, the bytes of the local shard."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    return sum(tensor.nbytes for tensor in local)
+    return sum(local_of(tensor).nbytes for tensor in tensors)
 
 
 def held_bytes(parameters: Sequence[Parameter]) -> dict[str, int]:

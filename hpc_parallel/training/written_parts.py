@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hpc_parallel import torch_internals
+from hpc_parallel.models.drawn_weights import local_of
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.groups import carries
 from hpc_parallel.training.checkpoint import StateDict
@@ -102,7 +102,7 @@ def send(tensor: Tensor, *, reader: int, group: dist.ProcessGroup) -> None:
 
     It sends bytes, because gloo and NCCL do not support every type, for example int16.
     """
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_of(tensor)
     message = local.contiguous()
     dist.broadcast(message.view(-1).view(torch.uint8), src=reader, group=group)
     if message is not local:

@@ -28,6 +28,7 @@ from hpc_parallel.layout.counts import fitting_samples
 from hpc_parallel.layout.layout import layout_of, share_of
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
 from hpc_parallel.layout.shares import MEASURED
+from hpc_parallel.problems import raise_if_any
 from hpc_parallel.record import attempts
 from hpc_parallel.record.endings import COMPLETED, Stop, Summary
 from hpc_parallel.record.provenance import read_environment
@@ -38,7 +39,7 @@ from hpc_parallel.start.start_times import measured_shares
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.assemble import Assembled, assemble
 from hpc_parallel.strategies.groups import Groups, make_groups
-from hpc_parallel.strategies.model_checks import is_own, legal_samples, require
+from hpc_parallel.strategies.model_checks import find_problems, is_own, legal_samples
 from hpc_parallel.strategies.precision import WEIGHTS
 from hpc_parallel.strategies.whole_model import build_model
 from hpc_parallel.torch_internals import BatchNorm
@@ -126,14 +127,15 @@ class Session:
         on_phase("building the model")
         model = build_model(config)
         dtype = data.train.batch(np.zeros(1, dtype=np.int64))[0].dtype
-        require(model, config=config, layout=plan.layout, sample_shape=data.sample_shape, dtype=dtype)
+        shape = data.sample_shape
+        raise_if_any(find_problems(model, config=config, layout=plan.layout, sample_shape=shape, dtype=dtype))
         if is_own(config) or config.strategy.verify == "always":
             on_phase("comparing the layout with one device")
         comparison = resolve_name(LAYOUT_CHECK)(config, plan=plan, data=data, groups=groups, device=device)
         has_statistics = any(isinstance(module, BatchNorm) for module in model.modules())
         on_phase("distributing the model")
         assembled = assemble(
-            model, config=config, batch=plan.batch, sample_shape=data.sample_shape, groups=groups,
+            model, config=config, batch=plan.batch, sample_shape=shape, groups=groups,
             device=device, weight=plan.batch.weight(replica), trains=trains,
         )  # fmt: skip
         for part in assembled.parts:

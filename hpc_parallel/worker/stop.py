@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 import numpy as np
@@ -122,9 +122,7 @@ class StopFlag:
         self._handlers = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 

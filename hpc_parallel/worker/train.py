@@ -291,7 +291,7 @@ def open_memory(
         folder, host=host, every=every, layout=layout, device=session.device, group=make_saving_group(config),
         start=start, state=state,
     )  # fmt: skip
-    if rank == 0 and not memory.has_partner:
+    if rank == 0 and memory.target is None:
         print("copies in memory: this run has one host, so a lost host loses them", flush=True)
     return memory
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed import DistStoreError
@@ -40,6 +40,7 @@ from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import replacing
 from hpc_parallel.record.typed import read_record
 from hpc_parallel.start.rendezvous import Published
+from hpc_parallel.start.signed_store import SignedStore
 from hpc_parallel.strategies.groups import SAVING
 from hpc_parallel.torch_internals import process_groups
 from hpc_parallel.training.observers import Progress
@@ -59,7 +60,7 @@ def watch(
     *,
     world: World,
     timeout_s: float | None,
-    store: HangStore | None = None,
+    store: SignedStore | None = None,
     compiles: bool = False,
 ) -> Iterator[Progress]:
     """Watch the Progress that the trainer marks, until the block ends; with `timeout_s` None, do not watch.
@@ -95,7 +96,7 @@ class _Watchdog:
     first_timeout_s: float
     progress: Progress
     closed: threading.Event
-    store: HangStore | None = None
+    store: SignedStore | None = None
 
     def __post_init__(self) -> None:
         self.address = _address_of_store(self.folder, world=self.world)
@@ -242,15 +243,7 @@ def _address_of_store(folder: RunFolder, *, world: World) -> tuple[str, int] | N
     return None
 
 
-class HangStore(Protocol):
-    """The part of `SignedStore` that a meeting uses. Values carry no information, so none is parsed."""
-
-    def set(self, key: str, value: str | bytes, /) -> None: ...
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None, /) -> None: ...
-
-
-def meet_hang(store: HangStore | None, *, world: World, within_s: float) -> bool:
+def meet_hang(store: SignedStore | None, *, world: World, within_s: float) -> bool:
     """Say that this rank has reported, and wait for all ranks. Returns whether all have reported.
 
     Each rank writes one key, and only rank 0 reads these keys. When it has seen all of them, it writes one
@@ -276,8 +269,11 @@ def meet_hang(store: HangStore | None, *, world: World, within_s: float) -> bool
     return met.is_set()
 
 
-def all_reported(store: HangStore, *, world: World, until_s: float) -> bool:
-    """Write this rank's key and wait for the others until the time `until_s` of the monotonic clock."""
+def all_reported(store: SignedStore, *, world: World, until_s: float) -> bool:
+    """Write this rank's key and wait for the others until the time `until_s` of the monotonic clock.
+
+    Values carry no information, so none is parsed.
+    """
     store.set(_key(world.rank), "")
     keys = [_key(rank) for rank in range(world.world_size)] if world.rank == 0 else [_ALL]
     for key in keys:

@@ -58,7 +58,7 @@ def long_waits(slow: int | None) -> tuple[list[str], list[int]]:
     finally:
         rank_times.COST, links.swap = cost, swap
     samples = records[-1]["samples"] if records else []
-    return [str(each) for each in times.slow()], [sample["step"] for sample in samples]
+    return [str(each) for each in times.slow], [sample["step"] for sample in samples]
 
 
 @pytest.mark.timing

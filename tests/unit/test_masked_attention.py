@@ -89,7 +89,7 @@ def test_a_cache_continues_with_the_bias_and_the_mask(
     for start, end in ((0, 3), (3, 4), (4, 5), (5, 6)):
         part = [x[:, :, start:end] for x in inputs]
         outputs.append(cached(*part, bias=alibi, key_mask=kept[:, start:end]))
-        past.grow(end - start)
+        past.length += end - start
     expected = by_the_formula(*inputs, kept=kept, causal=True)
     torch.testing.assert_close(torch.cat(outputs, dim=2), expected, rtol=0, atol=1e-12)
 
@@ -107,7 +107,7 @@ def generated(
     for (start, end), mask in zip(((0, 4), (4, 5), (5, 6)), masks, strict=True):
         part = [x[:, :, start:end] for x in inputs]
         outputs.append(cached(*part, key_mask=None if mask is None else mask[:, start:end]))
-        past.grow(end - start)
+        past.length += end - start
     return torch.cat(outputs, dim=2)
 
 
@@ -167,7 +167,7 @@ def test_new_tokens_leave_out_the_kernel_that_plans_for_each_length(
     cached = CachedAttention(past, length=LENGTH)
     for places in (slice(0, 2), slice(2, 3)):
         cached(*(x[:, :, places] for x in inputs))
-        past.grow(places.stop - places.start)
+        past.length += places.stop - places.start
     assert allowed == [False]
     assert torch.backends.cuda.cudnn_sdp_enabled()  # for everything else, as before
 

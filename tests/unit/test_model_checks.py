@@ -17,7 +17,7 @@ from hpc_parallel.models.layered import Column, LayeredModel, with_ties
 from hpc_parallel.models.moe import MoeTransformer
 from hpc_parallel.models.transformer import Transformer
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies.local_positions import find_local_positions
+from hpc_parallel.strategies.dry_forward import find_local_positions
 from hpc_parallel.strategies.model_checks import find_problems
 from hpc_parallel.strategies.stages import divide
 from hpc_parallel.strategies.tensor.tensor_roles import find_fused_dropouts

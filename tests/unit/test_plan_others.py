@@ -87,7 +87,7 @@ def test_a_mixture_computes_what_its_model_counts(used: int, words: tuple[str, .
     linear = sum(one.flops for one in products if one.name not in ("scores", "weighted values"))
     assert linear == 2 * step.share.tokens * decoder.weights_with(used)
     matrices = sum(one.numel for one in weights.weights if one.part == "0" and len(one.shape) > 1)
-    assert decoder.block_weights == matrices
+    assert decoder.weights_with(decoder.experts) == matrices
 
 
 def test_experts_on_several_devices_compute_the_tokens_of_all() -> None:

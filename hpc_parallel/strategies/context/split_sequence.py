@@ -41,7 +41,7 @@ from hpc_parallel.strategies.context.ring import (
     indices_of,
     sequence_attention,
 )
-from hpc_parallel.strategies.local_positions import find_local_positions
+from hpc_parallel.strategies.dry_forward import find_local_positions
 from hpc_parallel.strategies.mesh import all_reduce
 from hpc_parallel.strategies.replace_forward import replace_modules
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hpc_parallel.models.layered import INPUT_TYPES, LayeredModel
 from hpc_parallel.problems import Problems
+from hpc_parallel.strategies.dry_forward import running_modules
 from hpc_parallel.torch_internals import DispatchMode, operator_arguments, operator_name
 from hpc_parallel.user_code import described, hint
 
@@ -152,26 +153,20 @@ def dry_pass(model: LayeredModel, *, sample_shape: tuple[int, ...], dtype: torch
 def _pass(model: LayeredModel, samples: Tensor) -> Pass:
     tried = deepcopy(model).to("meta").train()
     record = Pass()
-    running: list[str] = []
     for name, module in tried.named_modules():
-        module.register_forward_pre_hook(partial(_enter, name, running, record))
-        module.register_forward_hook(partial(_leave, running))
+        module.register_forward_pre_hook(partial(_note_input, name, record))
+    supported = {name for name, _ in dropouts(tried)}
     try:
-        with torch.no_grad(), _RandomOperations(record, running, {name for name, _ in dropouts(tried)}):
+        with torch.no_grad(), _RandomOperations(record, running_modules(tried), supported):
             tried(samples)
     except Exception as error:  # of any kind: it is the user's code
         record.error = error
     return record
 
 
-def _enter(name: str, running: list[str], record: Pass, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    running.append(name)
+def _note_input(name: str, record: Pass, module: nn.Module, inputs: tuple[Any, ...]) -> None:
     if inputs and isinstance(inputs[0], Tensor):
         record.inputs.setdefault(name, []).append(tuple(inputs[0].shape))
-
-
-def _leave(running: list[str], module: nn.Module, inputs: Any, output: Any) -> None:
-    running.pop()
 
 
 def _shape(name: str, inputs: list[tuple[int, ...]], halves: list[tuple[int, ...]]) -> WholeShape | None:
@@ -200,5 +195,5 @@ class _RandomOperations(DispatchMode):
             name = operator_name(func) or ""
             arguments = operator_arguments(func, args, kwargs)
             if "scaled_dot_product" not in name or arguments.get("dropout_p", 0) > 0:
-                self._record.random.append(f"{place or 'forward'} draws random numbers ({name})")
+                self._record.random.append(f"{place} draws random numbers ({name})")
         return func(*args, **(kwargs or {}))

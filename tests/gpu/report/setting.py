@@ -38,7 +38,7 @@ from hpc_parallel.strategies import (
     working_weights,
 )
 from hpc_parallel.strategies.assemble import assemble
-from hpc_parallel.strategies.forward_backward import Accumulate, ForwardBackward
+from hpc_parallel.strategies.forward_backward import Accumulate, ForwardBackward, InContext
 from hpc_parallel.strategies.gradients import GradientNorm, clip
 from hpc_parallel.strategies.groups import make_groups
 from hpc_parallel.strategies.loss import LossTerms
@@ -193,7 +193,7 @@ def step_of(
         runner, model=model, loss=loss, terms=LossTerms(model), microbatches=microbatches
     )
     if dtype == "bfloat16" and kind != "fsdp":  # as `layout.step_facts.casts_once` says
-        schedule = working_weights.CastOnce(schedule, parts=[model])
+        schedule = InContext(schedule, partial(working_weights.cast_weights, [model]))
     parameters = dict(model.named_parameters())
     optimizer = build_optimizer(parameters, AdamWConfig())
     norm_of = GradientNorm(parameters.values(), axes=())
