@@ -59,6 +59,7 @@ _KINDS = {
     restart.REQUEUED: failure.ERROR,
     restart.PREEMPTED: failure.KILLED,
 }
+_ANEW = "not requeued, because it would begin anew"
 _NEXT_TURN = "it goes on when it has its next turn, in this job or in the next one"
 _UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a run that could not save
 _UNSTARTED = Stop(signal="SIGUSR2", kept="earlier checkpoints")
@@ -182,7 +183,15 @@ def after_failure(
     ends = attempts.recent_ends(folder)
     if Failure.read(folder) is None or folder.stopped.exists() or not ends:
         return Decision(restart.END)
-    limits = RestartLimits.of(folder.read_config(), start=start)
+    config = folder.read_config()
+    limits = RestartLimits.of(config, start=start)
+    if ends[-1].how == restart.TIME_LIMIT and not is_packed(folder) and not complete(folder.checkpoints):
+        if not is_script(config):
+            return Decision(restart.END, _ANEW)
+        if not limits.max_restarts:
+            return Decision(
+                restart.END, f"{_ANEW}; if the script goes on by itself, set launcher.max_restarts=1"
+            )
     decision = restart.decide(ends, limits=limits)
     if not decision.starts_again:
         return decision
