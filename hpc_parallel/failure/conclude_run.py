@@ -39,7 +39,7 @@ from hpc_parallel.failure.root_cause import (
 )
 from hpc_parallel.failure.summary import computed_as, summarise
 from hpc_parallel.problems import as_override
-from hpc_parallel.record import attempts, host_memory
+from hpc_parallel.record import attempts, host_memory, owner
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import STARTS_AGAIN, Failure, Stop, Summary
 from hpc_parallel.record.metrics_file import MetricsReader, figure
@@ -357,6 +357,10 @@ def main(arguments: Sequence[str]) -> None:
         signal.signal(signal_number, signal.SIG_IGN)  # Slurm ends a requeued job, but this must finish first
     environment = os.environ if options.again else {}  # a local run may be inside a job that is not its own
     folder = RunFolder(options.run_folder)
+    with suppress(DamagedError):
+        if (job := job_of(environment)) and (other := owner.other_job(folder, job)) is not None:
+            failure.forget_job(folder, environment["SLURM_JOB_ID"])
+            sys.exit(f"the run goes on as {other}: job {job} leaves it alone")
     text = ""
     if options.log:
         with suppress(FileNotFoundError, DamagedError):
