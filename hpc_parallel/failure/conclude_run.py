@@ -39,7 +39,7 @@ from hpc_parallel.failure.root_cause import (
 )
 from hpc_parallel.failure.summary import computed_as, summarise
 from hpc_parallel.problems import as_override
-from hpc_parallel.record import attempts, host_memory
+from hpc_parallel.record import attempts, host_memory, owner
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import STARTS_AGAIN, Failure, Stop, Summary
 from hpc_parallel.record.metrics_file import MetricsReader, figure
@@ -59,6 +59,7 @@ _KINDS = {
     restart.REQUEUED: failure.ERROR,
     restart.PREEMPTED: failure.KILLED,
 }
+_ANEW = "not requeued, because it would begin anew"
 _NEXT_TURN = "it goes on when it has its next turn, in this job or in the next one"
 _UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a run that could not save
 _UNSTARTED = Stop(signal="SIGUSR2", kept="earlier checkpoints")
@@ -182,7 +183,15 @@ def after_failure(
     ends = attempts.recent_ends(folder)
     if Failure.read(folder) is None or folder.stopped.exists() or not ends:
         return Decision(restart.END)
-    limits = RestartLimits.of(folder.read_config(), start=start)
+    config = folder.read_config()
+    limits = RestartLimits.of(config, start=start)
+    if ends[-1].how == restart.TIME_LIMIT and not is_packed(folder) and not complete(folder.checkpoints):
+        if not is_script(config):
+            return Decision(restart.END, _ANEW)
+        if not limits.max_restarts:
+            return Decision(
+                restart.END, f"{_ANEW}; if the script goes on by itself, set launcher.max_restarts=1"
+            )
     decision = restart.decide(ends, limits=limits)
     if not decision.starts_again:
         return decision
@@ -348,6 +357,10 @@ def main(arguments: Sequence[str]) -> None:
         signal.signal(signal_number, signal.SIG_IGN)  # Slurm ends a requeued job, but this must finish first
     environment = os.environ if options.again else {}  # a local run may be inside a job that is not its own
     folder = RunFolder(options.run_folder)
+    with suppress(DamagedError):
+        if (job := job_of(environment)) and (other := owner.other_job(folder, job)) is not None:
+            failure.forget_job(folder, environment["SLURM_JOB_ID"])
+            sys.exit(f"the run goes on as {other}: job {job} leaves it alone")
     text = ""
     if options.log:
         with suppress(FileNotFoundError, DamagedError):

@@ -227,6 +227,13 @@ def forget_all(folder: RunFolder) -> None:
     normal_end.forget(folder)
 
 
+def forget_job(folder: RunFolder, job_id: str) -> None:
+    """Remove the records of the ranks of a job, whose run goes on as another one."""
+    for record in _read(folder):
+        if record.attempt.startswith(f"slurm-{job_id}-"):
+            _path(folder, record.rank).unlink(missing_ok=True)
+
+
 def remove_partial_files(folder: RunFolder, *, rank: int | None = None) -> None:
     """Remove the temporary files of a rank that ended while it wrote them.
 

@@ -38,7 +38,7 @@ from hpc_parallel.record.rank_output import WARNS, OutputTail, is_noise
 from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder, read_phase
 from hpc_parallel.record.safe_read import read_tail, size_of
-from hpc_parallel.slurm.jobs import SILENT, UNKNOWN, Job, JobState, job_state
+from hpc_parallel.slurm.jobs import FORGOTTEN, SILENT, UNKNOWN, Job, JobState, job_state
 from hpc_parallel.terminal import progress_bars, room_beside_bar
 
 _TAIL_LINES = 12
@@ -340,6 +340,7 @@ def conclude_job(folder: RunFolder, job_id: str, state: JobState) -> None:
         folder,
         returncode=0 if state.state == "COMPLETED" else 1,
         text=f"{text}\nSlurm says of job {job_id}: {state}{unseen}",
-        cancelled=True if state.state == "CANCELLED" else None,
+        # Slurm forgets a job that is cancelled before it has begun.
+        cancelled=True if state.state == "CANCELLED" or (state.state == FORGOTTEN and not logs) else None,
         environment={"SLURM_JOB_ID": job_id},
     )

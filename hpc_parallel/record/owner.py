@@ -195,9 +195,15 @@ def hold_by_job(folder: RunFolder, job_id: str, *, step: str | None = None) -> N
             if before.is_packed and step is not None:
                 replace(before, step=f"{job_id}.{step}").write(folder)
             return
-        if before.job_id is not None and (other := living_owner(folder)) is not None:
+        if (other := other_job(folder, job_id)) is not None:
             raise OwnedError(f"the run is going on already, as {other}")
         _of_job(Job(job_id, submitted_s=time.time())).write(folder)
+
+
+def other_job(folder: RunFolder, job_id: str) -> str | None:
+    """Another job that owns the run and is active, as text, or None. Raises DamagedError."""
+    holder = (Owner.read(folder) or Owner()).job_id
+    return None if holder in (None, job_id) else living_owner(folder)
 
 
 def hand_to_job(folder: RunFolder, job: Job) -> None:

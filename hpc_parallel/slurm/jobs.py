@@ -125,8 +125,9 @@ def job_states(jobs: Iterable[Job], *, slurm: Inquiry | None = None) -> dict[Job
     """The states of all jobs, with one question to the queue and one to accounting.
 
     The queue has precedence: accounting may be late, or have an older job of the same number. A controller
-    forgets a job some minutes after its end, and a site may run without accounting. A controller that does
-    not answer (it restarts, it is busy) gives no information about the job.
+    forgets a job some minutes after its end, and a task of an array at once that is cancelled before it has
+    begun; a site may run without accounting. A controller that does not answer (it restarts, it is busy)
+    gives no information about the job.
     """
     slurm = slurm or Inquiry()
     states: dict[Job, JobState] = {}
@@ -135,13 +136,14 @@ def job_states(jobs: Iterable[Job], *, slurm: Inquiry | None = None) -> dict[Job
         rest = [job for job in of_cluster if job.id not in queued]
         lines, accounting_answers = _ask(rest, slurm, *_SACCT)
         records = _parsed(lines)
+        arrays = {job.array for job in of_cluster if job.id in queued}
         for job in rest:
             record = records.get(job.id)
             if record is not None and not _is_older(record, job):
                 states[job] = _recorded(record, queue_answers=queue_answers)
             elif not queue_answers:
                 states[job] = JobState(SILENT)
-            elif job.is_new:
+            elif job.is_new and job.array not in arrays:
                 states[job] = JobState(UNKNOWN, NOT_YET)
             else:
                 forgotten = JobState(FORGOTTEN)

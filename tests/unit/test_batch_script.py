@@ -289,6 +289,31 @@ def test_a_requeued_run_that_has_completed_does_not_start(
     assert node.calls.exists() == starts
 
 
+@pytest.mark.parametrize(
+    ("owner", "queue", "restarts", "starts"),
+    [
+        ("105", "105", 1, False), ("105_3", "105_3", 1, False),
+        ("105", "105", 0, True),  # a first start is checked by its ranks
+        ("105", "", 1, True), ("7", "7", 1, True), ("6_31", "6_31", 1, True), (None, "105", 1, True),
+    ],
+)  # fmt: skip
+def test_a_requeued_job_leaves_a_run_alone_that_goes_on_as_a_newer_one(
+    node: Node, owner: str | None, queue: str, restarts: int, starts: bool
+) -> None:
+    """It would remove how the start before has ended, and write how its own ranks were refused."""
+    squeue = f'squeue() {{ [ "$*" != "--noheader --jobs={queue}" ] || echo " {queue} main run R"; }}\n'
+    kept = {
+        "stopped.json": "{}",
+        "owner.json": json.dumps({"host": "n1"} if owner is None else {"job_id": owner}, indent=2),
+    }
+    done = node.run("launcher.setup=['exit 9']", module=squeue, kept=kept, restarts=restarts)
+    assert done.returncode == (9 if starts else 1), done.stderr
+    refusal = f"the run goes on as job {owner}: this start of job 7 does nothing\n"
+    assert done.stderr.endswith(refusal) != starts
+    assert node.calls.exists() == starts
+    assert (next(node.folder.glob("**/owner.json")).parent / "stopped.json").exists() != starts
+
+
 @pytest.mark.parametrize(("code", "status"), [(0, 1), (3, 3)])
 @pytest.mark.parametrize("sourced", [False, True])
 def test_a_setup_line_that_exits_does_not_complete_the_job(

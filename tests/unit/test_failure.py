@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from hpc_parallel.config.schema import AdamWConfig, TrainingConfig
 from hpc_parallel.failure import failure, flight_recorder, normal_end, restart, root_cause
-from hpc_parallel.failure.conclude_run import conclude, find_root_cause
+from hpc_parallel.failure.conclude_run import after_failure, conclude, find_root_cause
 from hpc_parallel.failure.desync import compare
 from hpc_parallel.failure.error_place import located, mark, mark_step
 from hpc_parallel.failure.failure import Record
@@ -33,6 +33,7 @@ from hpc_parallel.layout.layout import Layout
 from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record import attempts, owner
+from hpc_parallel.record.checkpoint_index import MARKER
 from hpc_parallel.record.metrics_file import size
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import read_json
@@ -630,6 +631,34 @@ def test_a_time_limit_is_named_and_no_cancellation(folder: RunFolder) -> None:
     )
     assert read_json(folder.failure)["kind"] == "time_limit"
     assert read_json(folder.summary)["outcome"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("task", "max_restarts", "has_checkpoint", "starts_again"),
+    [
+        ("train", 3, False, False),
+        ("train", 0, True, True),
+        ("script", 0, False, False),
+        ("script", 3, False, True),  # with script.resume_arguments
+    ],
+)
+def test_a_run_that_would_begin_anew_is_not_requeued_after_a_time_limit(
+    folder: RunFolder, *, task: str, max_restarts: int, has_checkpoint: bool, starts_again: bool
+) -> None:
+    """It would only reach the limit again, `launcher.max_requeues` times."""
+    config = folder.read_config()
+    config["task"] = {"name": task}
+    config["launcher"] |= {"max_restarts": max_restarts}
+    write_json(folder.config, config)
+    if has_checkpoint:
+        (folder.checkpoints / "step-3").mkdir(parents=True)
+        write_json(folder.checkpoints / "step-3" / MARKER, {})
+    conclude(folder, returncode=143, text="error: *** STEP 3.0 ON n1 CANCELLED AT 1 DUE TO TIME LIMIT ***")
+    decision = after_failure(folder)
+    assert decision.starts_again == starts_again
+    anew = "not requeued, because it would begin anew"
+    script = "; if the script goes on by itself, set launcher.max_restarts=1"
+    assert decision.why == ("" if starts_again else anew + script * (task == "script"))
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,16 @@ from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.slurm import submit
-from hpc_parallel.slurm.jobs import Job
+from hpc_parallel.slurm.jobs import Job, JobState
 from tests.composed import composed, prepared
 
 DISABLED = "Requested operation is presently disabled"  # as scontrol of 22.05 says it
 LAUNCHER = {"max_requeues": 2, "max_restarts": 1, "exclude": None, "resubmit": False, "partition": None}
+TRAINING = {
+    "training": {"steps": 9, "on_nonfinite": "stop"}, "task": {"name": "train"}, "nodes": 1,
+    "gpus_per_node": 2, "strategy": {"name": "data", "execution": "spmd", **Layout(replicate=2).degrees},
+    "launcher": LAUNCHER,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -356,12 +361,7 @@ def test_the_end_of_a_start_says_that_the_ranks_start_again(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By its exit code, if the batch script can do it; one of an older version gets its job requeued."""
-    config = {
-        "training": {"steps": 9, "on_nonfinite": "stop"}, "task": {"name": "train"}, "nodes": 1,
-        "gpus_per_node": 2, "strategy": {"name": "data", "execution": "spmd", **Layout(replicate=2).degrees},
-        "launcher": LAUNCHER,
-    }  # fmt: skip
-    folder.config.write_text(json.dumps(config))
+    folder.config.write_text(json.dumps(TRAINING))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "RUNNING"})
     monkeypatch.setattr(restart, "requeue", lambda job, *, exclude: None)
@@ -382,6 +382,28 @@ def test_the_end_of_a_start_says_that_the_ranks_start_again(
         assert [folder.failure.exists(), folder.summary.exists()] == [not words] * 2
         assert (failure.records(folder) == []) == bool(words)
     assert json.loads(folder.summary.read_text())["outcome"] == "preempted"  # so a user may still cancel it
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_job_does_not_conclude_a_run_that_goes_on_as_another_one(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ended: bool
+) -> None:
+    """A user may give the same script to sbatch twice; the ranks of the second job are refused."""
+    folder.config.write_text(json.dumps(TRAINING))
+    owner.hand_to_job(folder, Job("6"))
+    for rank, attempt in enumerate(("slurm-6-0-0", "slurm-7-0-0")):
+        world = World(rank, 2, 0, 1, rank, 2, host="n1", launcher="slurm", attempt=attempt)
+        failure.record_death(folder, world=world, returncode=-9)
+    state = JobState("COMPLETED" if ended else "RUNNING")
+    monkeypatch.setattr(owner, "job_state", {Job("6"): state}.__getitem__)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(restart, "job_fields", lambda job: {"JobState": "RUNNING"})
+    monkeypatch.setattr(conclude_run.signal, "signal", lambda *_: None)
+    with suppress(SystemExit) if ended else pytest.raises(SystemExit, match="job 7 leaves it alone"):
+        conclude_run.main([str(folder.path), "3", "--again"])
+    assert (folder.summary.exists(), folder.failure.exists()) == (ended, ended)
+    assert bool(attempts.ends(folder)) == ended
+    assert [record.rank for record in failure.records(folder)] == [1 if ended else 0]
 
 
 def test_why_no_start_follows_is_in_the_line_of_the_failure(

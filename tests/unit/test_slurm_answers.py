@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -158,6 +158,15 @@ def job(age_s: float) -> Job:
 def test_the_state_of_a_job(slurm: Slurm, squeue: Text, sacct: Text, age_s: float, state: str) -> None:
     slurm.answers = {"squeue": squeue, "sacct": sacct}
     assert str(job_state(job(age_s))) == state
+
+
+def test_a_task_that_is_cancelled_before_it_begins_is_forgotten_at_once(slurm: Slurm) -> None:
+    """As Slurm 22.05 answers after `scancel 12_4`, while 12_3 waits."""
+    slurm.answers = {"squeue": "12_3|12|PENDING|0:00|1:00:00|N/A|JobArrayTaskLimit\n", "sacct": NOTHING}
+    waiting, cancelled = (replace(job(NEW), id=f"12_{number}") for number in (3, 4))
+    states = job_states([waiting, cancelled])
+    assert str(states[waiting]) == "pending (JobArrayTaskLimit)"
+    assert str(states[cancelled]) == GONE
 
 
 def test_one_number_may_be_that_of_two_jobs(slurm: Slurm) -> None:

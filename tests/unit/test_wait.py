@@ -15,7 +15,7 @@ from hpc_parallel.record.names import command_on
 from hpc_parallel.record.owner import hand_to_job
 from hpc_parallel.record.safe_read import read_json
 from hpc_parallel.record.safe_write import write_json
-from hpc_parallel.slurm.jobs import Job, JobState
+from hpc_parallel.slurm.jobs import FORGOTTEN, Job, JobState
 from tests.composed import prepared
 
 
@@ -59,6 +59,19 @@ def test_a_job_that_completed_without_a_summary_is_concluded(
     line = f"the job failed before any rank started: exit code 0, but rank 0 did not complete: {said}"
     assert capsys.readouterr().out.splitlines()[-1] == line
     assert json.loads(run.folder.summary.read_text())["outcome"] == "failed"
+
+
+@pytest.mark.parametrize(("output", "outcome"), [((), "cancelled"), (("34_log.out",), "failed")])
+def test_a_job_that_slurm_has_forgotten_was_cancelled_if_it_never_began(
+    output: tuple[str, ...], outcome: str, run: PreparedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm forgets at once a task of an array that is cancelled before it has begun."""
+    monkeypatch.setattr(follow, "job_state", lambda job: JobState(FORGOTTEN))
+    for name in output:
+        (run.folder.slurm / name).touch()
+    hand_to_job(run.folder, Job("34"))
+    assert follow.wait_for_job(run, Job("34")) == 1
+    assert json.loads(run.folder.summary.read_text())["outcome"] == outcome
 
 
 @pytest.mark.parametrize("state", [JobState("FAILED", "NonZeroExitCode"), JobState("COMPLETED", "")])
