@@ -152,6 +152,11 @@ def buffers_of(module: Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def has_hooks(weight: Tensor) -> bool:
+    """Whether a function is called with the gradient of `weight`."""
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+
+
 def parameters_of(module: Module) -> dict[str, Tensor | None]:
     """The module's own table of parameters, to put casts in it and take them out again."""
     return module._parameters  # type: ignore[return-value]

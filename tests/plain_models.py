@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hpc_parallel.models.layered import LayeredModel
 from tests.models import NeedsNumbers
 
 
@@ -93,6 +94,26 @@ def own_synced() -> nn.Module:
         loss = TableNet.loss
 
     return Own(7)
+
+
+def hooked() -> nn.Module:
+    """Its constructor halves a gradient."""
+    model = TableNet()
+    model.first.weight.register_hook(lambda gradient: gradient * 0.5)
+    return model
+
+
+def hooked_parts() -> nn.Module:
+    model = LayeredModel(stem=nn.Identity(), blocks=[], head=nn.Linear(7, 3))
+    model.head.bias.register_post_accumulate_grad_hook(lambda weight: None)
+    return model
+
+
+def normed() -> nn.Module:
+    """Its constructor computes a weight from two others."""
+    model = TableNet()
+    model.last = nn.utils.weight_norm(model.last)
+    return model
 
 
 def not_a_module(**_: Any) -> int:

@@ -206,7 +206,7 @@ def _only_of_sweeps(whole: DictConfig, overrides: Sequence[str]) -> Iterator[str
     """Problems of overrides that need `-m`: `sweep.`, a study with unset swept keys, Hydra's callbacks."""
     for override in overrides:
         if override.startswith("sweep."):
-            yield f"{override}: only a sweep has this. Try -m {override}."
+            yield f"{override}: only a sweep has this. Try run -m {override}."
     if whole.hydra.callbacks:
         yield "hydra.callbacks: only a sweep calls them. Try the same line with -m."
     study = whole.hydra.runtime.choices.get("jobs")
@@ -214,7 +214,7 @@ def _only_of_sweeps(whole: DictConfig, overrides: Sequence[str]) -> Iterator[str
     swept = [text for text in params(whole) if text.partition("=")[0] not in keys]
     if study is not None and swept:
         first = " ".join(combinations(OverridesParser.create().parse_overrides(swept))[0])
-        yield f"jobs={study}: a study has many runs. Try -m jobs={study}, or one run: jobs={study} {first}."
+        yield f"jobs={study}: a study has many runs. Try run -m jobs={study}, or one: jobs={study} {first}."
 
 
 def params(whole: DictConfig) -> list[str]:

@@ -336,11 +336,11 @@ def _several_values(override: str, plain: DictConfig) -> str:
     if key.startswith("launcher.") and not types_of(key):
         return _unknown(override, key=key, value=value, plain=plain)
     sweep, one = shell_word(override), shell_word(f"{key}={value.partition(',')[0]}")
-    advice = f"Try -m {sweep}, or one value: {one}"
+    advice = f"Try run -m {sweep}, or one value: {one}"
     if any(get_origin(hint) is list for hint in types_of(key)):
         advice = f"Try {shell_word(f'{key}=[{value}]')}"
     if key.lstrip("+").startswith(LISTS_OF_SLURM) and (text := _as_one_text(key, value)):
-        advice = f"For Slurm, they are one: {text}. To sweep them: -m {sweep}"
+        advice = f"For Slurm, they are one: {text}. To sweep them: run -m {sweep}"
     return f"{override}: several values are a sweep. {advice}."
 
 

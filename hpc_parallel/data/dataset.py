@@ -11,6 +11,8 @@ torchvision are such objects.
 from __future__ import annotations
 
 import hashlib
+import pickle
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -29,6 +31,7 @@ from hpc_parallel.user_code import UserCodeError, described
 SPLIT_SEED = 0x5EED  # the seed that chooses the held-out samples, the same for every run
 CHECKED = 4  # samples of each part that are read twice at the start
 NARROW = (torch.uint8, torch.int8, torch.int16)  # torch has no embedding for them
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 UNSUITED = (torch.uint16, torch.uint32, torch.uint64)  # torch has no embedding and no sums for them
 
 
@@ -84,15 +87,24 @@ class DatasetSamples:
         indices = self.indices(positions)
         return self._stacked(indices, [self._read(index) for index in indices])
 
-    def draws_at(self, positions: NDArray[np.int64]) -> bool:
-        """Whether any of these samples draws from a global generator."""
+    def draws_at(self, positions: NDArray[np.int64], *, own: bool = False) -> bool:
+        """Whether any of these samples draws from a global generator; `own`: or from one of the dataset."""
         with restored():
-            for index in self.indices(positions):
-                before = generator_states()
+            for position, index in zip(positions.tolist(), self.indices(positions), strict=True):
+                seed_all(position)
+                before = generator_states(), self._own_states() if own else []
                 self._read(index)
-                if generator_states() != before:
+                if (generator_states(), self._own_states() if own else []) != before:
                     return True
         return False
+
+    def _own_states(self) -> list[bytes]:
+        """The states of the generators that are attributes of the dataset."""
+        values = getattr(self.dataset, "__dict__", {}).values()
+        return [
+            one.get_state().numpy().tobytes() if isinstance(one, torch.Generator) else pickle.dumps(one)
+            for one in values if isinstance(one, GENERATORS)
+        ]  # fmt: skip
 
     def _stacked(self, indices: list[int], samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         for index, sample in zip(indices, samples, strict=True):
@@ -259,7 +271,14 @@ class DatasetData:
             shape = {"sample_shape": (sequence_length,)}
             vars(self).update(shape | packed_data(*packed, digest=digest))
             return
+        drew = [samples for samples in (self.train, self.validation) if _draws_first(samples)]
         self.sample_shape, self.digest = _look_at(self.train, self.validation)
+        for samples in drew:
+            if not samples.draws_at(_checked(samples), own=True):
+                name = f"{type(samples.dataset).__name__} ({samples.name})"
+                rule = "keeps random numbers that it drew at the first read of a sample, so that a resume or"
+                advice = "another layout would get others. Draw at each read, or from a generator seeded by"
+                raise ConfigError([f"{name} {rule} {advice} the index."])
         self.train = replace(self.train, draws=self.train.draws_at(_checked(self.train)))
         if sequence_length is not None:
             self.sequence_length = sequence_length
@@ -282,11 +301,19 @@ def as_data(built: Any) -> Data:
 def _require_map_style(dataset: object) -> None:
     if isinstance(dataset, dict):
         raise ConfigError([f"{spell(dataset)} has no _target_, the class of a dataset."])
-    missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    absent = (None, torch.utils.data.Dataset.__getitem__)  # an IterableDataset has torch's, which raises
+    missing = [name for name in ("__len__", "__getitem__") if getattr(type(dataset), name, None) in absent]
     if missing:
         name = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
         rule = f"{name} has no {' and no '.join(missing)}: samples are read by their index, in any order."
         raise ConfigError([f"{rule} Add them, or `train` and `validation` (hpc_parallel/data/sampler.py)."])
+
+
+def _draws_first(part: DatasetSamples) -> bool:
+    """Whether samples draw random numbers when they are read for the first time."""
+    positions = _checked(part)
+    part.batch(positions[:1])  # it may draw once, for all samples
+    return part.draws_at(positions[1:], own=True)
 
 
 def _checked(part: Samples) -> NDArray[np.int64]:

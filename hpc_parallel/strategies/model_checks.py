@@ -59,6 +59,12 @@ def find_problems(
     `dtype`: of the samples, if it is known.
     """
     yield from _sparse(model)
+    if layout.by_fully_shard:
+        yield from (
+            f"{type(model).__name__}.{name} has no elements, and fully_shard can't reduce its gradient. "
+            "Leave it out, or try strategy=data."
+            for name, weight in model.named_parameters() if weight.requires_grad and not weight.numel()
+        )  # fmt: skip
     yield from float8.find_problems(
         model, recipe=config.training.fp8, layout=layout, sample_shape=sample_shape
     )

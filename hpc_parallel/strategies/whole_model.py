@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from hydra.utils import get_object
-from torch import nn
+from torch import Tensor, nn
 
 from hpc_parallel.config.build import build
 from hpc_parallel.config.schema import RunConfig
@@ -16,7 +16,7 @@ from hpc_parallel.data.generators import seeded
 from hpc_parallel.models.layered import LayeredModel, with_ties
 from hpc_parallel.models.plain import plain_model
 from hpc_parallel.strategies import packed_documents
-from hpc_parallel.torch_internals import LocalBatchNorm
+from hpc_parallel.torch_internals import LocalBatchNorm, has_hooks
 from hpc_parallel.user_code import UserCodeError
 
 
@@ -38,7 +38,8 @@ def build_whole(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
     SyncBatchNorm becomes BatchNorm: the layout decides which ranks share a microbatch (`batch_norm.py`), not
     the default process group, which has the other stages too. DDP refuses its class on CPUs.
 
-    Raises ConfigError if the class can't be built, has no loss, or has a subclass of SyncBatchNorm.
+    Raises ConfigError if the class can't be built, has no loss, has a subclass of SyncBatchNorm or a weight
+    with a hook, or computes a tensor from weights in its constructor.
     """
     model = _built(table, seed=seed)
     for module in model.modules():
@@ -60,6 +61,7 @@ def _built(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
                 raise
         else:
             if isinstance(built, LayeredModel):
+                _require_plain_weights(built)
                 return with_ties(built)
     with seeded(seed), torch.device("cpu"):
         module = build(table, key="model")
@@ -73,7 +75,24 @@ def _built(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
             f"{kind.__name__} (model) has no loss: define its method loss(output, target), which returns the "
             "SUM of the loss terms, as F.cross_entropy(output, target, reduction='sum') does."
         ])  # fmt: skip
+    _require_plain_weights(module)
     return plain_model(module)
+
+
+def _require_plain_weights(model: nn.Module) -> None:
+    """Refuse what would be lost, because weights get their memory after the constructor."""
+    kind = type(model).__name__
+    for name, weight in model.named_parameters():
+        if has_hooks(weight):
+            rule = "has a hook, which would be lost: weights get their memory after the constructor"
+            advice = "Change its gradient in the forward pass, or in a hook of the module that owns it"
+            raise UserCodeError([f"{kind}.{name} (model) {rule}. {advice}."])
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                rule = "is computed from weights, which get their values after the constructor. Compute it in"
+                advice = "the forward pass; torch.nn.utils.parametrizations.weight_norm does so."
+                raise UserCodeError([f"{kind}.{path}.{name} (model) {rule} {advice}"])
 
 
 def build_small_sizes(table: Mapping[str, Any], *, seed: int) -> LayeredModel:

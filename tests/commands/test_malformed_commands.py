@@ -120,12 +120,12 @@ TYPES = [
     wrong("nodes=1,2", "nodes=1,2", "sweep", offers="nodes=1"),
     wrong(
         "'script.arguments.a=b c,d'",
-        "Try -m 'script.arguments.a=b c,d', or one value: 'script.arguments.a=b c'.",
+        "Try run -m 'script.arguments.a=b c,d', or one value: 'script.arguments.a=b c'.",
     ),
     wrong("strategy=data,pipeline", "several values are a sweep", offers="strategy=data"),
     wrong(
         "launcher.exclude=n1,n2 +launcher.extra.nodelist=n3,n4",
-        "For Slurm, they are one: \"launcher.exclude='n1,n2'\". To sweep them: -m launcher.exclude=n1,n2.",
+        "they are one: \"launcher.exclude='n1,n2'\". To sweep them: run -m launcher.exclude=n1,n2.",
         "For Slurm, they are one: \"+launcher.extra.nodelist='n3,n4'\".",
     ),
     wrong(
@@ -137,7 +137,9 @@ TYPES = [
     wrong("'launcher.exclude=n[1-2],n7'", "again for the shell. Try \"launcher.exclude='n[1-2],n7'\"."),
     wrong("'launcher.modules=a[b'", "again for the shell.\n"),
     wrong("'my train*.py'", "try -- 'my train*.py' at the end of the line"),
-    wrong("+launcher.setup_too=a,b", "Try -m +launcher.setup_too=a,b, or one value: +launcher.setup_too=a."),
+    wrong(
+        "+launcher.setup_too=a,b", "Try run -m +launcher.setup_too=a,b, or one value: +launcher.setup_too=a."
+    ),
     wrong("nodes=2 strategy=pipeline strategy.pipeline=1", "uses one device", offers="strategy.pipeline=2"),
     wrong("--config-dir nowhere -m jobs=mine", "--config-dir nowhere: this folder does not exist"),
     wrong("'name=${nope}'", "name", "nope"),
@@ -584,7 +586,7 @@ def test_counts_are_at_least_one(count: int, here: Path, capsys: pytest.CaptureF
     ] == [f"{key} = {count} must be at least 1." for key in COUNTED]
 
 
-OFFERED = re.compile(r"(.*?) Try (?:-m [^ ]+, or one value: )?(.*)\.$")
+OFFERED = re.compile(r"(.*?) Try (?:run -m [^ ]+, or one value: )?(.*)\.$")
 
 
 def assert_offers_are_legal(words: Sequence[str], told: str) -> None:

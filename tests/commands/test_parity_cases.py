@@ -157,7 +157,7 @@ def test_a_key_of_one_network_leaves_the_others_out() -> None:
                 ),
                 ("strategy=fsdp launcher=script", "Try launcher=local."),
                 ("strategy=fsdp training.steps=0", "Try training.steps=1."),
-                ("strategy=pipeline nodes=2,4", "several values are a sweep"),
+                ("strategy=pipeline nodes=2,4", "Try run -m nodes=2,4, or one value: nodes=2."),
             ]
         ),
     ],

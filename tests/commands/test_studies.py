@@ -116,7 +116,7 @@ def test_a_study_of_the_users_own(here: Path, capsys: pytest.CaptureFixture[str]
 def test_one_run_of_a_study_is_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["jobs=server_traffic", "strategy=data", "launcher=script"]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
-        "  jobs=server_traffic: a study has many runs. Try -m jobs=server_traffic, or one run: "
+        "  jobs=server_traffic: a study has many runs. Try run -m jobs=server_traffic, or one: "
         "jobs=server_traffic nodes=2."
     ]
     assert list(here.iterdir()) == []

@@ -158,7 +158,7 @@ def test_on_invalid_stop_starts_nothing(here: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("word", ["sweep.wait=true", "sweep.resume=x", "sweep.parallelism=2"])
 def test_only_a_sweep_has_keys_of_a_sweep(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([word, "launcher=script"]) == 2
-    assert f"{word}: only a sweep has this. Try -m {word}." in capsys.readouterr().err
+    assert f"{word}: only a sweep has this. Try run -m {word}." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

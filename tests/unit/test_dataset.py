@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -113,9 +114,67 @@ def test_reading_leaves_the_generators_alone() -> None:
     assert (torch.rand(1).item(), np.random.rand(), random.random()) == wanted
 
 
+class Drawn:
+    """Rows of random numbers, from `generator` or torch's own. What is kept at `keys` is drawn only once."""
+
+    def __init__(
+        self, *, keys: Callable[[int], object], generator: Any = None, reseeds: bool = False
+    ) -> None:
+        self.keys, self.generator, self.reseeds = keys, generator, reseeds
+        self.kept: dict[object, Tensor] = {}
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if self.reseeds:
+            self.generator.manual_seed(index)
+        if (key := self.keys(index)) is None:
+            return self._draw(), index % 3
+        if key not in self.kept:
+            self.kept[key] = self._draw()
+        return self.kept[key] * (index + 1), index % 3
+
+    def _draw(self) -> Tensor:
+        if isinstance(self.generator, random.Random | np.random.Generator):
+            return torch.tensor([self.generator.random(), self.generator.random()])
+        return torch.rand(2, generator=self.generator)
+
+
+@pytest.mark.parametrize(
+    "generator", [lambda: None, torch.Generator, np.random.default_rng, lambda: random.Random(0)]
+)
+def test_samples_may_not_depend_on_who_was_read_before(generator: Callable[[], Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^Drawn \(training\) keeps random numbers that it drew at the first"
+    ):
+        DatasetData(dataset=Drawn(keys=lambda index: index, generator=generator()))
+
+
+def test_what_all_samples_share_may_be_drawn_once() -> None:
+    """It is drawn at the start, in the same order on every rank and at each start."""
+    found = []
+    for _ in range(2):
+        torch.rand(3)  # the state of the generators plays no part
+        found.append(DatasetData(dataset=Drawn(keys=lambda index: 0)).train.batch(np.arange(5))[0])
+    assert found[0].equal(found[1])
+    own = DatasetData(dataset=Drawn(keys=lambda index: None, generator=torch.Generator(), reseeds=True))
+    alone = Drawn(keys=lambda index: None, generator=torch.Generator(), reseeds=True)
+    assert own.train.batch(np.asarray([7]))[0][0].equal(alone[own.train.indices(np.asarray([7]))[0]][0])
+
+
+class Stream(torch.utils.data.IterableDataset[Tensor]):
+    def __len__(self) -> int:
+        return 9
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.rand(9))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"dataset": Stream()}, "Stream has no __getitem__: samples are read by their index, in any order"),
         ({"dataset": Points(1, bad=0)}, "too few for two parts"),
         ({"dataset": Points(9, bad=5), "validation": Points(9)},
          r"^ValueError: a bad label: 5 \(datasets.py:\d+\), raised by sample 5 of Points \(training\)"),

@@ -290,6 +290,14 @@ def test_sparse_gradients_are_refused_by_name(layout: Layout) -> None:
     )
 
 
+def test_a_weight_without_elements_is_not_sliced() -> None:
+    model = random_model()
+    model.head.nothing = nn.Parameter(torch.empty(0, 4, device="meta"))
+    sentence = "RandomModel.head.nothing has no elements, and fully_shard can't reduce its gradient"
+    assert [found.partition(". ")[0] for found in problems(model, Layout(shard=2))] == [sentence]
+    assert problems(model, Layout(replicate=2)) == []
+
+
 def test_experts_are_split_by_a_width_that_divides() -> None:
     shape = {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 2, "vocab_size": 16, "tied_head": False}
     mixture = MoeTransformer(experts=4, experts_per_token=2, balance=0.0, ffn_dim=173, **shape)

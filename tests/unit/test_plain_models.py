@@ -84,6 +84,12 @@ def test_its_flops_are_counted() -> None:
     [
         ("Lossless", r"Lossless \(model\) has no loss: define its method loss\(output, target\), which"),
         ("own_synced", r"Own \(model\) is a subclass of SyncBatchNorm. Derive it from BatchNorm2d."),
+        (
+            "hooked",
+            r"TableNet.first.weight \(model\) has a hook, which would be lost: weights get their memory",
+        ),
+        ("hooked_parts", r"LayeredModel.head.bias \(model\) has a hook, which would be lost"),
+        ("normed", r"TableNet.last.weight \(model\) is computed from weights, which get their values after"),
         ("not_a_module", r"tests.plain_models.not_a_module \(model\) is a int, not a torch.nn.Module."),
     ],
 )

@@ -200,6 +200,16 @@ def test_buffers_can_be_exchanged() -> None:
     assert norm.running_mean is other
 
 
+def test_hooks_of_a_weight_are_seen() -> None:
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        weight = torch.nn.Parameter(torch.ones(3))
+        assert not torch_internals.has_hooks(weight)
+        hook = getattr(weight, register)(lambda gradient: None)
+        assert torch_internals.has_hooks(weight)
+        hook.remove()
+        assert not torch_internals.has_hooks(weight)
+
+
 def test_a_batch_norm_refuses_other_dims() -> None:
     with pytest.raises(ValueError, match="expected 4D input"):
         torch_internals.require_dims(nn.BatchNorm2d(2), torch.ones(2, 2))
