@@ -99,14 +99,21 @@ def has_basic_sweeper(composed: DictConfig) -> bool:
 
 
 def flags_parser() -> ArgumentParser:
-    """The parser of a command line: Hydra's flags, and the overrides."""
-    made: ArgumentParser = get_args_parser()
+    """The parser of a command line: Hydra's flags, and the overrides.
+
+    Python 3.14 looks for `%` in a help text when it is added, and one text of Hydra 1.3 is another object.
+    """
+    ArgumentParser._check_help = lambda parser, action: None  # type: ignore[attr-defined]  # hides that of 3.14
+    try:
+        made: ArgumentParser = get_args_parser()
+    finally:
+        del ArgumentParser._check_help  # type: ignore[attr-defined]
     return made
 
 
 def print_by_flag(flags: Namespace, main: Callable[..., Any], *, config_dir: str, config_name: str) -> None:
     """Let Hydra print what `flags` ask for, such as the configuration. Raises what Hydra raises."""
-    _run_hydra(flags, get_args_parser(), main, config_dir, config_name)
+    _run_hydra(flags, flags_parser(), main, config_dir, config_name)
 
 
 @contextmanager

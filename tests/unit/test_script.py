@@ -129,7 +129,7 @@ def test_placeholders_are_filled_and_other_braces_stay() -> None:
           "train.py"), "both start the ranks again"),
         (("--", "-m", "nope.x"), "nope.x can't be found: there is no nope in the import path."),
         (("--", "-m", "json.nope"), "script.module = json.nope can't be found: there is no nope in json."),
-        (("--", "-m", "json"), "is a package without a __main__.py"),
+        (("--", "-m", "logging"), "is a package without a __main__.py"),
         (("--", "-m", "train.py"), "there is no py in train; a file needs no -m."),
         (("--",), "a script comes after it. Try -- train.py."),
         (("task=infer", "--", "train.py"), "task=infer can't be with a script after --"),
