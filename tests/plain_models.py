@@ -85,6 +85,21 @@ class Large(SharedNet):
         self.built.append(width)
 
 
+class Counting(SharedNet):
+    """Counts its training passes in buffers that no checkpoint has: in place, or in a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("in_place", "replaced"):
+            self.register_buffer(name, torch.zeros(()), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.training:
+            self.in_place += 1
+            self.replaced = self.replaced + 1
+        return super().forward(tokens)
+
+
 class Lossless(nn.Linear):
     """Has no loss."""
 

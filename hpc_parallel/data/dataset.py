@@ -99,11 +99,11 @@ class DatasetSamples:
         return False
 
     def _own_states(self) -> list[bytes]:
-        """The states of the generators that are attributes of the dataset."""
+        """The states of the generators that are attributes of the dataset. SystemRandom has none."""
         values = getattr(self.dataset, "__dict__", {}).values()
         return [
             one.get_state().numpy().tobytes() if isinstance(one, torch.Generator) else pickle.dumps(one)
-            for one in values if isinstance(one, GENERATORS)
+            for one in values if isinstance(one, GENERATORS) and not isinstance(one, random.SystemRandom)
         ]  # fmt: skip
 
     def _stacked(self, indices: list[int], samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

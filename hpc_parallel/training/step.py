@@ -13,11 +13,14 @@ from torch import Tensor
 
 from hpc_parallel.data.sampler import Batch
 from hpc_parallel.failure.error_place import mark
+from hpc_parallel.models.layered import STATISTICS
+from hpc_parallel.problems import print_warning
 from hpc_parallel.strategies.assemble import Assembled
 from hpc_parallel.strategies.forward_backward import place_in_backward
 from hpc_parallel.strategies.gradients import GradientNorm, clip, local_gradients
 from hpc_parallel.strategies.mesh import weight_axes
 from hpc_parallel.strategies.ranges import marked
+from hpc_parallel.torch_internals import version_of
 from hpc_parallel.training.checkpoint import statistics
 from hpc_parallel.training.metrics import StepResult
 from hpc_parallel.training.nonfinite import FirstLayers, Guard, trace_layers
@@ -57,9 +60,15 @@ class Step:
         )
         names = {id(parameter): name for name, parameter in assembled.named_parameters().items()}
         self._loss_scale = assembled.loss_scale  # for float16
+        saved = statistics(assembled)
+        self._unsaved = {
+            name: (buffer, version_of(buffer))
+            for name, buffer in self._buffers().items()
+            if name not in saved and not name.endswith(STATISTICS)
+        }
         self._guard = Guard(
             {names[id(parameter)]: parameter for parameter in self._gradient_norm.counted},
-            optimizer=optimizer, policy=on_nonfinite, buffers=list(statistics(assembled).values()),
+            optimizer=optimizer, policy=on_nonfinite, buffers=list(saved.values()),
             loss_scale=self._loss_scale,
         )  # fmt: skip
         self._optimizer, self._clip_norm, self._on_gradients = optimizer, clip_norm, on_gradients
@@ -70,7 +79,9 @@ class Step:
         with observers.around("data", step):
             inputs, targets = self._begin(batches.next(step - 1))
         with observers.around("step", step):
-            return self.run(inputs, targets)
+            result = self.run(inputs, targets)
+        self._warn_of_unsaved()
+        return result
 
     def _begin(self, batch: Batch) -> tuple[Tensor, Tensor]:
         if self._sample_indices.used:  # by dropout
@@ -128,6 +139,20 @@ class Step:
         """Count once, in the first step, when the gradients of this rank are complete."""
         if not self.held_bytes:
             self.held_bytes = held_bytes(self._parameters)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return dict(pair for part in self._assembled.parts for pair in part.named_buffers())
+
+    def _warn_of_unsaved(self) -> None:
+        """Warn once of buffers that the first step has written and no checkpoint has. A cache may be one."""
+        if not self._unsaved:
+            return
+        now = self._buffers()
+        for name, (buffer, version) in self._unsaved.items():
+            if now.get(name) is not buffer or version_of(buffer) != version:
+                rule = "is written in a step, and no checkpoint has it (persistent=False)"
+                print_warning(f"the buffer {name} {rule}: a resume begins with its first value")
+        self._unsaved = {}
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the sums over this replica's batch, as `ForwardBackward.evaluate` does."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr
+
 import pytest
 
 from tests.marks import in_full
 from tests.parity import STEPS, assert_follows, largest_difference
-from tests.workers import Train
+from tests.workers import Train, Workers, train_here
 
 COMMON = (
     f"training.steps={STEPS}", "training.log_every=1", f"training.validate_every={STEPS}",
@@ -30,7 +33,7 @@ CASES = [(model, layout) for model in MODELS for layout in LAYOUTS]
 
 
 def words_of(model: str) -> tuple[str, ...]:
-    return *COMMON, *MODELS[model], "~model", f"+model={{_target_: tests.plain_models.{model}}}"
+    return *COMMON, *MODELS.get(model, TEXT), "~model", f"+model={{_target_: tests.plain_models.{model}}}"
 
 
 @pytest.mark.parametrize(("model", "layout"), [*FIRST, *in_full(case for case in CASES if case not in FIRST)])
@@ -66,3 +69,21 @@ def test_half_precision_is_near_float32(trained: Train, layout: str, precision: 
     alone = trained("strategy=single", *words, "training.precision=float32")
     split = trained(*words, *LAYOUTS[layout].split(), f"training.precision={precision}")
     assert largest_difference(split.losses, alone.losses) < ROUNDING[precision]
+
+
+def said_in_training(run_folder: str) -> str:
+    printed = io.StringIO()
+    with redirect_stderr(printed):
+        train_here(run_folder, {})
+    return printed.getvalue()
+
+
+def test_buffers_that_no_checkpoint_keeps_are_told_once(workers: Workers) -> None:
+    """SharedNet has a buffer too, which nothing writes."""
+    run = workers.prepare(*words_of("Counting"), "strategy=single")
+    (said,) = workers.run(1, said_in_training, str(run.folder.path))
+    rule = "is written in a step, and no checkpoint has it (persistent=False)"
+    assert said.splitlines() == [
+        f"WARNING: the buffer blocks.0.{name} {rule}: a resume begins with its first value"
+        for name in ("in_place", "replaced")
+    ]
