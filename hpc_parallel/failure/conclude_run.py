@@ -59,7 +59,6 @@ _KINDS = {
     restart.REQUEUED: failure.ERROR,
     restart.PREEMPTED: failure.KILLED,
 }
-_ANEW = "not requeued, because it would begin anew"
 _NEXT_TURN = "it goes on when it has its next turn, in this job or in the next one"
 _UNSAVED = Stop(signal="SIGTERM", kept="earlier checkpoints")  # of a run that could not save
 _UNSTARTED = Stop(signal="SIGUSR2", kept="earlier checkpoints")
@@ -185,18 +184,17 @@ def after_failure(
         return Decision(restart.END)
     config = folder.read_config()
     limits = RestartLimits.of(config, start=start)
-    if ends[-1].how == restart.TIME_LIMIT and not is_packed(folder) and not complete(folder.checkpoints):
-        if not is_script(config):
-            return Decision(restart.END, _ANEW)
-        if not limits.max_restarts:
-            return Decision(
-                restart.END, f"{_ANEW}; if the script goes on by itself, set launcher.max_restarts=1"
-            )
-    decision = restart.decide(ends, limits=limits)
+    # A later start in a job had the rest of its time only.
+    continues = bool(start) or is_packed(folder) or bool(complete(folder.checkpoints))
+    if is_script(config):
+        script = config["script"]
+        says_so = [script.get(key) for key in ("resume_arguments", "stop_signal", "requeue_codes")]
+        continues |= any(says_so) or limits.max_restarts > 0
+    decision = restart.decide(ends, limits=limits, continues=continues)
     if not decision.starts_again:
         return decision
     limits = replace(limits, hosts=restart.Hosts.of(folder, environment=environment))
-    return restart.decide(ends, limits=limits, by_slurm=restart.ending(environment))
+    return restart.decide(ends, limits=limits, continues=continues, by_slurm=restart.ending(environment))
 
 
 def _conclude_stop(

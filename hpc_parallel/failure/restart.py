@@ -182,7 +182,7 @@ def decide(
     """The one policy: the ranks start again in their job, on which hosts, or it is requeued, or the run ends.
 
     ends: those since a user last started the run; the last one is to be followed.
-    continues: whether a run that was asked to stop has kept something from which it can go on.
+    continues: whether the run has kept something from which it can go on, or says that it goes on by itself.
     by_slurm: how Slurm ends the job now (`ending`).
     """
     decision = _decided(ends, limits=limits, continues=continues, by_slurm=by_slurm)
@@ -201,8 +201,11 @@ def _decided(
     if end.how == CANCELLED:
         return Decision(END)
     if end.how in (TIME_LIMIT, REQUEUED):
-        if end.how == TIME_LIMIT and not continues:  # a new start would only reach the limit again
-            return Decision(END, f"try a longer {limits.time_key} or a smaller task.seconds")
+        if end.how == TIME_LIMIT and not continues:
+            others = "a smaller task.seconds, or script.resume_arguments"
+            return Decision(
+                END, f"a new start would reach it again: try a longer {limits.time_key}, {others}"
+            )
         if counts[end.how] > limits.max_requeues:  # the count includes this end
             return Decision(END, f"launcher.max_requeues={limits.max_requeues} is used up")
         return Decision(REQUEUE)

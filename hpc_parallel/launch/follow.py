@@ -334,6 +334,7 @@ def conclude_job(folder: RunFolder, job_id: str, state: JobState) -> None:
     if not owner.is_job(folder, job_id):
         return
     logs = folder.job_outputs(job_id)
+    has_begun = bool(logs) or any(folder.logs.glob("rank-*"))
     text = read_tail(logs[0]).decode(errors="replace") if logs else ""
     unseen = f"; {NO_OUTPUT}" if state.state == "FAILED" and not logs else ""
     conclude(
@@ -341,6 +342,8 @@ def conclude_job(folder: RunFolder, job_id: str, state: JobState) -> None:
         returncode=0 if state.state == "COMPLETED" else 1,
         text=f"{text}\nSlurm says of job {job_id}: {state}{unseen}",
         # Slurm forgets a job that is cancelled before it has begun.
-        cancelled=True if state.state == "CANCELLED" or (state.state == FORGOTTEN and not logs) else None,
+        cancelled=True
+        if state.state == "CANCELLED" or (state.state == FORGOTTEN and not has_begun)
+        else None,
         environment={"SLURM_JOB_ID": job_id},
     )

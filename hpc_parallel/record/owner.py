@@ -26,7 +26,7 @@ from hpc_parallel.record.typed import build
 from hpc_parallel.record.values import job_id as job_id_of
 from hpc_parallel.record.values import step_id
 from hpc_parallel.slurm.client import CLUSTERS
-from hpc_parallel.slurm.jobs import NOT_YET, UNKNOWN, Job, job_state
+from hpc_parallel.slurm.jobs import NOT_YET, SILENT, UNKNOWN, Job, job_state
 from hpc_parallel.slurm.submit import scancel
 
 MAX_PID = 2**31 - 1  # the largest that kill(2) accepts
@@ -195,15 +195,18 @@ def hold_by_job(folder: RunFolder, job_id: str, *, step: str | None = None) -> N
             if before.is_packed and step is not None:
                 replace(before, step=f"{job_id}.{step}").write(folder)
             return
-        if (other := other_job(folder, job_id)) is not None:
+        if before.job_id is not None and (other := living_owner(folder)) is not None:
             raise OwnedError(f"the run is going on already, as {other}")
         _of_job(Job(job_id, submitted_s=time.time())).write(folder)
 
 
 def other_job(folder: RunFolder, job_id: str) -> str | None:
-    """Another job that owns the run and is active, as text, or None. Raises DamagedError."""
-    holder = (Owner.read(folder) or Owner()).job_id
-    return None if holder in (None, job_id) else living_owner(folder)
+    """Another job that owns the run and is active, as Slurm says, or None. Raises DamagedError."""
+    owner = Owner.read(folder) or Owner()
+    if owner.job is None or owner.job_id == job_id or owner.over or elsewhere(owner):
+        return None
+    state = job_state(owner.job)
+    return None if state.ended or state.state in (UNKNOWN, SILENT) else f"job {owner.job.id} ({state})"
 
 
 def hand_to_job(folder: RunFolder, job: Job) -> None:

@@ -71,19 +71,22 @@ class EarlyStopping(Callback):
             self.on_line(line)
 
     def on_line(self, line: Mapping[str, Any]) -> None:
-        if (
-            self.key not in line
-        ):  # only some lines have a validation; any other key is in all lines or in none
-            if not self.key.startswith("validation_") or VALIDATION in line:
-                raise ValueError(f"a line of metrics.jsonl has no {self.key}; it has {', '.join(line)}")
+        if self.key not in line:
+            self._require_key(line)
             return
         value = number(line[self.key])
-        if value is not None and (
-            self._best is None or self._sign * value < self._sign * self._best - self.least_change
-        ):
+        if value is not None and (self._best is None or self._improves(value, self._best)):
             self._best, self._best_step, self._without = value, line["step"], 0
         else:
             self._without += 1
+
+    def _improves(self, value: float, best: float) -> bool:
+        return self._sign * value < self._sign * best - self.least_change
+
+    def _require_key(self, line: Mapping[str, Any]) -> None:
+        """Only some lines have a validation; any other key is in all lines or in none."""
+        if not self.key.startswith("validation_") or VALIDATION in line:
+            raise ValueError(f"a line of metrics.jsonl has no {self.key}; it has {', '.join(line)}")
 
     def stop_reason(self) -> str | None:
         if self._without < self.patience:

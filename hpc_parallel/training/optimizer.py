@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from hpc_parallel.config.optimizer_rules import Settings, applies, settings_for
 from hpc_parallel.config.schema import OptimizerConfig
 from hpc_parallel.layout.step_facts import UPDATED_AT_ONCE
-from hpc_parallel.models.drawn_weights import placed
+from hpc_parallel.models.drawn_weights import local_of, placed
 from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.gradients import local_gradients
@@ -53,7 +53,9 @@ class Update:
         """`options`: arguments of `kind`. Raises what `kind` raises if it refuses them."""
         self.weights = weights
         self.held = {
-            name: Parameter(weight.to_local().detach()) if isinstance(weight, DTensor) else weight
+            name: Parameter(local_of(weight.detach()), weight.requires_grad)
+            if isinstance(weight, DTensor)
+            else weight
             for name, weight in weights.items()
         }
         self.optimizer = kind([{"params": list(self.held.values())}], **options)
@@ -85,8 +87,10 @@ class Update:
             held = self.held[name]
             if isinstance(weight, DTensor):
                 held.data = weight.to_local()
-            same = gradient.stride() == held.stride()
-            held.grad = gradient if same else torch.empty_like(held).copy_(gradient)
+            if gradient.stride() != held.stride():
+                gradient = torch.empty_like(held).copy_(gradient)
+                weight.grad = placed(gradient, like=weight) if isinstance(weight, DTensor) else gradient
+            held.grad = gradient
 
     def state_dtype(self, weight: Tensor, recorded: torch.dtype | None) -> torch.dtype:
         """The type of a state with the shape of `weight` that a checkpoint has as `recorded`.

@@ -294,17 +294,20 @@ def test_a_requeued_run_that_has_completed_does_not_start(
     [
         ("105", "105", 1, False), ("105_3", "105_3", 1, False),
         ("105", "105", 0, True),  # a first start is checked by its ranks
-        ("105", "", 1, True), ("7", "7", 1, True), ("6_31", "6_31", 1, True), (None, "105", 1, True),
+        ("105 over", "105", 1, True), ("105", "", 1, True), ("7", "7", 1, True),
+        ("6_31", "6_31", 1, True), (None, "105", 1, True),
     ],
 )  # fmt: skip
 def test_a_requeued_job_leaves_a_run_alone_that_goes_on_as_a_newer_one(
     node: Node, owner: str | None, queue: str, restarts: int, starts: bool
 ) -> None:
     """It would remove how the start before has ended, and write how its own ranks were refused."""
-    squeue = f'squeue() {{ [ "$*" != "--noheader --jobs={queue}" ] || echo " {queue} main run R"; }}\n'
+    job_id, _, over = str(owner).partition(" ")
+    about = {"job_id": job_id, "waits": False, "over": bool(over)}
+    squeue = f'squeue() {{ [ "$*" != "--all --noheader --jobs={queue}" ] || echo " {queue} main run R"; }}\n'
     kept = {
         "stopped.json": "{}",
-        "owner.json": json.dumps({"host": "n1"} if owner is None else {"job_id": owner}, indent=2),
+        "owner.json": json.dumps({"host": "n1"} if owner is None else about, indent=2),
     }
     done = node.run("launcher.setup=['exit 9']", module=squeue, kept=kept, restarts=restarts)
     assert done.returncode == (9 if starts else 1), done.stderr

@@ -345,7 +345,8 @@ def test_a_cancellation_is_named_as_the_user_caused_it(folder: RunFolder, name: 
     ("name", "reason", "advice", "outcome"),
     [("SIGINT", "cancelled by Ctrl-C", "", "cancelled"),
      ("SIGUSR2", "the time limit of 60 min was near",
-      "; try a longer launcher.time_minutes or a smaller task.seconds", "failed")],
+      "; a new start would reach it again: try a longer launcher.time_minutes, a smaller task.seconds, or "
+      "script.resume_arguments", "failed")],
 )  # fmt: skip
 def test_a_task_that_can_not_continue_keeps_its_rows_and_is_not_requeued(
     folder: RunFolder, name: str, reason: str, advice: str, outcome: str
@@ -374,7 +375,10 @@ def test_the_advice_for_a_packed_run_is_the_limit_of_its_job(folder: RunFolder) 
     attempts.begin(folder, step=0, environment={})
     write_json(folder.stopped, {"signal": "SIGUSR2", "kept": "37 of 183 rows"})
     line = conclude(folder, returncode=1, environment={})
-    assert str(line).endswith("; try a longer sweep.pack_minutes or a smaller task.seconds")
+    assert str(line).endswith(
+        "; a new start would reach it again: try a longer sweep.pack_minutes, a smaller task.seconds, or "
+        "script.resume_arguments"
+    )
 
 
 @pytest.mark.parametrize(
@@ -634,31 +638,38 @@ def test_a_time_limit_is_named_and_no_cancellation(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "max_restarts", "has_checkpoint", "starts_again"),
+    ("task", "max_restarts", "script", "start", "has_checkpoint", "starts_again"),
     [
-        ("train", 3, False, False),
-        ("train", 0, True, True),
-        ("script", 0, False, False),
-        ("script", 3, False, True),  # with script.resume_arguments
+        ("train", 3, {}, 0, False, False),
+        ("train", 3, {}, 1, False, True),  # it had the rest of the job's time
+        ("train", 0, {}, 0, True, True),
+        ("script", 0, {}, 0, False, False),
+        ("script", 3, {}, 0, False, True),
+        ("script", 0, {"resume_arguments": "--resume"}, 0, False, True),
+        ("script", 0, {"stop_signal": "SIGTERM"}, 0, False, True),
+        ("script", 0, {"requeue_codes": [75]}, 0, False, True),
     ],
-)
+)  # fmt: skip
 def test_a_run_that_would_begin_anew_is_not_requeued_after_a_time_limit(
-    folder: RunFolder, *, task: str, max_restarts: int, has_checkpoint: bool, starts_again: bool
-) -> None:
+    folder: RunFolder, *, task: str, max_restarts: int, script: dict[str, Any], start: int,
+    has_checkpoint: bool, starts_again: bool,
+) -> None:  # fmt: skip
     """It would only reach the limit again, `launcher.max_requeues` times."""
     config = folder.read_config()
     config["task"] = {"name": task}
+    config["script"] = script
     config["launcher"] |= {"max_restarts": max_restarts}
     write_json(folder.config, config)
     if has_checkpoint:
         (folder.checkpoints / "step-3").mkdir(parents=True)
         write_json(folder.checkpoints / "step-3" / MARKER, {})
     conclude(folder, returncode=143, text="error: *** STEP 3.0 ON n1 CANCELLED AT 1 DUE TO TIME LIMIT ***")
-    decision = after_failure(folder)
+    decision = after_failure(folder, start=start)
     assert decision.starts_again == starts_again
-    anew = "not requeued, because it would begin anew"
-    script = "; if the script goes on by itself, set launcher.max_restarts=1"
-    assert decision.why == ("" if starts_again else anew + script * (task == "script"))
+    anew = "a new start would reach it again: try a longer launcher.time_minutes"
+    assert decision.why == (
+        "" if starts_again else f"{anew}, a smaller task.seconds, or script.resume_arguments"
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hpc_parallel.config.optimizer_rules import learning_rate
 from hpc_parallel.config.schema import AdamWConfig, OptimizerConfig
+from hpc_parallel.models.drawn_weights import own_slice
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.strategies.gradients import GradientNorm, clip
 from hpc_parallel.training import optimizer as optimizer_module
 from hpc_parallel.training.optimizer import ModelOptimizer, build_optimizer
 from tests.composed import prepared
+from tests.oracle.fakes import fake_world
 
 COSINE = AdamWConfig(learning_rate=2.0, warmup_steps=10, final_share=0.1)
 
@@ -66,6 +70,34 @@ def test_a_gradient_of_another_order_in_memory_updates_its_own_weight() -> None:
         build_optimizer({"weight": weight}, AdamWConfig()).step()
         weights.append(weight.detach())
     assert torch.equal(*weights)
+
+
+def test_slices_are_updated_as_rows_of_the_whole_weight() -> None:
+    """Beside a weight that is whole, a frozen one of integers, and in a slice that fully_shard moves."""
+    with fake_world(1, size=2):
+        mesh = init_device_mesh("cpu", (2,))
+
+        def sliced(full: torch.Tensor) -> DTensor:
+            return own_slice(full, like=distribute_tensor(full, mesh, [Shard(0)]))
+
+        full, gradient = torch.arange(15.0).view(5, 3), torch.linspace(-1, 1, 15).view(5, 3)
+        alone, whole, slices = (nn.Parameter(value) for value in (full.clone(), full.clone(), sliced(full)))
+        frozen = nn.Parameter(sliced(torch.arange(4)), requires_grad=False)
+        weights = {"whole": whole, "slices": slices, "frozen": frozen}
+        optimizers = [build_optimizer(given, AdamWConfig()) for given in (weights, {"alone": alone})]
+        for _ in range(2):
+            alone.grad, whole.grad = gradient.clone(), gradient.clone()
+            slices.grad = sliced(gradient.T.contiguous().T)  # of another order in memory
+            slices._local_tensor = slices.to_local().detach().clone()
+            for optimizer in optimizers:
+                optimizer.step()
+        assert torch.equal(whole, alone)
+        assert torch.equal(slices.to_local(), alone[3:])
+        state, expected = (optimizer.state() for optimizer in optimizers)
+        kept = state["slices/exp_avg"]
+        assert isinstance(kept, DTensor)
+        assert (kept.shape, kept.placements) == (slices.shape, slices.placements)
+        assert torch.equal(kept.to_local(), expected["alone/exp_avg"][3:])
 
 
 def test_a_function_decides_every_step() -> None:

@@ -108,7 +108,8 @@ TABLE = [  # how the starts ended; what is allowed; what follows in a job
     ("time_limit - 30, time_limit - 40, time_limit - 50", {}, "end", "launcher.max_requeues=2 is used up"),
     ("requeued - -", {}, "requeue", ""),
     ("time_limit - 0", {"continues": False}, "end",
-     "try a longer launcher.time_minutes or a smaller task.seconds"),
+     "a new start would reach it again: try a longer launcher.time_minutes, a smaller task.seconds, or "
+     "script.resume_arguments"),
     ("preempted - 0", {"continues": False}, "requeue", ""),
     # Slurm ends the job while its end is concluded.
     (KILLED, {"by_slurm": "cancelled"}, "end", "the job is cancelled, so it does not start again"),
