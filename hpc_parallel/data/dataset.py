@@ -11,7 +11,6 @@ torchvision are such objects.
 from __future__ import annotations
 
 import hashlib
-import pickle
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -98,13 +97,10 @@ class DatasetSamples:
                     return True
         return False
 
-    def _own_states(self) -> list[bytes]:
+    def _own_states(self) -> list[str]:
         """The states of the generators that are attributes of the dataset. SystemRandom has none."""
         values = getattr(self.dataset, "__dict__", {}).values()
-        return [
-            one.get_state().numpy().tobytes() if isinstance(one, torch.Generator) else pickle.dumps(one)
-            for one in values if isinstance(one, GENERATORS) and not isinstance(one, random.SystemRandom)
-        ]  # fmt: skip
+        return [repr(_state(one)) for one in values if isinstance(one, GENERATORS)]
 
     def _stacked(self, indices: list[int], samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         for index, sample in zip(indices, samples, strict=True):
@@ -307,6 +303,17 @@ def _require_map_style(dataset: object) -> None:
         name = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
         rule = f"{name} has no {' and no '.join(missing)}: samples are read by their index, in any order."
         raise ConfigError([f"{rule} Add them, or `train` and `validation` (hpc_parallel/data/sampler.py)."])
+
+
+def _state(generator: Any) -> object:
+    """What tells two states apart by its `repr`."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, random.SystemRandom):
+        return None
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def _draws_first(part: DatasetSamples) -> bool:
