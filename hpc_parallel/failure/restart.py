@@ -201,13 +201,13 @@ def _decided(
     if end.how == CANCELLED:
         return Decision(END)
     if end.how in (TIME_LIMIT, REQUEUED):
-        if end.how == TIME_LIMIT and not continues:
+        if counts[end.how] > limits.max_requeues:  # the count includes this end
+            return Decision(END, f"launcher.max_requeues={limits.max_requeues} is used up")
+        if end.how == TIME_LIMIT and not continues and limits.is_own_job:
             others = "a smaller task.seconds, or script.resume_arguments"
             return Decision(
                 END, f"a new start would reach it again: try a longer {limits.time_key}, {others}"
             )
-        if counts[end.how] > limits.max_requeues:  # the count includes this end
-            return Decision(END, f"launcher.max_requeues={limits.max_requeues} is used up")
         return Decision(REQUEUE)
     if (refusal := _why_not(ends, counts=counts, limits=limits)) is not None:
         return Decision(END, refusal)

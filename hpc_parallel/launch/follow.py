@@ -22,7 +22,7 @@ from hpc_parallel.failure.run_state import NO_OUTPUT
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.problems import as_override, printable
 from hpc_parallel.record import owner
-from hpc_parallel.record.attempts import ends, ends_before_start
+from hpc_parallel.record.attempts import ends, ends_before_start, is_queued
 from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import Failure, Stop, Summary, has_final_summary
 from hpc_parallel.record.metrics_file import (
@@ -334,16 +334,15 @@ def conclude_job(folder: RunFolder, job_id: str, state: JobState) -> None:
     if not owner.is_job(folder, job_id):
         return
     logs = folder.job_outputs(job_id)
-    has_begun = bool(logs) or any(folder.logs.glob("rank-*"))
     text = read_tail(logs[0]).decode(errors="replace") if logs else ""
     unseen = f"; {NO_OUTPUT}" if state.state == "FAILED" and not logs else ""
+    forgotten_in_queue = (
+        state.state == FORGOTTEN and not logs and is_queued(folder)
+    )  # as Slurm does at a cancel
     conclude(
         folder,
         returncode=0 if state.state == "COMPLETED" else 1,
         text=f"{text}\nSlurm says of job {job_id}: {state}{unseen}",
-        # Slurm forgets a job that is cancelled before it has begun.
-        cancelled=True
-        if state.state == "CANCELLED" or (state.state == FORGOTTEN and not has_begun)
-        else None,
+        cancelled=True if state.state == "CANCELLED" or forgotten_in_queue else None,
         environment={"SLURM_JOB_ID": job_id},
     )

@@ -147,6 +147,12 @@ def is_starting(folder: RunFolder) -> bool:
     return not events or "launched" in events[-1]
 
 
+def is_queued(folder: RunFolder) -> bool:
+    """Whether the newest record is that a user started the run: its job has recorded nothing yet."""
+    events = read_lines(folder.attempts)
+    return not events or not events[-1].keys().isdisjoint({"submitted", "resumed"})
+
+
 def earlier_starts(folder: RunFolder) -> int:
     """The number of starts before the current one. The current start may not have recorded its begin yet.
 

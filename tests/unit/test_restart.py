@@ -110,6 +110,8 @@ TABLE = [  # how the starts ended; what is allowed; what follows in a job
     ("time_limit - 0", {"continues": False}, "end",
      "a new start would reach it again: try a longer launcher.time_minutes, a smaller task.seconds, or "
      "script.resume_arguments"),
+    ("time_limit - 0", {"continues": False, "max_requeues": 0}, "end", "launcher.max_requeues=0 is used up"),
+    ("time_limit - 0", {"continues": False, "is_own_job": False}, "end", "an allocation is not requeued"),
     ("preempted - 0", {"continues": False}, "requeue", ""),
     # Slurm ends the job while its end is concluded.
     (KILLED, {"by_slurm": "cancelled"}, "end", "the job is cancelled, so it does not start again"),

@@ -61,14 +61,23 @@ def test_a_job_that_completed_without_a_summary_is_concluded(
     assert json.loads(run.folder.summary.read_text())["outcome"] == "failed"
 
 
-@pytest.mark.parametrize(("output", "outcome"), [((), "cancelled"), (("34_log.out",), "failed")])
+@pytest.mark.parametrize(
+    ("file", "event", "outcome"),
+    [
+        (None, "submitted", "cancelled"),
+        ("slurm/34_log.out", "submitted", "failed"),
+        ("logs/rank-0.out", "launched", "failed"),
+        ("logs/rank-0.out", "resumed", "cancelled"),  # the log is of an earlier job
+    ],
+)
 def test_a_job_that_slurm_has_forgotten_was_cancelled_if_it_never_began(
-    output: tuple[str, ...], outcome: str, run: PreparedRun, monkeypatch: pytest.MonkeyPatch
+    file: str | None, event: str, outcome: str, run: PreparedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm forgets at once a task of an array that is cancelled before it has begun."""
     monkeypatch.setattr(follow, "job_state", lambda job: JobState(FORGOTTEN))
-    for name in output:
-        (run.folder.slurm / name).touch()
+    if file:
+        (run.folder.path / file).touch()
+    attempts.note(run.folder, event)
     hand_to_job(run.folder, Job("34"))
     assert follow.wait_for_job(run, Job("34")) == 1
     assert json.loads(run.folder.summary.read_text())["outcome"] == outcome
