@@ -138,13 +138,8 @@ def _holds(place: int, degrees: Layout, strategy: Any) -> dict[str, str]:
             held["stage" if len(stages) == 1 else "stages"] = ", ".join(map(str, stages))
         else:
             held[WORDS.get(axis, axis)] = str(index)
-    return {axis: held[axis] for axis in sorted(held, key=_outermost_first)} or {"model": "whole"}
-
-
-def _outermost_first(word: str) -> int:
-    """Sort key: the order of the axes in a layout. Coordinates come innermost first."""
-    order = ["server", "stage", "stages", *(WORDS.get(axis, axis) for axis in AXES)]
-    return order.index(word)
+    order = ["server", "stage", "stages", *(WORDS.get(axis, axis) for axis in AXES)]  # outermost first
+    return {axis: held[axis] for axis in sorted(held, key=order.index)} or {"model": "whole"}
 
 
 def draw(hosts: Sequence[GridHost]) -> RenderableType:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.lib import format as npy
 
 from hpc_parallel.commands.encode_text import encode_text, tokenizer_failures
 from hpc_parallel.data.folder_files import list_files, name_matcher
@@ -112,7 +113,8 @@ def _write(output: Path, files: Sequence[Path], *, encoder: Encoder) -> int:
 
 def _append(files: Sequence[Path], *, encoder: Encoder, stream: BinaryIO, problems: list[str]) -> int:
     """Append the ids of all files after a header, which is written again at the end; returns their number."""
-    _write_header(stream, dtype=encoder.dtype, count=0)
+    header = {"descr": encoder.dtype.str, "fortran_order": False}
+    npy.write_array_header_1_0(stream, {**header, "shape": (0,)})
     count = 0
     for file in files:
         try:
@@ -128,14 +130,8 @@ def _append(files: Sequence[Path], *, encoder: Encoder, stream: BinaryIO, proble
         except ValueError as error:
             problems.append(f"{file}: {error}.")
     stream.seek(0)
-    _write_header(stream, dtype=encoder.dtype, count=count)
+    npy.write_array_header_1_0(stream, {**header, "shape": (count,)})  # it has room for any count
     return count
-
-
-def _write_header(stream: BinaryIO, *, dtype: np.dtype[Any], count: int) -> None:
-    """Write the .npy header of a one-dimensional array: 128 bytes for any count, so it can be overwritten."""
-    fields = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({count},), }}"
-    stream.write(b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + fields.ljust(117).encode() + b"\n")
 
 
 def _output_problems(output: Path, awaited: Container[Path]) -> Iterator[str]:

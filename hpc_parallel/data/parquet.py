@@ -77,7 +77,9 @@ class ParquetData:
         description = Description(vocab_size=vocab_size, tokenizer="", count=len(tokens))
         self.digest = sampled_digest(cast("NDArray[Any]", tokens), description=description)
         if packing:
-            ends = row_ends(rows.data.column(input))
+            chunks = rows.data.column(input).chunks
+            lengths = [pc.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in chunks]
+            ends = np.cumsum(np.concatenate(lengths), dtype=np.int64)
             packed = packed_parts(
                 tokens, ends, sequence_length=sequence_length, vocab_size=vocab_size,
                 validation_share=validation_share, digest=self.digest,
@@ -180,12 +182,6 @@ def as_array(values: Any, *, name: str) -> NDArray[Any]:
         shape.append(lengths.pop())
         values = inner
     return np.array(values.to_numpy(zero_copy_only=False)).reshape(shape)
-
-
-def row_ends(column: Any) -> NDArray[np.int64]:
-    """The end of each row of an Arrow column of lists among the items of all rows."""
-    lengths = [pc.list_value_length(chunk).to_numpy(zero_copy_only=False) for chunk in column.chunks]
-    return np.cumsum(np.concatenate(lengths), dtype=np.int64)
 
 
 class TokenStream:

@@ -188,7 +188,6 @@ def default_batch_size(values: Mapping[str, Any]) -> int:
 
 
 def _least_microbatches(strategy: StrategyConfig, *, stages: int) -> int:
-    """The least number of microbatches that a replica needs."""
     if strategy.microbatches is not None:
         return strategy.microbatches
     return stages * stages_per_rank(strategy) if stages > 1 and schedule_of(strategy).full else 1

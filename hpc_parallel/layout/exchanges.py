@@ -14,7 +14,7 @@ from itertools import pairwise, product
 
 from hpc_parallel.layout.axes import AVERAGED_AXES, BATCH_AXES, SAMPLE_AXES
 from hpc_parallel.layout.holdings import Setup, sliced_over
-from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, Layout, servers
+from hpc_parallel.layout.layout import DATAPARALLEL, PARAMETER_SERVER, servers
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
 
 Group = tuple[int, ...]
@@ -86,16 +86,12 @@ def groups_over(setup: Setup, *axes: str) -> tuple[Group, ...]:
     return tuple(tuple(first + sum(base) + offset for offset in inner) for base in outer)
 
 
-def _used(layout: Layout, axes: Sequence[str]) -> list[str]:
-    return [axis for axis in axes if layout.degrees[axis] > 1]
-
-
 class _On:
     """Makes exchanges between ranks that differ only on the given axes, taken together."""
 
     def __init__(self, setup: Setup, *axes: str) -> None:
         self._setup = setup
-        self._over = " x ".join(_used(setup.layout, axes))
+        self._over = " x ".join(axis for axis in axes if setup.layout.degrees[axis] > 1)
         self.groups = groups_over(setup, *axes)
 
     def __call__(
@@ -107,13 +103,10 @@ class _On:
         self, phase: Phase, what: str, how: str, often: Often, *, only_if: str | None = None
     ) -> Exchange:
         """The same exchange, but only between ranks that have the model's last stage."""
-        groups = tuple(group for group in self.groups if self._has_last_stage(group[0]))
-        return Exchange(phase, what, how, often, self._over, groups, only_if)
-
-    def _has_last_stage(self, rank: int) -> bool:
         layout = self._setup.layout
         last = 0 if schedule_of(self._setup.strategy).v_shaped else layout.pipeline - 1
-        return layout.coordinates(rank)["pipeline"] == last
+        groups = tuple(group for group in self.groups if layout.coordinates(group[0])["pipeline"] == last)
+        return Exchange(phase, what, how, often, self._over, groups, only_if)
 
     def directed(self, phase: Phase, what: str, how: str, often: Often, pairs: Sequence[Group]) -> Exchange:
         return Exchange(phase, what, how, often, self._over, tuple(pairs))

@@ -204,7 +204,6 @@ def sliced_over(layout: Layout, *, of_experts: bool = False) -> tuple[str, ...]:
 
 
 def _holding(setup: Setup, position: int) -> Holding:
-    """What the device at a position of the layout holds."""
     device = position + servers(setup.strategy)
     role, keeps = _role(setup, position)
     places = setup.layout.coordinates(position)

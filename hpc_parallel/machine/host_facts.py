@@ -39,8 +39,9 @@ def host_facts(
     """
     no_log = {"kernel_log": "not read: no NVIDIA GPU is used, or pynvml is missing", "seen": []}
     xids: dict[str, Any] = logged_xids() if nvml is not None else no_log
+    packages = hashlib.sha256(json.dumps(installed_packages()).encode()).hexdigest()[:16]
     return {
-        "versions": {**versions, "driver": driver_version(), "packages": packages_digest()},
+        "versions": {**versions, "driver": driver_version(), "packages": packages},
         "cpu": cpu_facts(),
         "disks": {
             **{purpose: {**disk(folder), "cache": False} for purpose, folder in folders.items()},
@@ -59,11 +60,6 @@ def driver_version(path: Path = DRIVER) -> str | None:
         if match := _DRIVER_VERSION.search(path.read_text(errors="replace")):
             return match[1]
     return None
-
-
-def packages_digest() -> str:
-    """A hash that is equal on hosts whose Python has the same versions of all packages."""
-    return hashlib.sha256(json.dumps(installed_packages()).encode()).hexdigest()[:16]
 
 
 def cache_folders(environment: Mapping[str, str], *, other_than: Iterable[Path]) -> dict[str, Path]:

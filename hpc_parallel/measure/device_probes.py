@@ -80,7 +80,8 @@ def _block_probes(width: int, tokens: int, *, precision: str, device: torch.devi
         return lambda: block(x).backward(x)
 
     def ends() -> Callable[[], object]:
-        model, ids = _decoder(width, device).to(getattr(torch, precision)), _ids(tokens, device)
+        model = _decoder(width, device).to(getattr(torch, precision))
+        ids = torch.arange(tokens, device=device).remainder(VOCABULARY)[None]
         return lambda: model.loss(model(ids), ids).backward()
 
     yield Probe(BLOCK_FORWARD, precision, width, forward, tokens)
@@ -94,10 +95,6 @@ def _decoder(width: int, device: torch.device) -> Transformer:
             layers=1, dim=width, heads=heads_of(width), kv_heads=heads_of(width), ffn_dim=ffn_dim(width),
             vocab_size=VOCABULARY,
         )  # fmt: skip
-
-
-def _ids(tokens: int, device: torch.device) -> Tensor:
-    return torch.arange(tokens, device=device).remainder(VOCABULARY)[None]
 
 
 def _block(width: int, tokens: int, precision: str, device: torch.device) -> tuple[nn.Module, Tensor]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpc_parallel.config.site_schema import MachineConfig
 from hpc_parallel.planning.collective_times import FITTED_DTYPE, PredictedTime, predict, ranks_of
-from hpc_parallel.record.collectives_file import CollectiveRow, Rows
+from hpc_parallel.record.collectives_file import Rows
 
 SLOWER = 1.5  # times the prediction, beyond the mean error of its fit
 
@@ -86,17 +86,14 @@ def compare(rows: Rows, *, machine: MachineConfig, device_type: str) -> MachineC
     if machine.device_type not in (None, device_type):
         reason = f"it was measured on {machine.device_type}, and this run uses {device_type}"
         return MachineComparison([None] * len(rows), [f"not compared with {_title(machine)}: {reason}"])
-    predictions = [_prediction(machine, row) for row in rows]
+    predictions = [
+        predict(machine, group=row.group, operation=row.operation, ranks=row.ranks, size_bytes=row.size_bytes)
+        if row.dtype == FITTED_DTYPE
+        else None
+        for row in rows
+    ]
     warnings = [*_missing(rows, machine), *_slower(rows, predictions, title=_title(machine))]
     return MachineComparison([None if p is None else p.time_s for p in predictions], warnings)
-
-
-def _prediction(machine: MachineConfig, row: CollectiveRow) -> PredictedTime | None:
-    if row.dtype != FITTED_DTYPE:
-        return None
-    return predict(
-        machine, group=row.group, operation=row.operation, ranks=row.ranks, size_bytes=row.size_bytes
-    )
 
 
 def _title(machine: MachineConfig) -> str:

@@ -181,7 +181,6 @@ def _drop_cached(file: int) -> None:
 
 
 def _raise_first_error(results: Sequence[object]) -> None:
-    """Raise ReadingError with the first text among the results of all ranks."""
     if errors := [result for result in results if isinstance(result, str)]:
         raise ReadingError(errors[0])
 
@@ -324,7 +323,9 @@ def storage_rates(folder: Path, *, device: torch.device) -> Storage:
     The slowest rank counts. Raises ReadingError.
     """
     ranks, copied = dist.get_world_size(), copy_rates(device).get("pinned_to_host_bytes_per_s")
-    written_s, read_s = _slowest(_file_times(folder))
+    times = exchange.all_gather(_file_times(folder))
+    _raise_first_error(times)
+    written_s, read_s = map(max, zip(*times, strict=True))
     copied_s = None if copied is None else exchange.all_gather(copied)
     return Storage(
         write_bytes_per_s=FILE_BYTES / written_s,
@@ -334,35 +335,21 @@ def storage_rates(folder: Path, *, device: torch.device) -> Storage:
     )
 
 
-def _slowest(times: tuple[float, float] | str) -> tuple[float, float]:
-    """The slowest times of all ranks. Raises ReadingError with the first rank's error."""
-    by_rank = exchange.all_gather(times)
-    _raise_first_error(by_rank)
-    return max(written_s for written_s, _ in by_rank), max(read_s for _, read_s in by_rank)
-
-
 def _file_times(folder: Path) -> tuple[float, float] | str:
     """Seconds to write a file to the disk and to read pieces of it, or the error."""
     block = os.urandom(BLOCK_BYTES)
+    places = random.Random(0).sample(range(FILE_BYTES // PIECE_BYTES), PIECES)
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            return _written_s(file, block), _read_s(file)
+            began = time.perf_counter()
+            for _ in range(FILE_BYTES // len(block)):
+                file.write(block)
+            os.fsync(file.fileno())
+            written_s = time.perf_counter() - began
+            _drop_cached(file.fileno())
+            began = time.perf_counter()
+            for place in places:
+                os.pread(file.fileno(), PIECE_BYTES, place * PIECE_BYTES)
+            return written_s, time.perf_counter() - began
     except OSError as error:
         return f"{folder}: {error.strerror or error}"
-
-
-def _written_s(file: IO[bytes], block: bytes) -> float:
-    began = time.perf_counter()
-    for _ in range(FILE_BYTES // len(block)):
-        file.write(block)
-    os.fsync(file.fileno())
-    return time.perf_counter() - began
-
-
-def _read_s(file: IO[bytes]) -> float:
-    _drop_cached(file.fileno())
-    places = random.Random(0).sample(range(FILE_BYTES // PIECE_BYTES), PIECES)
-    began = time.perf_counter()
-    for place in places:
-        os.pread(file.fileno(), PIECE_BYTES, place * PIECE_BYTES)
-    return time.perf_counter() - began

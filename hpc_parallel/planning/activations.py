@@ -251,7 +251,6 @@ def _language_loss(run: _Run) -> int:
 
 
 def _logits(run: _Run) -> int:
-    """Logits in the type of the loss."""
     sizes, whole = run.sizes, not run.config.strategy.loss_parallel
     columns = sizes.vocabulary if whole else -(-sizes.vocabulary // run.layout.tensor)
     return run.tokens * columns * run.types.precise

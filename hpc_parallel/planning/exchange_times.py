@@ -239,7 +239,6 @@ class ExchangeTimes:
 
     @property
     def _most_blocks(self) -> int:
-        """The largest number of blocks of a pipeline rank."""
         work = self._work
         return max(sum(work.blocks[stage] for stage in stages) for stages in work.stages_of_ranks)
 

@@ -171,8 +171,6 @@ def _planner_of(config: RunConfig, model: ModelWeights | None = None) -> _Memory
 
 
 class _MemoryPlanner:
-    """The plan of each device of one configuration."""
-
     def __init__(
         self, config: RunConfig, layout: Layout, model: ModelWeights, shape: tuple[int, ...]
     ) -> None:

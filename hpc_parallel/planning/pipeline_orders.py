@@ -220,10 +220,6 @@ def _in_rounds(last: int, *, ranks: int, per_rank: int, microbatches: int) -> tu
     return tuple(turns[stage] for stage in range(per_rank))
 
 
-def _free(source: int, target: int) -> float:
-    return 0.0
-
-
 @dataclass(frozen=True)
 class Span:
     """One action on its rank, from `start_s` to `end_s` after the start of the step."""
@@ -251,7 +247,7 @@ def simulate(
     pipeline: Pipeline,
     *,
     action_s: Callable[[ActionKind, int], float],
-    transfer_s: Callable[[int, int], float] = _free,
+    transfer_s: Callable[[int, int], float] = lambda source, target: 0.0,
     at_once: float | None = None,
     spans: list[Span] | None = None,
 ) -> PlannedTimeline:

@@ -1,6 +1,6 @@
 """The bytes of parameters, gradients and optimizer state on every device, exactly.
 
-`rank_state_bytes` of `summary.json` has the measured bytes (`training/state_bytes.py`).
+`rank_state_bytes` of `summary.json` has the measured bytes (`Step.state_by_rank`).
 """
 
 from __future__ import annotations
@@ -171,7 +171,6 @@ class States:
 
     @cached_property
     def _targets(self) -> set[str]:
-        """The optimizers of all weights."""
         return {self._division.settings(weight).target for weight in self._division.model.weights}
 
     def alike(self, holding: Holding) -> Hashable:
@@ -272,10 +271,6 @@ def _adam(shape: Shape, options: Options) -> int:
     return (3 if options.get("amsgrad") else 2) * math.prod(shape)
 
 
-def _sgd(shape: Shape, options: Options) -> int:
-    return math.prod(shape) if options.get("momentum") else 0
-
-
 def _adafactor(shape: Shape, _: Options) -> int:
     """One row and one column of each matrix (Shazeer and Stern 2018)."""
     numbers = math.prod(shape)
@@ -285,7 +280,9 @@ def _adafactor(shape: Shape, _: Options) -> int:
 KINDS = {
     "torch.optim.AdamW": OptimizerKind(_adam, counts=True),
     "torch.optim.Adam": OptimizerKind(_adam, counts=True),
-    "torch.optim.SGD": OptimizerKind(_sgd, counts=False),
+    "torch.optim.SGD": OptimizerKind(
+        lambda shape, options: math.prod(shape) if options.get("momentum") else 0, counts=False
+    ),
     "torch.optim.Adafactor": OptimizerKind(_adafactor, counts=True, whole=True),
     "torch.optim.Muon": OptimizerKind(lambda shape, _: math.prod(shape), counts=False, whole=True),
 }

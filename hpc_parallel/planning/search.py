@@ -27,7 +27,6 @@ from hpc_parallel.planning.memory import MemoryPlan
 from hpc_parallel.planning.search_bounds import Bounds
 from hpc_parallel.planning.step_time import StepTerms, StepTime
 from hpc_parallel.planning.work import Work, work_of_run
-from hpc_parallel.problems import Problem
 
 NEAR = 8  # how many layouts are compared to find the one that needs least memory
 DOUBLINGS = 6  # of the nodes, to find out how many are enough
@@ -97,10 +96,6 @@ class _Entry:
     @property
     def split(self) -> Split:
         return split_of(self.layout)
-
-
-def _is_of_memory(problem: Problem | str) -> bool:
-    return isinstance(problem, Problem) and problem.key == "cluster.device_memory_gb"
 
 
 class _Search:
@@ -193,7 +188,7 @@ class _Search:
             (memory.plan_fullest(config, model=self._model), config)
             for layout in smallest
             for config in self._leanest(layout)
-            if all(map(_is_of_memory, find_problems(config)))
+            if all(getattr(one, "key", "") == "cluster.device_memory_gb" for one in find_problems(config))
         ]
         known = [(planned, config) for planned, config in plans if planned is not None]
         if not known:

@@ -97,7 +97,10 @@ class StepTerms:
 
     def result(self) -> StepTime:
         work, timeline = self.work, self._simulated()
-        self._add_stages()
+        for (kind, stage), seconds in self._stages_s.items():
+            inputs = f"blocks and ends {self._compute_s(kind, stage):.6g} s, pipeline"
+            text = f"{inputs}, slowest of {self._nodes:g} nodes"
+            self._terms.add(f"stage {stage} {kind.name.lower()}", seconds, text)
         text = f"{work.schedule}, {work.pipeline} ranks, {work.microbatches} microbatches, simulated"
         self._terms.add("all microbatches", timeline.total_s, text)
         gradients_s, update_s = self._gradients_s, self._update_s
@@ -153,7 +156,8 @@ class StepTerms:
         """Computation plus launches. A GPU overlaps them unless the host reads the sizes of messages."""
         if self._on_cpu or self.work.expert > 1:
             return device_s + host_s
-        return _overlapped(device_s, host_s, sharpness=self.hardware.host.sharpness)
+        longer, shorter, p = max(device_s, host_s), min(device_s, host_s), self.hardware.host.sharpness
+        return float(longer * (1 + (shorter / longer) ** p) ** (1 / p))  # the p-norm, without an overflow
 
     @cached_property
     def _block_s(self) -> dict[ActionKind, tuple[float, float]]:
@@ -260,13 +264,6 @@ class StepTerms:
         """The time of the slowest node, as a multiple of the mean."""
         return 1 + self.hardware.network.spread * math.sqrt(2 * math.log(self._nodes))
 
-    def _add_stages(self) -> None:
-        """The terms of all actions so far."""
-        for (kind, stage), seconds in self._stages_s.items():
-            inputs = f"blocks and ends {self._compute_s(kind, stage):.6g} s, pipeline"
-            text = f"{inputs}, slowest of {self._nodes:g} nodes"
-            self._terms.add(f"stage {stage} {kind.name.lower()}", seconds, text)
-
     @property
     def _weights(self) -> float:
         """The weights of the device that has most: its part of its stages' blocks, embedding and head."""
@@ -284,10 +281,3 @@ class StepTerms:
         moved = wider * traffic.optimizer_bytes * self._weights / self.work.shard
         seconds = moved / (device.memory_bytes_per_s * traffic.share) + busy.host.step_s
         return self._terms.add("update", seconds, f"{moved:.4g} B / memory bandwidth + launches of a step")
-
-
-def _overlapped(device_s: float, host_s: float, *, sharpness: float) -> float:
-    """(device^p + host^p)^(1/p), without an overflow."""
-    longer, shorter = max(device_s, host_s), min(device_s, host_s)
-    overlapped: float = longer * (1 + (shorter / longer) ** sharpness) ** (1 / sharpness)
-    return overlapped

@@ -220,7 +220,6 @@ def checkpoint_bytes(config: RunConfig) -> CheckpointBytes | None:
 
 
 def _states_of(config: RunConfig, layout: Layout, model: ModelWeights) -> list[RankState] | None:
-    """The state of each rank of a layout without replicas."""
     states = States(Division(config, layout, model))
     if states.unknown:
         return None
@@ -229,7 +228,6 @@ def _states_of(config: RunConfig, layout: Layout, model: ModelWeights) -> list[R
 
 
 def _largest_part(config: RunConfig, layout: Layout, model: ModelWeights) -> int:
-    """The bytes of the largest tensor of a rank."""
     division = Division(config, layout, model)
     setup = Setup(config.strategy, layout, model_facts(config.model), gpus=config.device != CPU)
     holding = first_holdings(setup)[0]

@@ -101,8 +101,10 @@ class Measurement:
         table = exchange.all_gather_numbers([*sent_by_kind, float(received.total())], device=self._device)
         by_kind = {kind: int(sum(column)) for kind, column in zip(NAMES, table, strict=False)}
         unknown = sorted(set().union(*exchange.all_gather(sorted(self._traffic.unknown))))
-        if unknown:
-            return _unknown(unknown)
+        if unknown:  # no total would be correct
+            if dist.get_rank() == 0:
+                print_warning(f"traffic is not counted: no rule for the bytes of {', '.join(unknown)}")
+            return {"unknown_collectives": unknown}
         return {
             "traffic_bytes": sum(by_kind.values()),
             "busiest_rank_traffic_bytes": int(max(map(sum, zip(*table, strict=True)))),
@@ -201,10 +203,3 @@ def device_actions(device: torch.device) -> AbstractContextManager[ActionTimes |
     if device.type != "cuda":
         return nullcontext()
     return recorded_actions(partial(torch.Event, device, enable_timing=True))
-
-
-def _unknown(unknown: list[str]) -> dict[str, Any]:
-    """The record of a step with collectives whose bytes are not known. No total would be correct."""
-    if dist.get_rank() == 0:
-        print_warning(f"traffic is not counted: no rule for the bytes of {', '.join(unknown)}")
-    return {"unknown_collectives": unknown}

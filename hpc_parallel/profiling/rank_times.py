@@ -127,7 +127,10 @@ class RankTimes:
         kept = max(1, min(KEPT, MOST_RECORDS // len(ranks)))
         self._samples = [*self._samples, record][-kept:]
         if dist.get_rank() == 0:
-            self._warn(self.slow)
+            for slow_rank in self.slow:  # each rank and cause is named once
+                if (slow_rank.rank, slow_rank.cause) not in self._named:
+                    self._named.add((slow_rank.rank, slow_rank.cause))
+                    print_warning(slow_rank)
             self.accusations.add(self.slow, step=step)
             slow = [slow_rank.as_record() for slow_rank in self.slow]
             accused = self.accusations.as_records()
@@ -142,10 +145,3 @@ class RankTimes:
         with left_out("the state of this device is"):
             state = self.device_state()
         return {"times": vars(times), "device": state}
-
-    def _warn(self, slow: Sequence[SlowRank]) -> None:
-        """Name each rank and cause once."""
-        for slow_rank in slow:
-            if (slow_rank.rank, slow_rank.cause) not in self._named:
-                self._named.add((slow_rank.rank, slow_rank.cause))
-                print_warning(slow_rank)

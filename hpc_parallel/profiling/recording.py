@@ -52,17 +52,14 @@ class Recording:
     def loading(self, step: int) -> AbstractContextManager[None]:
         """The context in which to fetch the batch of the 1-based `step` since the start."""
         if step in self._all:
-            self._begin(step)
+            self._began_s = time.perf_counter()
+            if step == self._window.start and self._window:
+                with left_out(PROFILE):
+                    self._start()
         return nullcontext()
 
     def watch(self, step: int) -> AbstractContextManager[None]:
         return self._record(step) if step in self._all else nullcontext()
-
-    def _begin(self, step: int) -> None:
-        self._began_s = time.perf_counter()
-        if step == self._window.start and self._window:
-            with left_out(PROFILE):
-                self._start()
 
     def _start(self) -> None:
         if self._config.kind == "torch":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from hpc_parallel.launch.follow import (
     summary_timeout_s,
 )
 from hpc_parallel.record import owner
-from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_text
 from hpc_parallel.record.sweep_folder import write_sweep
 from hpc_parallel.record.typed import write_record
@@ -77,9 +76,8 @@ def arrays(plan: SweepPlan) -> list[Array]:
         return _packed(plan, packs)
     groups = shapes(plan.runs)
     limit = max_tasks(plan.runs[0].run.config.cluster) if any(len(group) > 1 for group in groups) else 1
-    first = _first_number(plan)
     chunks = [group[at : at + limit] for group in groups for at in range(0, len(group), limit)]
-    return [_array(chunk, plan, number) for number, chunk in enumerate(chunks, start=first)]
+    return [_array(chunk, plan, number) for number, chunk in enumerate(chunks, start=_first_number(plan))]
 
 
 def _first_number(plan: SweepPlan) -> int:
@@ -144,7 +142,8 @@ def submit(plan: SweepPlan) -> tuple[dict[Path, Job], list[str]]:
             write_sweep(plan.folder, plan.manifest(_ids(jobs)))
     finally:  # also after Ctrl-C, so that the submitted jobs are recorded
         hand = owner.queue_in_job if any(array.queue for array in to_submit) else owner.hand_to_job
-        for_each(lambda item: hand(item[0], item[1]), _folders(plan, jobs))
+        folders = [planned.run.folder for planned in plan.runs if planned.run.folder.path in jobs]
+        for_each(lambda folder: hand(folder, jobs[folder.path]), folders)
     firsts = [(jobs[path], item) for item in to_submit if (path := item.runs[0].run.folder.path) in jobs]
     reasons = never_starting([job for job, _ in firsts], within_s=REASON_S)
     for job, array in firsts:
@@ -161,12 +160,6 @@ def submit(plan: SweepPlan) -> tuple[dict[Path, Job], list[str]]:
 
 def _ids(jobs: Mapping[Path, Job]) -> dict[Path, str]:
     return {path: job.id for path, job in jobs.items()}
-
-
-def _folders(plan: SweepPlan, jobs: Mapping[Path, Job]) -> Iterator[tuple[RunFolder, Job]]:
-    for planned in plan.runs:
-        if (job := jobs.get(planned.run.folder.path)) is not None:
-            yield planned.run.folder, job
 
 
 def _write_scripts(array: Array) -> None:

@@ -184,7 +184,9 @@ def guide(
         )
         unique = {str(problem): problem for problem in [*problems, *others]}
         raise ConfigError(in_order(list(unique.values()), words))
-    _open(scope.folder, command)
+    open_folder(scope.folder)
+    started = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+    write_sweep(scope.folder, Sweep(tuple(command), started, None, (), ()))
     trial = Trial(scope.folder, frozenset(map(key_of, scope.fixed)), extra_dir)
     stopped: Exception | None = None
     try:
@@ -277,11 +279,6 @@ def _prune_problems(config: RunConfig, scope: _Scope) -> Problems:
         yield Problem("sweep.objective", config.sweep.objective, rule, ("final_loss",))
 
 
-def _open(folder: Path, command: Sequence[str]) -> None:
-    open_folder(folder)
-    write_sweep(folder, Sweep(tuple(command), f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", None, (), ()))
-
-
 def _report(trial: Trial, stopped: Exception | None, *, names: Sequence[str]) -> int:
     """Print the runs, the sweeper's results and what stopped it. Returns the exit code.
 
@@ -315,8 +312,15 @@ def _report(trial: Trial, stopped: Exception | None, *, names: Sequence[str]) ->
 
 
 def _report_nothing(folder: Path, skipped: Sequence[SkippedRun], stopped: Exception | None) -> int:
-    """Remove the folder of a sweep without runs; raise ConfigError, or return REFUSED if the site refused."""
-    _remove(folder)
+    """Remove the folder of a sweep without runs, with Hydra's file in it, and parents that become empty.
+
+    Raises ConfigError, or returns REFUSED if the site refused.
+    """
+    for name in (MANIFEST, "multirun.yaml"):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):  # a folder that is not empty stays
+        for empty in (folder, folder.parent, folder.parent.parent):
+            empty.rmdir()
     if isinstance(stopped, SiteRefusedError):
         complain([stopped])
         return REFUSED
@@ -332,12 +336,3 @@ def _line(error: Exception) -> str:
     if isinstance(error, ConfigError | RunFailedError | SiteRefusedError):
         return text
     return f"{type(error).__name__}: {text} (HYDRA_FULL_ERROR=1 shows where)"
-
-
-def _remove(folder: Path) -> None:
-    """Remove a sweep folder in which nothing ran, with Hydra's file in it, and parents that become empty."""
-    for name in (MANIFEST, "multirun.yaml"):
-        (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # a folder that is not empty stays
-        for empty in (folder, folder.parent, folder.parent.parent):
-            empty.rmdir()

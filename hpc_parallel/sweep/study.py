@@ -17,13 +17,14 @@ from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.launch.run_files import undo_write, write
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.record.endings import COMPLETED
 from hpc_parallel.record.names import command_on, label
 from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.sweep_folder import MAIN, read_stages
 from hpc_parallel.record.trust import require_trusted
 from hpc_parallel.shell import complain
 from hpc_parallel.slurm.node_room import RunPlace
-from hpc_parallel.sweep.study_plan import COMPLETED, Check, PlannedStage, Study, plan
+from hpc_parallel.sweep.study_plan import Check, PlannedStage, Study, plan
 from hpc_parallel.sweep.study_stages import BESIDE, StudyStage
 
 
@@ -122,10 +123,8 @@ def _start_beside(
         write(planned.run)
         variables = {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if needed else {}
         agent = partial(launcher.agent, planned.run, place=RunPlace(variables))
-        print(
-            f"{planned.name:11} runs beside the run: {command_on(planned.run.folder.path, 'logs')}",
-            flush=True,
-        )
+        logs = command_on(planned.run.folder.path, "logs")
+        print(f"{planned.name:11} runs beside the run: {logs}", flush=True)
         yield planned.name, watched_agent(planned.run.folder, start=agent)
 
 

@@ -27,6 +27,7 @@ from hpc_parallel.failure.run_state import states
 from hpc_parallel.launch.checked_run import prepared, reporting_all_problems
 from hpc_parallel.launch.prepare import PreparedRun, is_awaited
 from hpc_parallel.problems import ConfigError, Problem, hydra_value, raise_if_any
+from hpc_parallel.record.endings import COMPLETED
 from hpc_parallel.record.names import RUNS, command_on, from_here, label
 from hpc_parallel.record.recorded import RecordedRun, read_run
 from hpc_parallel.record.recorded_start import key_of
@@ -45,7 +46,6 @@ from hpc_parallel.record.sweep_folder import (
 from hpc_parallel.record.values import flatten, table
 from hpc_parallel.sweep.study_stages import BESIDE, StudyStage, filled, line_of, stages_of, unknown_folders
 
-COMPLETED = "completed"
 _KINDS = ("local", "allocation", "slurm")
 Window = tuple[float, float]
 Check = Callable[[Sequence[str], Container[Path]], Sequence[Problem | str]]

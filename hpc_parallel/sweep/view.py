@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.progress import TaskID
 from rich.table import Table
 
-from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.layout.holdings import model_facts
 from hpc_parallel.layout.step_facts import rounded_parts
 from hpc_parallel.problems import printable
@@ -97,8 +96,8 @@ class SweepView:
             newest = MetricsLine.of(lines[-1])
             parts = [f"{planned.label}:", *described(newest, steps=planned.run.steps)]
             self._bars.update(
-                self._tasks[path], description=self._fitting(parts), completed=newest.step,
-                total=newest.steps or planned.run.steps,
+                self._tasks[path], description=fitting(parts, columns=room_beside_bar(self._console)),
+                completed=newest.step, total=newest.steps or planned.run.steps,
             )  # fmt: skip
 
     def end(self, planned: PlannedRun) -> bool:
@@ -118,9 +117,6 @@ class SweepView:
         text = f"{len(self._ended)} of {self._count} ended"
         self._bars.update(self._total, completed=len(self._ended), description=text)
         self.say(f"[{len(self._ended)}/{self._count}] {planned.label}: {line}")
-
-    def _fitting(self, parts: Sequence[str]) -> str:
-        return fitting(parts, columns=room_beside_bar(self._console))
 
     def say(self, text: str) -> None:
         """Print a line above the bars."""
@@ -210,14 +206,10 @@ def _other_statistics(plan: SweepPlan) -> list[str]:
     for planned in plan.runs:
         config = planned.run.config
         same = repr((config.model, config.data, config.training.global_batch_size))
-        groups.setdefault(same, []).append((_statistics_samples(planned.run), planned.label))
+        has_statistics = config.task.name == "train" and model_facts(config.model).batch_norm
+        samples = planned.run.plan.batch.samples_per_microbatch if has_statistics else None
+        groups.setdefault(same, []).append((samples, planned.label))
     return [*map(other_statistics, groups.values())]
-
-
-def _statistics_samples(run: PreparedRun) -> int | None:
-    """Over how many samples BatchNorm takes its statistics; None without it, or if only the job knows."""
-    has_statistics = run.config.task.name == "train" and model_facts(run.config.model).batch_norm
-    return run.plan.batch.samples_per_microbatch if has_statistics else None
 
 
 def skipped(impossible: Sequence[SkippedRun], runs: Sequence[Sequence[str]]) -> list[str]:

@@ -74,14 +74,11 @@ class EarlyStopping(Callback):
         if self.key not in line:
             self._require_key(line)
             return
-        value = number(line[self.key])
-        if value is not None and (self._best is None or self._improves(value, self._best)):
+        value, sign = number(line[self.key]), self._sign
+        if value is not None and (self._best is None or sign * value < sign * self._best - self.least_change):
             self._best, self._best_step, self._without = value, line["step"], 0
         else:
             self._without += 1
-
-    def _improves(self, value: float, best: float) -> bool:
-        return self._sign * value < self._sign * best - self.least_change
 
     def _require_key(self, line: Mapping[str, Any]) -> None:
         """Only some lines have a validation; any other key is in all lines or in none."""

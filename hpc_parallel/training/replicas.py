@@ -77,7 +77,9 @@ class ReplicaCheck:
         row = [0] * 5
         with left_out("the comparison of replicas is"):
             sums = checksums(self._weights)
-            row = [self._kind, *self._digests(sums)]
+            row = [self._kind]
+            for holdings, names in zip(self._holdings, self._names.values(), strict=True):
+                row += [holdings, digest([sums[name] for name in names])]  # whole weights, then split ones
         rows = [torch.empty(len(row), dtype=torch.int64) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, torch.tensor(row))
         table: list[list[int]] = torch.stack(rows).tolist()
@@ -87,15 +89,6 @@ class ReplicaCheck:
         for split, column in ((False, 1), (True, 3)):
             if differing := first_difference([(row[column], row[column + 1]) for row in table]):
                 self._raise(step, sums, split=split, ranks=differing)
-
-    def _digests(self, sums: Mapping[str, int]) -> list[int]:
-        """For whole and for split weights: what this rank holds, and the checksum of its values."""
-        pairs = zip(self._holdings, self._names.values(), strict=True)
-        return [
-            number
-            for holdings, names in pairs
-            for number in (holdings, digest([sums[name] for name in names]))
-        ]
 
     def _raise(self, step: int, sums: Mapping[str, int], *, split: bool, ranks: Sequence[int]) -> NoReturn:
         """`ranks`: the replicas of one part, whose checksums are not all equal."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from hpc_parallel.data.sampler import Batch
 from hpc_parallel.failure.error_place import mark
+from hpc_parallel.models.drawn_weights import local_of
 from hpc_parallel.models.layered import STATISTICS
 from hpc_parallel.problems import print_warning
 from hpc_parallel.strategies.assemble import Assembled
+from hpc_parallel.strategies.exchange import all_gather
 from hpc_parallel.strategies.forward_backward import place_in_backward
 from hpc_parallel.strategies.gradients import GradientNorm, clip, local_gradients
 from hpc_parallel.strategies.mesh import weight_axes
@@ -27,7 +29,11 @@ from hpc_parallel.training.nonfinite import FirstLayers, Guard, trace_layers
 from hpc_parallel.training.observers import Observers
 from hpc_parallel.training.optimizer import ModelOptimizer
 from hpc_parallel.training.read_ahead import ReadAhead
-from hpc_parallel.training.state_bytes import held_bytes
+
+
+def local_bytes(tensors: Iterable[Tensor]) -> int:
+    """The bytes of `tensors` that this rank holds; for a DTensor, the bytes of the local shard."""
+    return sum(local_of(tensor).nbytes for tensor in tensors)
 
 
 class Step:
@@ -72,7 +78,7 @@ class Step:
             loss_scale=self._loss_scale,
         )  # fmt: skip
         self._optimizer, self._clip_norm, self._on_gradients = optimizer, clip_norm, on_gradients
-        self.held_bytes: Mapping[str, int] = {}  # `parameters` and `gradients`; empty before the first step
+        self._held_bytes: dict[str, int] = {}  # `parameters` and `gradients`; empty before the first step
 
     def train(self, step: int, *, batches: ReadAhead, observers: Observers) -> StepResult:
         """Fetch the batch of the 1-based `step` and run the step on it."""
@@ -137,8 +143,21 @@ class Step:
 
     def _count_bytes(self) -> None:
         """Count once, in the first step, when the gradients of this rank are complete."""
-        if not self.held_bytes:
-            self.held_bytes = held_bytes(self._parameters)
+        if not self._held_bytes:
+            gradients = [weight.grad for weight in self._parameters if weight.grad is not None]
+            self._held_bytes = {
+                "parameters": local_bytes(self._parameters), "gradients": local_bytes(gradients)
+            }  # fmt: skip
+
+    def state_by_rank(self) -> list[dict[str, int]] | None:
+        """`rank_state_bytes` of `summary.json`; None if this start has trained no step.
+
+        Returns the same on all ranks, which must call it together.
+        """
+        if not self._held_bytes:
+            return None
+        optimizer_bytes = local_bytes(self._optimizer.state().values())
+        return all_gather({**self._held_bytes, "optimizer": optimizer_bytes})
 
     def _buffers(self) -> dict[str, Tensor]:
         return dict(pair for part in self._assembled.parts for pair in part.named_buffers())

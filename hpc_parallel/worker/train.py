@@ -47,7 +47,6 @@ from hpc_parallel.training.replicas import ReplicaCheck, ReplicaError
 from hpc_parallel.training.restore import newest_sound, restore
 from hpc_parallel.training.rounding import hold_bfloat16, rounding_of
 from hpc_parallel.training.saver import Saver, SavingGroup
-from hpc_parallel.training.state_bytes import state_by_rank
 from hpc_parallel.training.step import Step
 from hpc_parallel.training.trainer import RankBatches, Trainer
 from hpc_parallel.training.writers import open_writers
@@ -133,7 +132,7 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
                 session, context, observers=observers, profilers=profilers,
                 ended_early=trainer.ended_early, pruned=trainer.pruned,
                 counted={
-                    "rank_state_bytes": state_by_rank(step.held_bytes, optimizer),
+                    "rank_state_bytes": step.state_by_rank(),
                     **traffic_of(session, steps=trainer.steps_done - steps_done),
                 },
             )  # fmt: skip

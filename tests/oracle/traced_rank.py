@@ -39,7 +39,7 @@ from hpc_parallel.strategies.whole_model import build_model
 from hpc_parallel.training import optimizer as optimizers
 from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.training.rounding import rounding_of
-from hpc_parallel.training.state_bytes import local_bytes
+from hpc_parallel.training.step import local_bytes
 from tests.oracle.fakes import fake_tensors, fake_world, replicas_in_buckets
 from tests.oracle.saved_tensors import SavedTensors
 from tests.oracle.traced_stages import Stages, states_between
