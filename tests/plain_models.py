@@ -100,6 +100,24 @@ class Counting(SharedNet):
         return super().forward(tokens)
 
 
+class Remembering(SharedNet):
+    """Keeps plain attributes: two that change in each step, and others that need no checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.cache, self.rate = 0, None, 0.5
+        self.mean, self.constant = torch.zeros(()), torch.ones(())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.cache = self.constant + 1 if self.cache is None else self.cache
+        out = super().forward(tokens) * (1 + self.rate * self.mean)
+        self.width, self.hidden = out.shape[-1], out
+        if self.training:
+            self.count += 1
+            self.mean = 0.9 * self.mean + 0.1 * out.detach().mean().to(self.mean)
+        return out
+
+
 class Lossless(nn.Linear):
     """Has no loss."""
 
@@ -115,6 +133,12 @@ def hooked() -> nn.Module:
     """Its constructor halves a gradient."""
     model = TableNet()
     model.first.weight.register_hook(lambda gradient: gradient * 0.5)
+    return model
+
+
+def complex_weight() -> nn.Module:
+    model = TableNet()
+    model.gate = nn.Parameter(torch.ones(16, dtype=torch.complex64))
     return model
 
 

@@ -46,6 +46,7 @@ from hpc_parallel.record.values import flatten, integer, number, table, text
 from hpc_parallel.shell import warn_on_stderr
 
 AUTO, AUTO_STRATEGY = "auto", "strategy=auto"
+RUN_DIR = "run_dir"
 DEVICES = ("nodes", "gpus_per_node")
 FIXED = {  # keys that can't change, with the reason
     "model": "its weights would not fit",
@@ -88,6 +89,10 @@ def resumed(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stder
     path = newest(words, warn=warn) if value == AUTO else path_of(str(value))
     folder = RunFolder(path)
     require_run(folder)
+    places = [value_of(word) for word in words if key_of(word) == RUN_DIR]
+    if any(place is not None and RunFolder(path_of(str(place))).path != folder.path for place in places):
+        rule = "is not the folder of the run to resume, in which it goes on"
+        raise ConfigError([Problem(RUN_DIR, places[-1], rule, (str(folder.path),))])
     start = read_start(folder, key="resume", shared_folder=grants_trust(words, value_of))
     if AUTO_STRATEGY in words and _has_same_devices(words, folder):
         words = [word for word in words if word != AUTO_STRATEGY]  # the chosen layout is recorded

@@ -197,7 +197,7 @@ class LayeredModel(nn.Module):
 
         Raises ConfigError for a buffer that needs an override.
         """
-        if not name.endswith(STATISTICS) and name in dict(self.named_buffers(remove_duplicate=False)):
+        if not name.endswith(STATISTICS) and _is_buffer(self, name):
             raise _without_values(self, name)
         if name.endswith(("bias", "running_mean")) or not tensor.is_floating_point():
             tensor.zero_()
@@ -350,6 +350,14 @@ def _without_values(model: LayeredModel, name: str) -> ConfigError:
         'Register it as a buffer under `with torch.device("cpu"):`, or fill the buffer in '
         f"{type(model).__name__}.initialise."
     ])  # fmt: skip
+
+
+def _is_buffer(model: nn.Module, name: str) -> bool:
+    try:
+        model.get_buffer(name)
+    except AttributeError:
+        return False
+    return True
 
 
 def _assign(model: nn.Module, name: str, tensor: Any) -> None:

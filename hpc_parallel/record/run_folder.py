@@ -15,8 +15,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from hpc_parallel.problems import printable
-from hpc_parallel.record.safe_read import DamagedError, list_folder, read_head, read_text, read_yaml
-from hpc_parallel.record.safe_write import write_text
+from hpc_parallel.record.safe_read import (
+    DamagedError,
+    list_folder,
+    read_head,
+    read_json,
+    read_text,
+    read_yaml,
+)
+from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.record.typed import read_record
 
 _MOST_PHASE_BYTES = 100
@@ -163,6 +170,21 @@ class RunFolder:
         for path in (self.code, *self.outcome, self.environment, self.config):
             if (kept := _numbered(path, number)).exists():
                 kept.replace(path)
+
+    def take_line_back(self) -> bool:
+        """Take again the configuration and the overrides of the start before; False if there was none."""
+        number = self._newest_set_aside()
+        environment, earlier = (
+            read_json(path) for path in (self.environment, _numbered(self.environment, number))
+        )
+        if not number or environment is None or earlier is None:
+            return False
+        write_text(self.config, read_text(_numbered(self.config, number)))
+        line = {
+            key: earlier[key] for key in ("overrides", "config_dir", "working_directory") if key in earlier
+        }
+        write_json(self.environment, environment | line)
+        return True
 
     def begin_anew(self) -> None:
         """Remove the records of how an earlier start ended."""

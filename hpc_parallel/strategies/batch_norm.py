@@ -49,12 +49,15 @@ def forward(group: dist.ProcessGroup, axis: str, original: Forward, norm: BatchN
 @torch.no_grad()
 def track(norm: BatchNorm, *, mean: Tensor, variance: Tensor, count: Tensor) -> None:
     """Update running statistics, if there are any, by a microbatch of `count` values for each channel."""
+    if not (norm.training and norm.track_running_stats):
+        return
+    tracked = norm.num_batches_tracked
+    if tracked is not None:
+        tracked.add_(1)  # as torch does, also if a model has set its statistics to None
     means, variances = norm.running_mean, norm.running_var
-    if norm.training and means is not None and variances is not None:
-        assert norm.num_batches_tracked is not None
-        norm.num_batches_tracked.add_(1)
-        tracked = norm.num_batches_tracked.to(means.dtype)
-        weight = tracked.reciprocal() if norm.momentum is None else norm.momentum
+    if means is not None and variances is not None:
+        average = 0.0 if tracked is None else tracked.to(means.dtype).reciprocal()  # over all microbatches
+        weight = average if norm.momentum is None else norm.momentum
         means.lerp_(mean.to(means.dtype), weight)
         variances.lerp_((variance * (count / (count - 1))).to(variances.dtype), weight)  # unbiased
 

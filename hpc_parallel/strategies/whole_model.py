@@ -38,8 +38,8 @@ def build_whole(table: Mapping[str, Any], *, seed: int) -> LayeredModel:
     SyncBatchNorm becomes BatchNorm: the layout decides which ranks share a microbatch (`batch_norm.py`), not
     the default process group, which has the other stages too. DDP refuses its class on CPUs.
 
-    Raises ConfigError if the class can't be built, has no loss, has a subclass of SyncBatchNorm or a weight
-    with a hook, or computes a tensor from weights in its constructor.
+    Raises ConfigError if the class can't be built, has no loss, has a subclass of SyncBatchNorm, a complex
+    weight or a weight with a hook, or computes a tensor from weights in its constructor.
     """
     model = _built(table, seed=seed)
     for module in model.modules():
@@ -83,6 +83,12 @@ def _require_plain_weights(model: nn.Module) -> None:
     """Refuse what would be lost, because weights get their memory after the constructor."""
     kind = type(model).__name__
     for name, weight in model.named_parameters():
+        if weight.is_complex():
+            rule = (
+                f"is a weight of {weight.dtype}, which is not supported. Keep its two real parts as a weight"
+            )
+            advice = f"{[*weight.shape, 2]}, and use torch.view_as_complex(weight) in the forward pass"
+            raise UserCodeError([f"{kind}.{name} (model) {rule} {advice}."])
         if has_hooks(weight):
             rule = "has a hook, which would be lost: weights get their memory after the constructor"
             advice = "Change its gradient in the forward pass, or in a hook of the module that owns it"

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +74,7 @@ class Step:
             for name, buffer in self._buffers().items()
             if name not in saved and not name.endswith(STATISTICS)
         }
+        self._kept: dict[str, tuple[Any, int]] | None = None  # plain attributes after the first step
         self._guard = Guard(
             {names[id(parameter)]: parameter for parameter in self._gradient_norm.counted},
             optimizer=optimizer, policy=on_nonfinite, buffers=list(saved.values()),
@@ -162,16 +165,45 @@ class Step:
     def _buffers(self) -> dict[str, Tensor]:
         return dict(pair for part in self._assembled.parts for pair in part.named_buffers())
 
+    def _attributes(self) -> dict[str, tuple[Any, int]]:
+        """The plain attributes of all modules that are numbers or tensors, and how often each was written.
+
+        A tensor that depends on weights is left out, because it is of one step only.
+        """
+        return {
+            f"{path}.{name}".lstrip("."):
+                (weakref.ref(value), 0 if value.is_inference() else version_of(value))
+                if isinstance(value, Tensor) else (value, 0)
+            for part in self._assembled.parts
+            for path, module in part.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, int | float) or (isinstance(value, Tensor) and value.grad_fn is None)
+        }  # fmt: skip
+
     def _warn_of_unsaved(self) -> None:
-        """Warn once of buffers that the first step has written and no checkpoint has. A cache may be one."""
-        if not self._unsaved:
+        """Warn once of what a step writes and no checkpoint has: buffers and plain attributes.
+
+        A buffer, which may be a cache, after the first step. An attribute only if the second step has changed
+        it, because the first may fill a cache.
+        """
+        if self._kept == {}:  # after the second step
             return
-        now = self._buffers()
+        now, attributes = self._buffers(), self._attributes()
         for name, (buffer, version) in self._unsaved.items():
             if now.get(name) is not buffer or version_of(buffer) != version:
                 rule = "is written in a step, and no checkpoint has it (persistent=False)"
                 print_warning(f"the buffer {name} {rule}: a resume begins with its first value")
         self._unsaved = {}
+        if self._kept is None:
+            self._kept = attributes
+            return
+        for name, (value, version) in self._kept.items():
+            other, now_version = attributes.get(name, (None, 0))
+            same = value is other if isinstance(value, weakref.ref) else value == other
+            if not same or version != now_version:
+                rule = "changes in each step, and no checkpoint has it: a resume begins with its first value"
+                print_warning(f"the attribute {name} {rule}. If a step reads it, make it a buffer")
+        self._kept = {}
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the sums over this replica's batch, as `ForwardBackward.evaluate` does."""

@@ -87,3 +87,14 @@ def test_buffers_that_no_checkpoint_keeps_are_told_once(workers: Workers) -> Non
         f"WARNING: the buffer blocks.0.{name} {rule}: a resume begins with its first value"
         for name in ("in_place", "replaced")
     ]
+
+
+def test_attributes_that_no_checkpoint_keeps_are_told_once(workers: Workers) -> None:
+    """Not the cache of the first step, the constants, and what is computed from weights."""
+    run = workers.prepare(*words_of("Remembering"), "strategy=single")
+    (said,) = workers.run(1, said_in_training, str(run.folder.path))
+    rule = "changes in each step, and no checkpoint has it: a resume begins with its first value"
+    assert said.splitlines() == [
+        f"WARNING: the attribute blocks.0.{name} {rule}. If a step reads it, make it a buffer"
+        for name in ("count", "mean")
+    ]

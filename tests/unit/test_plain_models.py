@@ -17,6 +17,7 @@ from hpc_parallel.problems import ConfigError
 from hpc_parallel.proof import verify
 from hpc_parallel.proof.small_checks import check_loss
 from hpc_parallel.proof.small_model import build_small
+from hpc_parallel.strategies import batch_norm
 from hpc_parallel.strategies.model_checks import find_problems
 from hpc_parallel.strategies.whole_model import build_whole
 from hpc_parallel.user_code import UserCodeError
@@ -74,6 +75,25 @@ def test_sync_batch_norm_leaves_the_ranks_to_the_layout() -> None:
     assert [bool(mean.any()) for mean in means[0]] == [True, True]
 
 
+@pytest.mark.parametrize("change", ["none", "momentum", "removed", "untracked", "uncounted"])
+def test_running_statistics_are_those_of_torch(change: str) -> None:
+    """Also if a model has changed them: some set the statistics to None, for those of each batch."""
+    norms = [nn.BatchNorm1d(7, dtype=torch.float64), nn.BatchNorm1d(7, dtype=torch.float64)]
+    for norm in norms:
+        norm.momentum = None if change in ("momentum", "uncounted") else 0.1
+        if change == "removed":
+            norm.running_mean = norm.running_var = None
+        norm.track_running_stats = change != "untracked"
+        if change == "uncounted":
+            norm.num_batches_tracked = None
+    for _ in range(2):
+        rows = torch.rand(9, 7, dtype=torch.float64)
+        norms[0](rows)
+        variance, mean = torch.var_mean(rows, 0, correction=0)
+        batch_norm.track(norms[1], mean=mean, variance=variance, count=torch.tensor(9.0, dtype=torch.float64))
+    torch.testing.assert_close(dict(norms[1].named_buffers()), dict(norms[0].named_buffers()))
+
+
 def test_its_flops_are_counted() -> None:
     """Each layer once for a row, not once for each column of the row."""
     assert built("TableNet").forward_flops((7,)).total == 2 * (7 * 16 + 2 * 16 * 16 + 16 * 3)
@@ -87,6 +107,11 @@ def test_its_flops_are_counted() -> None:
         (
             "hooked",
             r"TableNet.first.weight \(model\) has a hook, which would be lost: weights get their memory",
+        ),
+        (
+            "complex_weight",
+            r"TableNet.gate \(model\) is a weight of torch.complex64, which is not supported. Keep its two "
+            r"real parts as a weight \[16, 2\], and use torch.view_as_complex\(weight\) in the forward pass.",
         ),
         ("hooked_parts", r"LayeredModel.head.bias \(model\) has a hook, which would be lost"),
         ("normed", r"TableNet.last.weight \(model\) is computed from weights, which get their values after"),

@@ -19,10 +19,13 @@ import pytest
 import torch
 import yaml
 
+from hpc_parallel.failure import failure
+from hpc_parallel.failure.conclude_run import conclude
 from hpc_parallel.launch.resume import newest, resumed
 from hpc_parallel.launch.run_files import write
+from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.record import owner
+from hpc_parallel.record import attempts, owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.run import main
@@ -214,6 +217,40 @@ def test_data_may_have_moved(started: RunFolder, capsys: pytest.CaptureFixture[s
     moved = SimpleNamespace(step=40, manifest={"data": "old", "config": {"data": {"path": "texts"}}})
     with pytest.raises(ConfigError, match=r"was at data\.path=texts, or has changed since\.$"):
         restore(moved, {}, reader=None, digest="new", device=torch.device("cpu"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_start_that_the_job_refuses_leaves_the_line_of_the_run(started: RunFolder, begun: bool) -> None:
+    """Only the job reads the data; without this, each later `resume=run` has the wrong place again."""
+    (started.path.parent / "texts").mkdir()
+    (started.path.parent / "texts" / "a.py").write_text("a text\n" * 1000)
+    config, before = started.config.read_text(), resumed(["resume=run"])
+    words = resumed(["resume=run", "data.path=texts", "training.steps=900"])
+    run = prepared(*words)
+    write(run)
+    assert yaml.safe_load(started.config.read_text())["data"]["path"] == "texts"
+    if begun:
+        attempts.begin(started, step=40, environment={})
+    failure.record_exception(started, world=World.discover({}), error=ConfigError(["other data."]))
+    line = conclude(started, returncode=1, environment={})
+    assert line is not None
+    assert line.endswith("other data.") == begun
+    assert line.endswith("other data. The run keeps its configuration of before.") != begun
+    started.owner.unlink()
+    again = resumed(["resume=run"])
+    if begun:  # it trained with what was typed
+        assert "training.steps=900" in again
+        return
+    assert started.config.read_text() == config
+    batch, end = "training.global_batch_size=16", before[-2:]
+    assert [word for word in again if word not in (batch, *end)] == before[: -len(end) - 1]
+
+
+def test_a_run_goes_on_in_its_own_folder(started: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume=run", "run_dir=elsewhere", "dry_run=true"]) == 2
+    rule = "run_dir = elsewhere is not the folder of the run to resume, in which it goes on"
+    assert f"{rule}. Try run_dir={started.path}.\n" in capsys.readouterr().err
+    assert main(["resume=run", "run_dir=run", "dry_run=true"]) == 0
 
 
 def test_no_run_and_no_checkpoint(started: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
