@@ -22,6 +22,7 @@ DOCS = Path(__file__).parents[2] / "docs/python.md"
 WORDS = (
     "strategy=pipeline", "nodes=2", "launcher=local", "training.steps=3", "training.log_every=1",
     "data.max_bytes=100000", "data.sequence_length=16", "model.layers=2", "model.dim=32", "model.ffn_dim=64",
+    "training.validation_samples=32",
 )  # fmt: skip
 ENDLESS = ("training.steps=100000", "training.log_every=1", "training.validate_every=null")
 

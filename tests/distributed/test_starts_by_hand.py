@@ -17,7 +17,8 @@ from tests.workers import Workers
 pytestmark = pytest.mark.processes
 
 SMALL = ("strategy=data", "device=cpu", "training.steps=6", "training.log_every=1", "data.max_bytes=300000",
-         "data.sequence_length=32", "model.layers=2", "model.dim=64", "model.ffn_dim=160")  # fmt: skip
+         "training.validation_samples=32", "data.sequence_length=32", "model.layers=2", "model.dim=64",
+         "model.ffn_dim=160")  # fmt: skip
 
 
 def losses(folder: RunFolder) -> list[float]:

@@ -42,6 +42,7 @@ SMALL = (
     "training.steps=10",
     "training.log_every=1",
     "training.precision=float32",  # the hosts of the tests claim GPUs, whose default is bfloat16
+    "training.validation_samples=32",
     "data.max_bytes=300000",
     "data.sequence_length=32",
     "model.layers=4",
