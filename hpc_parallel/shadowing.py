@@ -29,7 +29,8 @@ def guard_import_path(package: str) -> None:
         return
     folder = sys.path.pop(0)
     if is_private(folder or os.curdir):
-        if not _is_command(sys.orig_argv):
+        words = sys.orig_argv
+        if "-m" not in words or words[words.index("-m") + 1] not in _COMMANDS:
             sys.path.insert(0, folder)
         return
     path = os.path.realpath(folder or os.curdir)
@@ -45,11 +46,6 @@ def guard_import_path(package: str) -> None:
 
         _say(f"Python modules in {path!r} are not imported, because other users may write there. "
              f"If you trust them: PYTHONPATH={shlex.quote(path)}")  # fmt: skip
-
-
-def _is_command(words: list[str]) -> bool:
-    """Whether Python was started with `-m hpc_parallel` or `-m hpc_parallel.run`."""
-    return "-m" in words and words[words.index("-m") + 1] in _COMMANDS
 
 
 def is_private(folder: str) -> bool:

@@ -83,7 +83,9 @@ def hosts(run: RecordedRun) -> list[GridHost]:
     nodes, devices = run.nodes or 0, run.gpus_per_node or 0
     if degrees is None or count is None or min(nodes, devices) < 1 or nodes * devices > MOST_DEVICES:
         return []
-    places = _places(run, ranks=count)
+    places = run.ran_on.places
+    if len(places) != count:  # before the run has started in this layout
+        places = [Place()] * count
     rows = []
     for node in range(nodes):
         held = []
@@ -111,12 +113,6 @@ def _strategy(run: RecordedRun) -> Any:
         and (stages is None or 0 < (integer(stages) or 0) <= MOST_STAGES)
     )
     return SimpleNamespace(**values) if fits else None
-
-
-def _places(run: RecordedRun, *, ranks: int) -> list[Place]:
-    """The ranks in `environment.json`; empty places before the run has started in this layout."""
-    places = run.ran_on.places
-    return places if len(places) == ranks else [Place()] * ranks
 
 
 def _holds(place: int, degrees: Layout, strategy: Any) -> dict[str, str]:

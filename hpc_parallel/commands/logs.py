@@ -157,10 +157,11 @@ def _world_size(run: RecordedRun) -> int:
 
 def _sources(run: RecordedRun, rank: str) -> list[LogFile]:
     """The requested logs; while no rank has a log, the logs of the process that starts the ranks."""
-    logged = _logged(run)
-    if not logged:
-        return _before(run)
-    return [source for source in logged if rank in (ALL, str(source.rank))]
+    if logged := _logged(run):
+        return [source for source in logged if rank in (ALL, str(source.rank))]
+    outputs = run.folder.job_outputs(run.job_ids[-1]) if run.job_ids else []  # of the newest job
+    paths = [run.folder.logs / "agent.err", *outputs]
+    return [LogFile(path, None, "out") for path in paths if os.path.lexists(path)]
 
 
 def _logged(run: RecordedRun) -> list[LogFile]:
@@ -168,13 +169,6 @@ def _logged(run: RecordedRun) -> list[LogFile]:
     entries = [(entry, _LOG.fullmatch(entry.name)) for entry in list_folder(run.folder.logs)]
     sources = [LogFile(Path(entry.path), int(match[1]), match[2]) for entry, match in entries if match]
     return sorted(sources, key=lambda source: (source.rank or 0, source.stream == "err"))
-
-
-def _before(run: RecordedRun) -> list[LogFile]:
-    """The local agent's log, and the output of the newest job."""
-    outputs = run.folder.job_outputs(run.job_ids[-1]) if run.job_ids else []
-    paths = [run.folder.logs / "agent.err", *outputs]
-    return [LogFile(path, None, "out") for path in paths if os.path.lexists(path)]
 
 
 def _printer(options: argparse.Namespace, rank: str) -> Callable[[LogFile, bytes], None]:

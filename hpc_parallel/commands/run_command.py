@@ -43,22 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = with_resumed(line)
         if line.explains:
             return explain(line)
-        return launch_line(line)
+        with reporting_all_problems(line):
+            cell = compose_run(line.overrides, **line.places)
+        if cell.config.then is None:
+            return launch(prepared(line, cell))
+        from hpc_parallel.sweep.study import start
+
+        return start(line, cell.config, check=check_words)
     except ConfigError as error:
         return refuse(error.problems)
     except KeyboardInterrupt:  # the launcher has stopped the run
         return FAILED
-
-
-def launch_line(line: CommandLine) -> int:
-    """Start the run of a command line, or its study; returns the exit code. Raises ConfigError."""
-    with reporting_all_problems(line):
-        cell = compose_run(line.overrides, **line.places)
-    if cell.config.then is None:
-        return launch(prepared(line, cell))
-    from hpc_parallel.sweep.study import start
-
-    return start(line, cell.config, check=check_words)
 
 
 def check_words(words: Sequence[str], awaited: Container[Path]) -> Sequence[Problem | str]:

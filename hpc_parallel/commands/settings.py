@@ -9,6 +9,7 @@ from typing import Any
 
 from hpc_parallel.config.compose import Composer
 from hpc_parallel.config.hydra_internals import composing
+from hpc_parallel.config.node_devices import AUTO
 from hpc_parallel.config.places import find_folder
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import register
@@ -18,6 +19,7 @@ from hpc_parallel.record.values import flatten
 ONCE = ("run_dir", "resume", "dry_run")  # keys that belong to one start
 # Keys that `task=script` sets itself.
 OF_SCRIPTS = ("strategy.name", "training.global_batch_size")
+LAUNCHER = "launcher.kind"
 FOLLOWING = {"name": "strategy.name"}  # a key whose default is the value of another key
 
 
@@ -41,6 +43,8 @@ def defaults() -> dict[str, Any]:
 def changed(config: Mapping[str, Any]) -> dict[str, Change]:
     values = flatten(config)
     default_values = defaults() | {key: values.get(source) for key, source in FOLLOWING.items()}
+    if values.get(LAUNCHER) == AUTO:  # recorded by a version that kept `auto`
+        default_values[LAUNCHER] = AUTO
     if values.get("task.name") == TASK:
         script = {key: values.get(f"script.{key}") for key in KINDS}
         default_values |= {"name": name_of(script), **{key: values.get(key) for key in OF_SCRIPTS}}

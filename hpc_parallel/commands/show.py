@@ -194,7 +194,6 @@ def _parts(run: RecordedRun, row: RunRow, changed: Mapping[str, Change]) -> Iter
 
 
 def _roles(run: RecordedRun) -> Iterable[RenderableType]:
-    """What each rank holds, and what it sends to which ranks."""
     setup, reason = grid.setup_of(run)
     if reason is not None:
         yield f"\nwho sends what to whom: not known, because {reason}"

@@ -25,14 +25,9 @@ def build(table: Mapping[str, Any], *, key: str) -> Any:
         cause = _without_hydra(error)
         if isinstance(cause, ConfigError | MemoryError):
             raise cause from cause.__cause__  # drop Hydra's error, which wraps it
-        target = _target_of(error) or table["_target_"]
+        match = re.search(r"target '([^']+)'", str(error))  # perhaps that of a table inside the table
+        target = match[1] if match else table["_target_"]
         raise UserCodeError([f"{described(cause)}, raised by {target} ({key})"]) from cause
-
-
-def _target_of(error: InstantiationException) -> str | None:
-    """The class path that Hydra's message names. It may belong to a table inside the table."""
-    match = re.search(r"target '([^']+)'", str(error))
-    return match and match[1]
 
 
 def _without_hydra(error: BaseException) -> BaseException:

@@ -33,15 +33,12 @@ def settings_for(name: str, dims: int, config: OptimizerConfig) -> Settings:
     settings = Settings(config._target_, decay, options={**defaults, **config.options})
     for rule in config.groups.values():
         if applies(rule.get("match"), name) and dims in (rule.get("dims") or [dims]):
-            settings = _apply(settings, rule)
+            if "_target_" in rule:  # the earlier options belong to another class
+                settings = replace(settings, target=rule["_target_"], options={})
+            changed = {key: rule[key] for key in ("weight_decay", "learning_rate_scale") if key in rule}
+            options = {**settings.options, **rule.get("options", {})}
+            settings = replace(settings, options=options, **changed)
     return settings
-
-
-def _apply(settings: Settings, rule: Mapping[str, Any]) -> Settings:
-    if "_target_" in rule:  # the earlier options belong to another class
-        settings = replace(settings, target=rule["_target_"], options={})
-    changed = {key: rule[key] for key in ("weight_decay", "learning_rate_scale") if key in rule}
-    return replace(settings, options={**settings.options, **rule.get("options", {})}, **changed)
 
 
 def applies(patterns: list[str] | None, name: str) -> bool:
@@ -70,10 +67,6 @@ def warmup_of(steps: int) -> int:
     return steps // 20
 
 
-def _cosine(step: int, warmup: int, steps: int, _: float) -> float:
-    return (1 - math.cos(math.pi * _linear(step, warmup, steps, _))) / 2
-
-
 def _linear(step: int, warmup: int, steps: int, _: float) -> float:
     return (step - warmup) / max(1, steps - warmup)
 
@@ -86,7 +79,7 @@ def _warmup_stable_decay(step: int, warmup: int, steps: int, decay_share: float)
 
 SCHEDULES: dict[str, Callable[[int, int, int, float], float]] = {
     # (step, warmup, steps, decay_share) -> how much of the decay is done, from 0 to 1
-    "cosine": _cosine,
+    "cosine": lambda *place: (1 - math.cos(math.pi * _linear(*place))) / 2,
     "linear": _linear,
     "constant": lambda *_: 0.0,
     "wsd": _warmup_stable_decay,

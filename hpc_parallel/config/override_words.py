@@ -6,7 +6,7 @@ the keys come from the schemas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_parallel.config.places import find_folder
@@ -27,7 +27,8 @@ def override_words(prefix: str, *, extra_dir: str | None = None) -> list[str]:
         choices = [choice for choice in _values(key, folders) if choice.startswith(last)]
         overrides = [f"{key}={before}{comma}{choice}" for choice in choices]
     else:
-        keys = [name for name in _keys(folders) if name.startswith(word)]
+        names = [*_groups(folders), *(key for key, _ in schema_keys())]
+        keys = [f"{name}=" for name in names if f"{name}=".startswith(word)]
         overrides = sorted({name[: name.find(".", len(word)) + 1] or name for name in keys})
     return [plus + override for override in overrides]
 
@@ -39,11 +40,6 @@ def _values(key: str, folders: Sequence[Path]) -> list[str]:
     if choices := choices_of(key):
         return list(choices)
     return ["true", "false"] if types_of(key) == [bool] else []
-
-
-def _keys(folders: Sequence[Path]) -> Iterator[str]:
-    yield from (f"{group}=" for group in _groups(folders))
-    yield from (f"{key}=" for key, _ in schema_keys())
 
 
 def _groups(folders: Sequence[Path]) -> dict[str, list[str]]:

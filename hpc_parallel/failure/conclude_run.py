@@ -33,10 +33,7 @@ from hpc_parallel.failure.found_failure import (
 )
 from hpc_parallel.failure.hang_cause import cause_of
 from hpc_parallel.failure.restart import Decision, RestartLimits
-from hpc_parallel.failure.root_cause import (
-    find_root_cause,
-    killed_tasks,
-)
+from hpc_parallel.failure.root_cause import find_root_cause, killed_tasks
 from hpc_parallel.failure.summary import computed_as, summarise
 from hpc_parallel.problems import as_override
 from hpc_parallel.record import attempts, host_memory, owner
@@ -93,7 +90,10 @@ def conclude(
         return _conclude_stop(folder, stopped=_UNSTARTED, environment=environment)
     records = failure.records(folder)
     records += killed_tasks(folder, text=text, recorded={record.rank for record in records})
-    if returncode == 0 and not records and not cancelled and _has_completed_script(folder):
+    # Our own tasks write `summary.json` themselves. A command that starts no rank (`exit 0` in a setup line,
+    # `mpirun --version`) ends with code 0 too.
+    has_ended = returncode == 0 and not records and not cancelled
+    if has_ended and is_script(folder.read_config()) and normal_end.has_ended(folder, rank=0):
         write_json(folder.summary, _summary(folder, outcome="completed", environment=environment))
         return None
     cause = find_root_cause(records)
@@ -151,15 +151,6 @@ def _await_end(folder: RunFolder) -> None:
         if names & ends or any(name.endswith(".failure.json") for name in names):
             return
         time.sleep(1.0)
-
-
-def _has_completed_script(folder: RunFolder) -> bool:
-    """Whether the ranks of a user's script ran in this start. Other tasks write `summary.json` themselves.
-
-    The caller knows that all ranks that were started have ended with code 0. A command that starts none
-    (`exit 0` in a setup line, `mpirun --version`) ends with code 0 too.
-    """
-    return is_script(folder.read_config()) and normal_end.has_ended(folder, rank=0)
 
 
 def cancelled_by(signal_name: str | None) -> str:

@@ -69,7 +69,6 @@ def rank_failure(
 
 
 def _failed(cause: Record, *, followers: Sequence[Record]) -> Failure:
-    """The content of `failure.json` for a rank that failed first."""
     return Failure(
         rank=cause.rank,
         host=cause.host,

@@ -295,7 +295,6 @@ def summary_timeout_s(state: str) -> float:
 
 
 def _follow(follower: RunFollower, folder: RunFolder, job: Job) -> JobState:
-    """Poll until the job ends; returns its last state."""
     last_query_s = float("-inf")
     while True:
         if time.monotonic() - last_query_s >= ASK_EVERY_S:

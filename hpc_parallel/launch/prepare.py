@@ -171,8 +171,10 @@ def prepare(
     user_folder = Path(config_dir).absolute() if config_dir else None
     notes: list[str] = []
     if OmegaConf.select(composed, "strategy.name", default=None) == "auto":
-        composed, overrides, notes = _with_strategy(with_values(composed, preset), overrides, user_folder)
-        preset = {}
+        from hpc_parallel.planning.auto_strategy import choose
+
+        choice = choose(with_values(composed, preset), overrides, user_folder=user_folder)
+        composed, overrides, notes, preset = choice.composed, choice.overrides, [choice.note], {}
     config, values, launcher_reason = resolve(composed, preset=preset)
     problems = find_problems(config, overrides) + _weights_problems(config) + _stage_problems(config)
     problems = [problem for problem in problems if not is_awaited(problem, awaited)]
@@ -213,16 +215,6 @@ def _checked(config: RunConfig, *, hardware: Hardware | None) -> Plan:
     plan = Plan.of(config)
     _forecast(config, plan, hardware)
     return plan
-
-
-def _with_strategy(
-    composed: DictConfig, overrides: Sequence[str], user_folder: Path | None
-) -> tuple[DictConfig, Sequence[str], list[str]]:
-    """Replace `strategy=auto` by a layout, and return a line that names the layout. Raises ConfigError."""
-    from hpc_parallel.planning.auto_strategy import choose
-
-    choice = choose(composed, overrides, user_folder=user_folder)
-    return choice.composed, choice.overrides, [choice.note]
 
 
 def _weights_problems(config: RunConfig) -> list[Problem | str]:

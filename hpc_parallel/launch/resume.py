@@ -42,6 +42,7 @@ from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
 from hpc_parallel.record.safe_read import DamagedError, parse_line
 from hpc_parallel.record.safetensors_header import read_header
 from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
+from hpc_parallel.record.typed import read_if_possible
 from hpc_parallel.record.values import flatten, integer, number, table, text
 from hpc_parallel.shell import warn_on_stderr
 
@@ -305,11 +306,7 @@ def other_validation(folder: RunFolder, config: RunConfig) -> str | None:
 
 
 def _ended_early(folder: RunFolder) -> str | None:
-    """Why a callback ended the training."""
-    try:
-        summary = Summary.read(folder)
-    except DamagedError:
-        return None
+    summary = read_if_possible(Summary, folder.summary)
     return summary.ended_early if summary is not None and summary.completed else None
 
 

@@ -119,10 +119,7 @@ def _write_files(run: PreparedRun, copied: Snapshot | None, git_state: GitState 
     if run.predicted:
         provenance[PREDICTED] = dict(run.predicted)
     write_json(run.folder.environment, provenance)
-    if run.resumes:
-        attempts.resumed_by_hand(run.folder)
-    else:
-        attempts.note(run.folder, "submitted")
+    attempts.note(run.folder, "resumed" if run.resumes else "submitted")
 
 
 def _write_smaller(run: PreparedRun, text: str) -> None:

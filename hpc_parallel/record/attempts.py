@@ -93,7 +93,10 @@ def begin(
 
 
 def note(folder: RunFolder, event: str, **values: Any) -> None:
-    """Record when a run was `submitted`, its job or agent was `launched`, or its ranks have `worked` last."""
+    """Record when a run was `submitted`, its job or agent was `launched`, or its ranks have `worked` last.
+
+    `resumed`: a user started the run again. Automatic restarts are counted from there.
+    """
     append_line(folder.attempts, {event: _now(), **values})
 
 
@@ -125,11 +128,6 @@ def end(folder: RunFolder, *, how: str, host: str | None = None, **known: Any) -
     append_line(
         folder.attempts, _without_empty(End(_now(), how, host, **known), "exclude", "rank", "step", "line")
     )
-
-
-def resumed_by_hand(folder: RunFolder) -> None:
-    """Record that a user started the run again: automatic restarts are counted from here."""
-    note(folder, "resumed")
 
 
 def recent_ends(folder: RunFolder) -> list[End]:

@@ -52,7 +52,8 @@ def git_source(root: Path, *, leave_out: Callable[[Path], bool]) -> FolderSource
         return leave_out(root / folder) or (folder != "" and is_left_out(dirname(folder)))
 
     def is_wanted(name: str) -> bool:
-        return not is_left_out(dirname(name)) and not _is_documentation(name)
+        is_documentation = name.split("/")[0] in _DOCUMENTATION and not name.endswith(".py")
+        return not is_left_out(dirname(name)) and not is_documentation
 
     names = [name for name in listed if is_source(join(root, name)) and is_wanted(name)]
     # A folder that git lists is another repository, and no submodule.
@@ -122,11 +123,6 @@ def _outermost(names: Iterable[str]) -> Iterator[str]:
         if folder is None or not name.startswith(folder):
             yield name
             folder = name if name.endswith("/") else None
-
-
-def _is_documentation(name: str) -> bool:
-    """Whether the file is in the checkout's folder for documentation, and can't be imported."""
-    return name.split("/")[0] in _DOCUMENTATION and not name.endswith(".py")
 
 
 def _names(root: Path, *options: str) -> list[str]:

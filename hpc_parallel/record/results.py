@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpc_parallel.problems import printable
-from hpc_parallel.record.collectives_file import CollectiveRow, Collectives, Rows, rows_of, short_table
+from hpc_parallel.record.collectives_file import CollectiveRow, Collectives, rows_of, short_table
 from hpc_parallel.record.endings import INITIAL, Latency, Summary
 from hpc_parallel.record.metrics_file import aligned, milliseconds, per_second, read_metrics
 from hpc_parallel.record.recorded_preflight import MeasuredMachine, machine_lines
@@ -34,7 +34,8 @@ def results(folder: RunFolder, summary: Summary) -> list[str]:
         return list(map(printable, calibrated.lines))
     elif (checked := MeasuredMachine.read(folder)) is not None:
         return machine_lines(checked)
-    elif rows := _rows_so_far(folder, summary):
+    # `task=collectives` may have been killed before it wrote its tables.
+    elif not (summary.steps or summary.completed) and (rows := rows_of(read_metrics(folder.metrics))):
         return [*short_table(rows), f"all sizes: {folder.metrics}"]
     elif generated := Continued.read_first(folder):
         lines = texts(generated, show=integer(table(folder.read_config().get("task")).get("show")) or 0)
@@ -53,11 +54,6 @@ def profiles(folder: RunFolder) -> list[str]:
         for ending, opener in OPENERS.items()
         if name.endswith(ending) and not name.startswith(".")
     ]
-
-
-def _rows_so_far(folder: RunFolder, summary: Summary) -> Rows:
-    """The rows that `task=collectives` measured before it was killed, without having written its tables."""
-    return [] if summary.steps or summary.completed else rows_of(read_metrics(folder.metrics))
 
 
 def collectives(measured: Collectives, folder: RunFolder) -> list[str]:

@@ -252,7 +252,8 @@ def gather(folders: Sequence[Path]) -> Gathered:
         for run, state, label in zip(runs, states(runs), labels, strict=True)
     ]
     paths = {run.path for run in runs}
-    sweeps = _sweeps(folders)
+    manifests = sorted({path for folder in folders for at in SWEEPS for path in folder.glob(at + MANIFEST)})
+    sweeps = {at.parent: sweep for at in manifests if (sweep := sweep_of(at.parent)) is not None}
     return Gathered(
         folders,
         _with_repeats(rows),
@@ -382,12 +383,6 @@ def _held_from(run: RecordedRun) -> list[tuple[datetime, dict[str, Any]]]:
             starts.append((began if begun else starts.pop()[0], table(event.get("layout"))))
             begun = True
     return starts
-
-
-def _sweeps(folders: Sequence[Path]) -> dict[Path, Sweep]:
-    """Sweep folder -> its sweep, for all sweep folders in these folders."""
-    manifests = sorted({path for folder in folders for at in SWEEPS for path in folder.glob(at + MANIFEST)})
-    return {path.parent: sweep for path in manifests if (sweep := sweep_of(path.parent)) is not None}
 
 
 def _left_out(sweep: Sweep, paths: Set[Path]) -> Iterable[tuple[str, str]]:

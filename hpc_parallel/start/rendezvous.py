@@ -143,7 +143,6 @@ class _Start:
         return store
 
     def _open(self) -> SignedStore:
-        """Open rank 0's store, listen, and publish the address."""
         address = LOOPBACK if self.world.one_machine else self._address()
         listener = self._listen(address)
         port = listener.getsockname()[1]
@@ -225,7 +224,7 @@ class _Start:
         if published.error is not None or host is None or port is None or secret is None:
             raise StartError(published.error or f"{self.file} does not say where rank 0 listens.")
         try:
-            client = _connect(host, port, timeout_s=max(PROBE_S, self._left_s()))
+            client = _connect(host, port, timeout_s=max(PROBE_S, self.deadline - time.monotonic()))
             store = SignedStore(client, secret=bytes.fromhex(secret))
             if store.check([_OPEN]):
                 return store
@@ -286,9 +285,6 @@ class _Start:
 
     def _log(self, rank: int) -> str:
         return f"{self.folder.log(rank, 'err')}, or at the launcher's output if that is empty"
-
-    def _left_s(self) -> float:
-        return self.deadline - time.monotonic()
 
     def _until(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Poll `condition` until it returns true; returns false at the deadline.

@@ -50,7 +50,10 @@ def check(
     began = time.perf_counter()
     ranks = exchange.all_gather(_facts_of_rank(folder, world=world, device=device))
     hosts = by_host(ranks, matrix_s=matrix_times_s(device) if can_compare(ranks, device) else [])
-    _add_times(hosts, ranks=ranks, times_s=all_reduce_times_s(device))
+    for facts in hosts.values():
+        facts["all_reduce_s"] = []  # it judges no host, because all ranks wait for the slowest
+    for rank, time_s in zip(ranks, all_reduce_times_s(device), strict=False):
+        hosts[rank["host"]]["all_reduce_s"].append(time_s)
     differences = different_versions(hosts, packages=_add_packages(hosts, world=world))
     _add_xid_events(hosts, world=world, device=device, xids=xids)
     host_findings = findings(hosts)
@@ -90,16 +93,6 @@ def by_host(ranks: Sequence[Mapping[str, Any]], *, matrix_s: Sequence[float]) ->
     return hosts
 
 
-def _add_times(
-    hosts: Mapping[str, dict[str, Any]], *, ranks: Sequence[Mapping[str, Any]], times_s: Sequence[float]
-) -> None:
-    """Add `all_reduce_s` of each rank. It does not judge a host, because all ranks wait for the slowest."""
-    for facts in hosts.values():
-        facts["all_reduce_s"] = []
-    for rank, time_s in zip(ranks, times_s, strict=False):
-        hosts[rank["host"]]["all_reduce_s"].append(time_s)
-
-
 def check_alone(folder: RunFolder, *, host: str, devices: Sequence[torch.device]) -> list[Finding]:
     """What the checks find on this host without any other, for a spare. devices: those of its ranks."""
     facts = _facts_of_host(folder, devices[0]) | {"time_s": time.time(), "time_tolerance_s": 0.0}
@@ -114,7 +107,8 @@ def check_alone(folder: RunFolder, *, host: str, devices: Sequence[torch.device]
 def _facts_of_host(folder: RunFolder, device: torch.device) -> dict[str, Any]:
     folders = {"run": folder.path, "temporary": Path(tempfile.gettempdir())}
     caches = cache_folders(os.environ, other_than=folders.values())
-    return host_facts(folders=folders, caches=caches, versions=_versions(device), nvml=_nvml(device))
+    nvml = nvml_module() if device.type == "cuda" else None
+    return host_facts(folders=folders, caches=caches, versions=_versions(device), nvml=nvml)
 
 
 def _facts_of_rank(folder: RunFolder, *, world: World, device: torch.device) -> dict[str, Any]:
@@ -150,10 +144,6 @@ def _versions(device: torch.device) -> dict[str, str | None]:
     cuda = device.type == "cuda"
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else None
     return {"python": sys.version.split()[0], "torch": torch.__version__, "nccl": nccl}
-
-
-def _nvml(device: torch.device) -> Any:
-    return nvml_module() if device.type == "cuda" else None
 
 
 Versions = dict[str, dict[str, str | None]]  # name -> host -> version, None if it is missing

@@ -14,14 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hpc_parallel.models.attention import (
-    Attention,
-    Bias,
-    CausalAttention,
-    Positions,
-    attend,
-    attend_with,
-)
+from hpc_parallel.models.attention import Attention, Bias, CausalAttention, Positions, attend, attend_with
 from hpc_parallel.models.layered import LayeredModel
 from hpc_parallel.problems import Problem, Problems
 from hpc_parallel.strategies.dry_forward import find_local_positions

@@ -15,11 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hpc_parallel.layout.step_facts import selective_problem
 from hpc_parallel.models.layered import STATISTICS, LayeredModel, SampleIndices

@@ -54,7 +54,7 @@ def packs(runs: Sequence[PreparedRun]) -> list[Pack]:
     room = node.shared(settings.runs_per_gpu)
     work = [(need_of(run, room), seconds_of(run)) for run in runs]
     nodes = settings.pack_nodes or max(run.config.nodes for run in runs)
-    if all(_times(need, nodes=nodes, room=room) < 2 for need, _ in work):
+    if all(room.count_of(need.room) * nodes // need.nodes < 2 for need, _ in work):  # each fills a job
         return []
     limit_s = 60.0 * minutes_of(runs)
     order = sorted(range(len(runs)), key=lambda at: turn_of(runs[at]))
@@ -74,11 +74,6 @@ def turn_of(run: PreparedRun) -> tuple[float, int]:
 def choice(config: RunConfig) -> str:
     """`sweep.pack`, or else what the profile says of jobs of Slurm."""
     return config.sweep.pack or (config.cluster.pack if config.launcher.kind == "slurm" else "off")
-
-
-def _times(need: Need, *, nodes: int, room: Room) -> int:
-    """How often the need fits into a job."""
-    return room.count_of(need.room) * nodes // need.nodes
 
 
 def _fitting(work: Sequence[tuple[Need, float]], *, nodes: int, room: Room, limit_s: float) -> int:

@@ -50,7 +50,8 @@ def start(line: CommandLine, config: Any, *, check: Check) -> int:
             study = plan(line, config, check=check)
         study.show()
         if not study.waiting:
-            study.record(_jobs(study))
+            jobs = {planned.name: read_run(Path(planned.record.run_dir)).job for planned in study.stages}
+            study.record({name: job.id for name, job in jobs.items() if job is not None})
             return DONE
         return submit(study) if launcher.kind == "slurm" else run_in_order(study)
 
@@ -175,8 +176,3 @@ def _dependency(stage: StudyStage, jobs: Mapping[str, Any]) -> str:
     parts = [f"afterok:{jobs[name].id}" for name in stage.after if name in jobs]
     parts += [f"after:{jobs[MAIN].id}"] if stage.when == BESIDE and MAIN in jobs else []
     return ",".join(parts)
-
-
-def _jobs(study: Study) -> dict[str, str]:
-    jobs = {planned.name: read_run(Path(planned.record.run_dir)).job for planned in study.stages}
-    return {name: job.id for name, job in jobs.items() if job is not None}

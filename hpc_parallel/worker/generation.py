@@ -50,9 +50,10 @@ def generate(context: TaskContext) -> None:
     config, folder, progress, rank = context.config, context.folder, context.progress, dist.get_rank()
     context.begin()
     on_phase = phases_of(folder, rank=rank)
-    session = Session.open(
-        without_split_positions(config), device=context.device, trains=False, on_phase=on_phase
-    )
+    # One position can't be split, and a choice needs all logits.
+    strategy = replace(config.strategy, sequence_parallel=False, loss_parallel=False)
+    whole = replace(config, strategy=strategy)
+    session = Session.open(whole, device=context.device, trains=False, on_phase=on_phase)
     on_phase("loading the weights")
     weights = start_from(config, session.assembled)
     on_phase("reading the prompts")
@@ -81,11 +82,6 @@ def generate(context: TaskContext) -> None:
     measured = {"weights": weights, "comparison": ". ".join(comparisons) or None}
     complete(context, lines=lines, writers=writers, measured=measured)
     context.print_results()
-
-
-def without_split_positions(config: RunConfig) -> RunConfig:
-    """Turn off split sequences and logits: one position can't be split, and a choice needs all logits."""
-    return replace(config, strategy=replace(config.strategy, sequence_parallel=False, loss_parallel=False))
 
 
 def prompts_of(session: Session) -> list[list[int]]:

@@ -78,7 +78,7 @@ def test_another_job_requeue_or_start_by_hand_has_another_folder(tmp_path: Path)
     names = [host_memory.name_of(folder, environment) for environment in environments]
     attempts.end(folder, how="killed")  # a restart in the same job finds its copies
     assert [host_memory.name_of(folder, environment) for environment in environments] == names
-    attempts.resumed_by_hand(folder)
+    attempts.note(folder, "resumed")
     names += [host_memory.name_of(folder, environment) for environment in environments]
     names.append(host_memory.name_of(RunFolder(tmp_path / "other"), {}))
     assert len(set(names)) == 9

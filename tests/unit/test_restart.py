@@ -374,7 +374,7 @@ def test_the_end_of_a_start_says_that_the_ranks_start_again(
         (("--start", "0"), "the ranks start again in the same job, on the same hosts, 1 of 1"),
         ((), "requeued as job 7"),
     ):
-        attempts.resumed_by_hand(folder)
+        attempts.note(folder, "resumed")
         failure.record_death(folder, world=world, returncode=-9)
         with suppress(SystemExit):
             conclude_run.main([str(folder.path), "137", "--again", *words])
@@ -424,7 +424,7 @@ def test_why_no_start_follows_is_in_the_line_of_the_failure(
 def test_ends_count_from_the_last_resume(folder: RunFolder) -> None:
     for host in ("n2", "n3"):
         attempts.end(folder, how="killed", host=host, rank=1, step=0, exclude=[], line="why")
-    attempts.resumed_by_hand(folder)
+    attempts.note(folder, "resumed")
     attempts.end(folder, how="killed", host="n2", rank=0, step=30)
     (end,) = attempts.recent_ends(folder)
     assert (end.how, end.host, end.rank, end.step, end.line) == ("killed", "n2", 0, 30, None)

@@ -61,7 +61,9 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
         yield from _module(config, script.module)
     elif script.command:
         yield from _command(config, script.command)
-    yield from _folder(script.working_directory)
+    folder = script.working_directory
+    if folder is not None and "{run}" not in folder and not absolute(folder).is_dir():
+        yield Problem("script.working_directory", folder, "is not a folder", (None, "{run}"))
     yield from _start(config)
     if wrong := [code for code in script.requeue_codes if not 0 < code < 126]:
         yield Problem("script.requeue_codes", wrong, "must be exit codes from 1 to 125", ([75],))
@@ -169,13 +171,6 @@ def _command(config: RunConfig, command: str) -> Problems:
         yield f"script.command = {command} is not executable. Try chmod +x {shell_word(command)}."
 
 
-def _folder(folder: str | None) -> Problems:
-    if folder is None or "{run}" in folder:
-        return
-    if not absolute(folder).is_dir():
-        yield Problem("script.working_directory", folder, "is not a folder", (None, "{run}"))
-
-
 def _metrics(pattern: str | None) -> Problems:
     try:
         groups = re.compile(pattern or "(?P<step>)").groupindex
@@ -192,6 +187,5 @@ def _near(text: str, path: Path) -> tuple[str, ...]:
 
 
 def _has_other_python(config: RunConfig) -> bool:
-    """Whether the job may run another Python than this one."""
     is_job = config.launcher.kind != "local"
     return is_job and (is_chosen(config.launcher) or environment_key(config) is not None)

@@ -247,7 +247,6 @@ def _added_microbatches(config: RunConfig) -> int:
 
 
 def _rules_of_fp8(config: RunConfig) -> list[str]:
-    """The reasons why the model, the execution or the task does not allow float8."""
     rules = []
     if is_convnet(config.model):
         rules.append("multiplies in linear layers inside blocks, and this model has convolutions")
