@@ -195,7 +195,7 @@ def prepare(
     planned = _forecast(config, plan, hardware)
     notes += [] if planned is None else planned.warnings
     recorded = values | _places(config, values, folder, snapshot)
-    notes += _notes_of_resume(config, recorded, folder) + _notes_of_weights(config, recorded)
+    notes += _notes_of_resume(config, recorded, folder, overrides) + _notes_of_weights(config, recorded)
     smaller = {}
     if config.launcher.min_nodes is not None:
         from hpc_parallel.launch.fewer_nodes import smaller_runs
@@ -249,14 +249,19 @@ def _hardware(config: RunConfig, user_folder: Path | None, problems: list[Proble
     return tried(lambda: named_hardware(config.plan.hardware, user_folder=user_folder), problems)
 
 
-def _notes_of_resume(config: RunConfig, values: Mapping[str, Any], folder: RunFolder) -> list[str]:
+def _notes_of_resume(
+    config: RunConfig, values: Mapping[str, Any], folder: RunFolder, overrides: Sequence[str]
+) -> list[str]:
     """What the user should read of a run that continues. Raises ConfigError if it can't continue."""
     if config.resume is None:
         return []
     from hpc_parallel.launch import resume
 
     raise_if_any(resume.find_problems(folder, values))
-    changes = (resume.rate_jump(folder, config), resume.other_validation(folder, config))
+    changes = (
+        resume.rate_jump(folder, config), resume.other_validation(folder, config),
+        resume.unasked_changes(folder, values, overrides),
+    )  # fmt: skip
     return [f"warning     {change}" for change in changes if change is not None]
 
 

@@ -64,6 +64,7 @@ PLACE = "data.path"  # may change: the start compares the content with that of t
 
 BATCH, STEPS = "training.global_batch_size", "training.steps"
 VALIDATED = "training.validation_samples"
+RESULT = ("optimizer.", "training.precision", "training.weights", "training.fp8", "training.clip_norm")
 SCHEDULE, WARMUP = "optimizer.schedule", "optimizer.warmup_steps"
 JUMP = 0.01  # of the learning rate; smaller changes are not named
 IMAGE_SHAPE = ("channels", "classes", "in_channels", "kernel_size")
@@ -303,6 +304,20 @@ def other_validation(folder: RunFolder, config: RunConfig) -> str | None:
         f"{VALIDATED} was {before} and is {now}: the validation losses before and after the start can't be "
         "compared. KeepBest and EarlyStopping compare them"
     )
+
+
+def unasked_changes(folder: RunFolder, values: Mapping[str, Any], overrides: Sequence[str]) -> str | None:
+    """A line with what decides the losses and differs from the start before, although no override sets it.
+
+    The choice of a group (`optimizer=adamw`) drops the recorded overrides below it. A file of the user or a
+    default may have changed.
+    """
+    given, before = {key_of(word) for word in overrides}, flatten(folder.read_config())
+    changes = [
+        f"{as_override(key, value)} (was {spell(before[key])})" for key, value in flatten(values).items()
+        if key.startswith(RESULT) and key not in given and before.get(key, value) != value
+    ]  # fmt: skip
+    return f"no override of the run or of this line sets {', '.join(changes)}" if changes else None
 
 
 def _ended_early(folder: RunFolder) -> str | None:

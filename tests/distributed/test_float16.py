@@ -117,6 +117,16 @@ def test_the_factor_goes_on_in_another_layout(
     assert_near(resumed, trained(*with_an_overflow("single")))
 
 
+def test_another_factor_is_used_after_a_resume(workers: Workers, trained: Train) -> None:
+    """From 256 at step 4, three finite steps double it once."""
+    words = (*COMMON, HALF_PRECISION, "strategy=single")
+    wrote = trained(*words)
+    (half,) = (each for each in complete(wrote.folder / "checkpoints") if each.step == HALF)
+    assert factor(wrote.folder, step=STEPS) == (4096, 2)
+    resumed = workers.train(*words, "training.loss_scale=256", resume_from=half.path)
+    assert factor(resumed.folder, step=STEPS) == (512, 1)
+
+
 @pytest.mark.full
 def test_a_float32_run_goes_on_in_float16(workers: Workers, trained: Train) -> None:
     wrote = trained(*COMMON, "strategy=single")

@@ -127,6 +127,29 @@ def test_validations_of_another_number_of_samples_are_named(
     assert [note for note in notes if "validation" in note] == number * [line]
 
 
+def test_what_changes_without_being_typed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice of a group drops the run's own overrides below it."""
+    monkeypatch.chdir(tmp_path)
+    own = [
+        "optimizer.weight_decay=0.3",
+        "optimizer.betas=[0.8,0.9]",
+        "launcher=local",
+        "launcher.snapshot=false",
+    ]
+    write(run := prepared(*own, "run_dir=run"))
+    write_json(run.folder.environment, {"overrides": own, "config_dir": None})
+    run.folder.owner.unlink()
+    write_checkpoint(run.folder.checkpoints, 40)
+
+    def notes(*words: str) -> list[str]:
+        return [note for note in prepared(*resumed(["resume=run", *words])).notes if "no override" in note]
+
+    assert notes() == notes("optimizer.weight_decay=0.2", "training.steps=900") == []
+    assert notes("optimizer=adamw", "optimizer.betas=[0.7,0.9]") == [
+        "warning     no override of the run or of this line sets optimizer.weight_decay=0.1 (was 0.3)"
+    ]
+
+
 def test_auto_is_the_newest_of_that_name(here: Path) -> None:
     for name in ("20260101-000000-ffff", "20260102-000000-0000", "20260101-120000-aaaa"):
         (here / "runs" / "mine" / name / "rendezvous").mkdir(parents=True)
