@@ -111,7 +111,8 @@ def conclude(
     else:
         lost = slurm_failure(folder, cause, records=records, text=text) if cancelled is None else None
         ended = lost or rank_failure(folder, cause, records=records, returncode=returncode, text=text)
-        if ended.kind == failure.CONFIGURATION and not attempts.has_begun(folder) and folder.take_line_back():
+        is_first = attempts.is_starting(folder) and not attempts.recent_ends(folder)
+        if ended.kind == failure.CONFIGURATION and is_first and folder.take_line_back():
             ended = replace(ended, line=f"{ended.line} The run keeps its configuration of before.")
         ended.write(folder)  # before the summary: a summary means that all other files are written
         line, outcome, how = str(ended.line), "failed", str(ended.kind)

@@ -258,10 +258,8 @@ def _notes_of_resume(
     from hpc_parallel.launch import resume
 
     raise_if_any(resume.find_problems(folder, values))
-    changes = (
-        resume.rate_jump(folder, config), resume.other_validation(folder, config),
-        resume.unasked_changes(folder, values, overrides),
-    )  # fmt: skip
+    changes = [resume.rate_jump(folder, config), resume.other_validation(folder, config)]
+    changes.append(resume.unasked_changes(folder, values, overrides))
     return [f"warning     {change}" for change in changes if change is not None]
 
 

@@ -137,14 +137,6 @@ def recent_ends(folder: RunFolder) -> list[End]:
     return [end for line in lines[last_resume + 1 :] if (end := _end(line))]
 
 
-def has_begun(folder: RunFolder) -> bool:
-    """Whether the ranks have begun since a user last started the run."""
-    last = next(
-        (line for line in read_lines(folder.attempts)[::-1] if {"resumed", "began"} & line.keys()), {}
-    )
-    return "began" in last
-
-
 def is_starting(folder: RunFolder) -> bool:
     """Whether no rank of the newest start has begun."""
     events = [

@@ -174,16 +174,11 @@ class RunFolder:
     def take_line_back(self) -> bool:
         """Take again the configuration and the overrides of the start before; False if there was none."""
         number = self._newest_set_aside()
-        environment, earlier = (
-            read_json(path) for path in (self.environment, _numbered(self.environment, number))
-        )
-        if not number or environment is None or earlier is None:
+        if (earlier := read_json(_numbered(self.environment, number))) is None:
             return False
         write_text(self.config, read_text(_numbered(self.config, number)))
-        line = {
-            key: earlier[key] for key in ("overrides", "config_dir", "working_directory") if key in earlier
-        }
-        write_json(self.environment, environment | line)
+        line = {key: earlier.get(key) for key in ("overrides", "config_dir", "working_directory")}
+        write_json(self.environment, (read_json(self.environment) or {}) | line)
         return True
 
     def begin_anew(self) -> None:

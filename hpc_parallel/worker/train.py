@@ -34,14 +34,7 @@ from hpc_parallel.strategies.exchange import FollowerError
 from hpc_parallel.strategies.groups import make_saving_group
 from hpc_parallel.strategies.mesh import axis_of, weight_axes
 from hpc_parallel.training.callbacks import Callbacks
-from hpc_parallel.training.checkpoint import (
-    LOSS_SCALE,
-    CheckpointReader,
-    StateDict,
-    optimizer_sizes,
-    save_s,
-    state_of,
-)
+from hpc_parallel.training.checkpoint import CheckpointReader, StateDict, optimizer_sizes, save_s, state_of
 from hpc_parallel.training.load_weights import start_from
 from hpc_parallel.training.memory_copies import MemoryCopies, layout_of_state
 from hpc_parallel.training.metrics import Energy, Metrics, Scale, peak_flops
@@ -244,10 +237,11 @@ def restore_or_start(
         if session.assembled.server is None or session.assembled.server.serves:
             optimizer.create_state(optimizer_sizes(reader))
         state = state_of(session.assembled, optimizer)
-        start = flatten(checkpoint.manifest.get("config") or {}).get("training.loss_scale")
-        if start not in (None, config.training.loss_scale):  # a new value is used, as at the first start
-            state = {name: value for name, value in state.items() if not name.startswith(LOSS_SCALE)}
         restore(checkpoint, state, reader=reader, digest=session.data.digest, device=session.device)
+        before = flatten(checkpoint.manifest.get("config") or {}).get("training.loss_scale")
+        if (scale := session.assembled.loss_scale) and before not in (None, config.training.loss_scale):
+            scale.factor.fill_(config.training.loss_scale)
+            scale.finite_steps.zero_()
         steps_done, where = checkpoint.step, "the checkpoint"
     elif part is not None:
         optimizer.create_state(part.optimizer_sizes)
