@@ -310,9 +310,9 @@ def unasked_changes(folder: RunFolder, values: Mapping[str, Any], overrides: Seq
     """A line with what decides the losses and differs from the start before, although no override sets it.
 
     The choice of a group (`optimizer=adamw`) drops the recorded overrides below it. A file of the user or a
-    default may have changed.
+    default may have changed. `rate_jump` names a changed warm-up, if it matters.
     """
-    given, before = {key_of(word) for word in overrides}, flatten(folder.read_config())
+    given, before = {WARMUP, *map(key_of, overrides)}, flatten(folder.read_config())
     changes = [
         f"{as_override(key, value)} (was {spell(before[key])})" for key, value in flatten(values).items()
         if key.startswith(RESULT) and key not in given and before.get(key, value) != value
