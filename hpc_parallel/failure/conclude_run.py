@@ -111,9 +111,6 @@ def conclude(
     else:
         lost = slurm_failure(folder, cause, records=records, text=text) if cancelled is None else None
         ended = lost or rank_failure(folder, cause, records=records, returncode=returncode, text=text)
-        is_first = attempts.is_starting(folder) and not attempts.recent_ends(folder)
-        if ended.kind == failure.CONFIGURATION and is_first and folder.take_line_back():
-            ended = replace(ended, line=f"{ended.line} The run keeps its configuration of before.")
         ended.write(folder)  # before the summary: a summary means that all other files are written
         line, outcome, how = str(ended.line), "failed", str(ended.kind)
     if summary is None:
@@ -333,6 +330,14 @@ def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:
     elif summary.ended_well:
         line = str(summary.ended_early)
     notify.tell(folder, f"{event}: {line}", about=notify.ENDED, waits=decision.action not in restart.IN_JOB)
+    ended = Failure.read(folder)
+    if ended is not None and ended.kind == failure.CONFIGURATION and _is_first(folder):
+        folder.take_line_back()  # the next `resume=` goes on from a line that worked
+
+
+def _is_first(folder: RunFolder) -> bool:
+    """Whether the start that has ended is the first one of a user's line, and none of its ranks began."""
+    return attempts.is_starting(folder) and len(attempts.recent_ends(folder)) == 1
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -321,8 +321,7 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "modules": [*cluster.modules, *launcher.modules],
         "conda": launcher.conda and find_environment(launcher.conda),
         "venv": launcher.venv and str(absolute(launcher.venv)),
-        # Only a name, and not in an image, must be found on the PATH of the job.
-        "program": None if launcher.container or os.sep in (launcher.python or "") else launcher.python,
+        "program": _program(launcher),
         "setup": [*cluster.setup, *launcher.setup],
         # How the ranks are started, and in which container:
         "start": cluster.start,
@@ -353,6 +352,12 @@ def _values(run: PreparedRun, log_suffix: str) -> Mapping[str, object]:
         "container_arguments": (["--nv"] if cluster.gpus else []) if arguments is None else arguments,
         "rank_python": rank_python(launcher),
     }
+
+
+def _program(launcher: LauncherConfig) -> str | None:
+    """The name of `launcher.python` that the job must find on its PATH; None for a path or in an image."""
+    is_name = launcher.python is not None and os.sep not in launcher.python
+    return launcher.python if is_name and launcher.container is None else None
 
 
 @cache

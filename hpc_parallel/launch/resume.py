@@ -91,10 +91,10 @@ def resumed(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stder
     path = newest(words, warn=warn) if value == AUTO else path_of(str(value))
     folder = RunFolder(path)
     require_run(folder)
-    places = [value_of(word) for word in words if key_of(word) == RUN_DIR]
-    if any(place is not None and RunFolder(path_of(str(place))).path != folder.path for place in places):
+    place = str(next((value_of(word) for word in reversed(words) if key_of(word) == RUN_DIR), None) or path)
+    if "${" not in place and os.path.realpath(path_of(place)) != os.path.realpath(path):
         rule = "is not the folder of the run to resume, in which it goes on"
-        raise ConfigError([Problem(RUN_DIR, places[-1], rule, (str(folder.path),))])
+        raise ConfigError([Problem(RUN_DIR, place, rule, (str(folder.path),))])
     start = read_start(folder, key="resume", shared_folder=grants_trust(words, value_of))
     if AUTO_STRATEGY in words and _has_same_devices(words, folder):
         words = [word for word in words if word != AUTO_STRATEGY]  # the chosen layout is recorded
@@ -312,7 +312,11 @@ def unasked_changes(folder: RunFolder, values: Mapping[str, Any], overrides: Seq
     The choice of a group (`optimizer=adamw`) drops the recorded overrides below it. A file of the user or a
     default may have changed. `rate_jump` names a changed warm-up, if it matters.
     """
-    given, before = {WARMUP, *map(key_of, overrides)}, flatten(folder.read_config())
+    given = {
+        WARMUP,
+        *(key for word in overrides for key in (key_of(word), *flatten({key_of(word): value_of(word)}))),
+    }
+    before = flatten(folder.read_config())
     changes = [
         f"{as_override(key, value)} (was {spell(before[key])})" for key, value in flatten(values).items()
         if key.startswith(RESULT) and key not in given and before.get(key, value) != value

@@ -27,6 +27,7 @@ from hpc_parallel.record.safe_write import write_json, write_text
 from hpc_parallel.record.typed import read_record
 
 _MOST_PHASE_BYTES = 100
+_SOURCE = ("import_path", "checkouts", "left_out", "git_commit", "git_diff")  # keys of environment.json
 
 
 class FolderFile:
@@ -171,15 +172,20 @@ class RunFolder:
             if (kept := _numbered(path, number)).exists():
                 kept.replace(path)
 
-    def take_line_back(self) -> bool:
-        """Take again the configuration and the overrides of the start before; False if there was none."""
+    def take_line_back(self) -> None:
+        """Take again the configuration and the record of the start before; the kept source stays.
+
+        Without effect if this folder has had one start, or if a file can't be read or written.
+        """
         number = self._newest_set_aside()
-        if (earlier := read_json(_numbered(self.environment, number))) is None:
-            return False
-        write_text(self.config, read_text(_numbered(self.config, number)))
-        line = {key: earlier.get(key) for key in ("overrides", "config_dir", "working_directory")}
-        write_json(self.environment, (read_json(self.environment) or {}) | line)
-        return True
+        with suppress(OSError, DamagedError):
+            config = read_text(_numbered(self.config, number))
+            earlier, now = (
+                read_json(_numbered(self.environment, number)) or {},
+                read_json(self.environment) or {},
+            )
+            write_text(self.config, config)
+            write_json(self.environment, earlier | {key: now[key] for key in _SOURCE if key in now})
 
     def begin_anew(self) -> None:
         """Remove the records of how an earlier start ended."""

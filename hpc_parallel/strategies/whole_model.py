@@ -83,7 +83,7 @@ def _require_plain_weights(model: nn.Module) -> None:
     """Refuse what would be lost, because weights get their memory after the constructor."""
     kind = type(model).__name__
     for name, weight in model.named_parameters():
-        if weight.is_complex():
+        if weight.is_complex() and weight.requires_grad:
             rule = (
                 f"is a weight of {weight.dtype}, which is not supported. Keep its two real parts as a weight"
             )

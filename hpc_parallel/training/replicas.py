@@ -12,6 +12,7 @@ import json
 import platform
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NoReturn
 
 import numpy as np
@@ -77,9 +78,9 @@ class ReplicaCheck:
         row = [0] * 5
         with left_out("the comparison of replicas is"):
             sums = checksums(self._weights)
-            row = [self._kind]
-            for holdings, names in zip(self._holdings, self._names.values(), strict=True):
-                row += [holdings, digest([sums[name] for name in names])]  # whole weights, then split ones
+            values = [digest([sums[name] for name in names]) for names in self._names.values()]
+            pairs = zip(self._holdings, values, strict=True)  # whole weights, then split ones
+            row = [self._kind, *chain.from_iterable(pairs)]
         rows = [torch.empty(len(row), dtype=torch.int64) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, torch.tensor(row))
         table: list[list[int]] = torch.stack(rows).tolist()

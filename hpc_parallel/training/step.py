@@ -74,7 +74,15 @@ class Step:
             for name, buffer in self._buffers().items()
             if name not in saved and not name.endswith(STATISTICS)
         }
-        self._kept: dict[str, tuple[Any, int]] | None = None  # plain attributes after the first step
+        place = dict(
+            zip(assembled.mesh.mesh_dim_names or (), assembled.mesh.get_coordinate() or [1], strict=False)
+        )
+        is_first = not any(
+            at for axis, at in place.items() if axis != "pipeline"
+        )  # one rank of a stage warns
+        self._kept: dict[str, tuple[Any, int]] | None = (
+            None if is_first else {}
+        )  # plain attributes after a step
         self._guard = Guard(
             {names[id(parameter)]: parameter for parameter in self._gradient_norm.counted},
             optimizer=optimizer, policy=on_nonfinite, buffers=list(saved.values()),
@@ -186,7 +194,7 @@ class Step:
         A buffer, which may be a cache, after the first step. An attribute only if the second step has changed
         it, because the first may fill a cache.
         """
-        if self._kept == {}:  # after the second step
+        if self._kept == {}:  # after the second step, and on other ranks of the stage
             return
         now, attributes = self._buffers(), self._attributes()
         for name, (buffer, version) in self._unsaved.items():
@@ -199,9 +207,9 @@ class Step:
             return
         for name, (value, version) in self._kept.items():
             other, now_version = attributes.get(name, (None, 0))
-            same = value is other if isinstance(value, weakref.ref) else value == other
+            same = value is other or value == other or (value != value and other != other)
             if not same or version != now_version:
-                rule = "changes in each step, and no checkpoint has it: a resume begins with its first value"
+                rule = "changes between steps, and no checkpoint has it: a resume begins with its first value"
                 print_warning(f"the attribute {name} {rule}. If a step reads it, make it a buffer")
         self._kept = {}
 

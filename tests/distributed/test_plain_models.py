@@ -93,7 +93,7 @@ def test_attributes_that_no_checkpoint_keeps_are_told_once(workers: Workers) -> 
     """Not the cache of the first step, the constants, and what is computed from weights."""
     run = workers.prepare(*words_of("Remembering"), "strategy=single")
     (said,) = workers.run(1, said_in_training, str(run.folder.path))
-    rule = "changes in each step, and no checkpoint has it: a resume begins with its first value"
+    rule = "changes between steps, and no checkpoint has it: a resume begins with its first value"
     assert said.splitlines() == [
         f"WARNING: the attribute blocks.0.{name} {rule}. If a step reads it, make it a buffer"
         for name in ("count", "mean")

@@ -19,13 +19,14 @@ import pytest
 import torch
 import yaml
 
-from hpc_parallel.failure import failure
-from hpc_parallel.failure.conclude_run import conclude
+from hpc_parallel.failure import failure, restart
+from hpc_parallel.failure.conclude_run import conclude, tell_end
 from hpc_parallel.launch.resume import newest, resumed
 from hpc_parallel.launch.run_files import write
 from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record import attempts, owner
+from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.run import main
@@ -145,6 +146,7 @@ def test_what_changes_without_being_typed_is_named(tmp_path: Path, monkeypatch: 
         return [note for note in prepared(*resumed(["resume=run", *words])).notes if "no override" in note]
 
     assert notes() == notes("optimizer.weight_decay=0.2", "training.steps=900") == []
+    assert notes("optimizer={weight_decay:0.2,betas:[0.7,0.9]}") == []
     assert notes("optimizer=adamw", "optimizer.betas=[0.7,0.9]") == [
         "warning     no override of the run or of this line sets optimizer.weight_decay=0.1 (was 0.3)"
     ]
@@ -255,10 +257,15 @@ def test_a_start_that_the_job_refuses_leaves_the_line_of_the_run(started: RunFol
     if begun:
         attempts.begin(started, step=40, environment={})
     failure.record_exception(started, world=World.discover({}), error=ConfigError(["other data."]))
+    refused = {"ranks": ["of the refused start"], "import_path": ["code"]}
+    write_json(started.environment, read_environment(started) | refused)
     line = conclude(started, returncode=1, environment={})
-    assert line is not None
-    assert line.endswith("other data.") == begun
-    assert line.endswith("other data. The run keeps its configuration of before.") != begun
+    tell_end(started, line=str(line), decision=restart.Decision(restart.END))
+    assert [end.line for end in attempts.ends(started)] == [
+        line
+    ]  # the end is recorded, with the line that was refused
+    record = read_environment(started)
+    assert [record.get("ranks"), record["import_path"]] == [refused["ranks"] if begun else None, ["code"]]
     started.owner.unlink()
     again = resumed(["resume=run"])
     if begun:  # it trained with what was typed
@@ -270,6 +277,9 @@ def test_a_start_that_the_job_refuses_leaves_the_line_of_the_run(started: RunFol
 
 
 def test_a_run_goes_on_in_its_own_folder(started: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    (started.path.parent / "link").symlink_to(started.path)
+    assert main(["resume=link", "run_dir=run/../run", "dry_run=true"]) == 0
+    capsys.readouterr()
     assert main(["resume=run", "run_dir=elsewhere", "dry_run=true"]) == 2
     rule = "run_dir = elsewhere is not the folder of the run to resume, in which it goes on"
     assert f"{rule}. Try run_dir={started.path}.\n" in capsys.readouterr().err
