@@ -31,9 +31,8 @@ def with_resumed(line: CommandLine, *, warn: Callable[[str], None] = warn_on_std
         return line.with_words(resumed(line.words, warn=warn))
     except COMPOSE_ERRORS as error:
         problems = error.problems if isinstance(error, ConfigError) else []
-        others = line.with_words(
-            [word for word in line.words if not word.startswith(("resume=", "run_dir="))]
-        )
+        words = [word for word in line.words if not word.startswith(("resume=", "run_dir="))]
+        others = line.with_words(words)
         try:
             checked_run(others)
         except ConfigError as other_error:

@@ -312,10 +312,9 @@ def unasked_changes(folder: RunFolder, values: Mapping[str, Any], overrides: Seq
     The choice of a group (`optimizer=adamw`) drops the recorded overrides below it. A file of the user or a
     default may have changed. `rate_jump` names a changed warm-up, if it matters.
     """
-    given = {
-        WARMUP,
-        *(key for word in overrides for key in (key_of(word), *flatten({key_of(word): value_of(word)}))),
-    }
+    given = {WARMUP}
+    for word in overrides:  # the value may be a table
+        given |= {key_of(word), *flatten({key_of(word): value_of(word)})}
     before = flatten(folder.read_config())
     changes = [
         f"{as_override(key, value)} (was {spell(before[key])})" for key, value in flatten(values).items()

@@ -180,10 +180,8 @@ class RunFolder:
         number = self._newest_set_aside()
         with suppress(OSError, DamagedError):
             config = read_text(_numbered(self.config, number))
-            earlier, now = (
-                read_json(_numbered(self.environment, number)) or {},
-                read_json(self.environment) or {},
-            )
+            earlier = read_json(_numbered(self.environment, number)) or {}
+            now = read_json(self.environment) or {}
             write_text(self.config, config)
             write_json(self.environment, earlier | {key: now[key] for key in _SOURCE if key in now})
 

@@ -38,6 +38,13 @@ def local_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(local_of(tensor).nbytes for tensor in tensors)
 
 
+def _written(value: Any) -> tuple[Any, int]:
+    """What shows later whether a number or tensor was replaced, and how often the tensor was written."""
+    if not isinstance(value, Tensor):
+        return value, 0
+    return weakref.ref(value), 0 if value.is_inference() else version_of(value)
+
+
 class Step:
     """One optimizer step of this rank."""
 
@@ -74,15 +81,11 @@ class Step:
             for name, buffer in self._buffers().items()
             if name not in saved and not name.endswith(STATISTICS)
         }
-        place = dict(
-            zip(assembled.mesh.mesh_dim_names or (), assembled.mesh.get_coordinate() or [1], strict=False)
-        )
-        is_first = not any(
-            at for axis, at in place.items() if axis != "pipeline"
-        )  # one rank of a stage warns
-        self._kept: dict[str, tuple[Any, int]] | None = (
-            None if is_first else {}
-        )  # plain attributes after a step
+        axes, place = assembled.mesh.mesh_dim_names or (), assembled.mesh.get_coordinate() or [1]
+        # One rank of each stage warns of what no checkpoint has.
+        warns = not any(at for axis, at in zip(axes, place, strict=False) if axis != "pipeline")
+        # Plain attributes after the first step; empty if nobody looks at them any more.
+        self._kept: dict[str, tuple[Any, int]] | None = None if warns else {}
         self._guard = Guard(
             {names[id(parameter)]: parameter for parameter in self._gradient_norm.counted},
             optimizer=optimizer, policy=on_nonfinite, buffers=list(saved.values()),
@@ -174,19 +177,17 @@ class Step:
         return dict(pair for part in self._assembled.parts for pair in part.named_buffers())
 
     def _attributes(self) -> dict[str, tuple[Any, int]]:
-        """The plain attributes of all modules that are numbers or tensors, and how often each was written.
+        """The plain attributes of all modules that are numbers or tensors, as `_written` has them.
 
         A tensor that depends on weights is left out, because it is of one step only.
         """
         return {
-            f"{path}.{name}".lstrip("."):
-                (weakref.ref(value), 0 if value.is_inference() else version_of(value))
-                if isinstance(value, Tensor) else (value, 0)
+            f"{path}.{name}".lstrip("."): _written(value)
             for part in self._assembled.parts
             for path, module in part.named_modules()
             for name, value in vars(module).items()
             if isinstance(value, int | float) or (isinstance(value, Tensor) and value.grad_fn is None)
-        }  # fmt: skip
+        }
 
     def _warn_of_unsaved(self) -> None:
         """Warn once of what a step writes and no checkpoint has: buffers and plain attributes.
@@ -194,7 +195,7 @@ class Step:
         A buffer, which may be a cache, after the first step. An attribute only if the second step has changed
         it, because the first may fill a cache.
         """
-        if self._kept == {}:  # after the second step, and on other ranks of the stage
+        if self._kept == {}:
             return
         now, attributes = self._buffers(), self._attributes()
         for name, (buffer, version) in self._unsaved.items():
