@@ -335,9 +335,8 @@ def conclude_job(folder: RunFolder, job_id: str, state: JobState) -> None:
     logs = folder.job_outputs(job_id)
     text = read_tail(logs[0]).decode(errors="replace") if logs else ""
     unseen = f"; {NO_OUTPUT}" if state.state == "FAILED" and not logs else ""
-    forgotten_in_queue = (
-        state.state == FORGOTTEN and not logs and is_queued(folder)
-    )  # as Slurm does at a cancel
+    # Slurm forgets a job that is cancelled before it has begun.
+    forgotten_in_queue = state.state == FORGOTTEN and not logs and is_queued(folder)
     conclude(
         folder,
         returncode=0 if state.state == "COMPLETED" else 1,

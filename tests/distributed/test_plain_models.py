@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 
 import pytest
@@ -78,23 +79,22 @@ def said_in_training(run_folder: str) -> str:
     return printed.getvalue()
 
 
-def test_buffers_that_no_checkpoint_keeps_are_told_once(workers: Workers) -> None:
-    """SharedNet has a buffer too, which nothing writes."""
-    run = workers.prepare(*words_of("Counting"), "strategy=single")
-    (said,) = workers.run(1, said_in_training, str(run.folder.path))
-    rule = "is written in a step, and no checkpoint has it (persistent=False)"
-    assert said.splitlines() == [
-        f"WARNING: the buffer blocks.0.{name} {rule}: a resume begins with its first value"
-        for name in ("in_place", "replaced")
-    ]
+BUFFER = "WARNING: the buffer blocks.0.{} is written in a step, and no checkpoint has it (persistent=False)"
+ATTRIBUTE = "WARNING: the attribute blocks.0.{} changes between steps, and no checkpoint has it"
+FIRST = ": a resume begins with its first value"
 
 
-def test_attributes_that_no_checkpoint_keeps_are_told_once(workers: Workers) -> None:
-    """Not the cache of the first step, the constants, and what is computed from weights."""
-    run = workers.prepare(*words_of("Remembering"), "strategy=single")
-    (said,) = workers.run(1, said_in_training, str(run.folder.path))
-    rule = "changes between steps, and no checkpoint has it: a resume begins with its first value"
-    assert said.splitlines() == [
-        f"WARNING: the attribute blocks.0.{name} {rule}. If a step reads it, make it a buffer"
-        for name in ("count", "mean")
-    ]
+@pytest.mark.parametrize(
+    ("model", "line", "names"),
+    [
+        ("Counting", BUFFER + FIRST, ("in_place", "replaced")),
+        ("Remembering", f"{ATTRIBUTE}{FIRST}. If a step reads it, make it a buffer", ("count", "mean")),
+    ],
+)
+def test_what_steps_write_and_no_checkpoint_keeps_is_named_once(
+    model: str, line: str, names: Sequence[str], workers: Workers
+) -> None:
+    """Not a buffer that nothing writes, a cache of the first step, and what is computed from weights."""
+    run = workers.prepare(*words_of(model), "strategy=single")
+    (printed,) = workers.run(1, said_in_training, str(run.folder.path))
+    assert printed.splitlines() == [line.format(name) for name in names]
