@@ -64,6 +64,20 @@ class Broken(Callback):
         raise KeyError("missing")
 
 
+class SleepsAtStart(Callback):
+    """Hangs before the first step."""
+
+    def on_start(self, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+        time.sleep(1000)
+
+
+class SleepsAtEnd(Callback):
+    """Hangs after the last step."""
+
+    def on_end(self, step: int) -> None:
+        time.sleep(1000)
+
+
 def destroys_after_4(step: int, steps: int) -> float:
     """A schedule of the learning rate."""
     return 1.0 if step <= 4 else 1000.0

@@ -13,6 +13,7 @@ from hpc_parallel.failure import failure, flight_recorder, normal_end
 from hpc_parallel.failure.desync import compare
 from hpc_parallel.failure.failure import Record
 from hpc_parallel.failure.flight_recorder import Entered
+from hpc_parallel.failure.stacks import spot_of
 from hpc_parallel.layout.layout import processes_per_node, recorded_strategy
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.slurm.short_forms import expand_numbers
@@ -151,7 +152,9 @@ def missing_rank(folder: RunFolder, *, cause: Record, records: Sequence[Record])
         blamed = replace(
             cause, rank=rank, node=node, host=hosts.get(node, f"node {node}"), signal=None, traceback=[]
         )
-    return replace(blamed, kind=cause.kind, message=finding.message + step, details=blamed.details | details)
+    place = f"; it stood at {spot_of(blamed.traceback)}" if blamed.signal and blamed.traceback else ""
+    message = finding.message + step + place
+    return replace(blamed, kind=cause.kind, message=message, details=blamed.details | details)
 
 
 def with_early_ends(folder: RunFolder, *, cause: Record) -> Record:

@@ -9,6 +9,7 @@ all-reduce is a ring of 2 (N - 1) hops, and its reduce is a ring too.
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
 import signal
@@ -38,6 +39,15 @@ _early: list[int] = []  # signals received before training
 def remember(number: int, frame: FrameType | None) -> None:
     """The signal handler until training begins. A remembered signal stops the run after its first step."""
     _early.append(number)
+
+
+def show_place_at_sigterm() -> None:
+    """Let SIGTERM write the main thread's stack to the log of errors, and then do what it did.
+
+    The clean-up after another rank's failure sends it. In C code no handler of Python would run.
+    """
+    faulthandler.unregister(signal.SIGTERM)  # its handler is gone if another one was set since
+    faulthandler.register(signal.SIGTERM, 2, all_threads=False, chain=True)
 
 
 @dataclass

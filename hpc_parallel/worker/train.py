@@ -52,7 +52,7 @@ from hpc_parallel.training.trainer import RankBatches, Trainer
 from hpc_parallel.training.writers import open_writers
 from hpc_parallel.worker.run_plots import draw_plots, span_s
 from hpc_parallel.worker.session import PROFILERS, Session, TaskContext, complete, note_stop, phases_of
-from hpc_parallel.worker.stop import StopFlag, time_limit_of
+from hpc_parallel.worker.stop import StopFlag, show_place_at_sigterm, time_limit_of
 
 if TYPE_CHECKING:
     from hpc_parallel.profiling.profilers import Profilers
@@ -120,6 +120,7 @@ def train(context: TaskContext, *, on_gradients: Callable[[Assembled], None] | N
     on_phase("first steps (torch.compile)" if config.training.compile else "first steps")
     with contextlib.closing(samples.train), stop:
         signalled = fit(trainer, saver=saver, metrics=metrics)
+        show_place_at_sigterm()  # from here on no progress is watched
         if memory is not None:  # the last checkpoint is on the disk
             memory.close(on_wait=lambda: observers.progress.mark("save", trainer.steps_done))
             memory.remove()

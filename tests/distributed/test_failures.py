@@ -169,6 +169,31 @@ def test_a_rank_that_never_reports_is_named(failing: Failing) -> None:
     )
 
 
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("callback", "place"),
+    [("SleepsAtStart", r"1; it stood at tests/callbacks.py:\d+ in on_start"),
+     ("SleepsAtEnd", r"6; it stood at tests/callbacks.py:\d+ in on_end")],
+)  # fmt: skip
+def test_a_rank_that_hangs_before_or_after_the_steps_is_named_with_its_place(
+    failing: Failing, callback: str, place: str
+) -> None:
+    """No watchdog looks there: to read data or to send results may take any time."""
+    found = failing(
+        *TWO,
+        *QUICK,
+        *harm("none", at=-1, victim=0),
+        f"training.callbacks=[{{_target_:tests.callbacks.{callback}}}]",
+    )
+    assert re.fullmatch(
+        rf"rank 0 on {HOST} failed first: missing from \w+ \(collective \d+\), in which rank 1 "
+        rf"waited at step {place}; 1 follower",
+        found["line"],
+    )
+    assert "tests/callbacks.py" in "".join(found["traceback"])
+
+
 @pytest.mark.processes
 def test_a_loss_that_is_not_finite_stops_all_before_it_is_learnt_from(failing: Failing) -> None:
     """Five steps after, at the next logged line; the step and the rank are those of the harm."""

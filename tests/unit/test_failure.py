@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ from hpc_parallel.slurm import submit
 from hpc_parallel.slurm.jobs import Job
 from hpc_parallel.training.observers import Progress
 from hpc_parallel.user_code import causes_of, hint
+from hpc_parallel.worker import stop
 
 SUMMARY_KEYS = {
     "weights",
@@ -1170,6 +1172,31 @@ def test_nccls_watchdog_names_the_missing_rank(folder: RunFolder) -> None:
     assert read_json(folder.failure)["details"]["missing"] == [6]
     failure.forget(folder, rank=6)
     assert not flight_recorder.dump_of(folder, rank=6).exists()
+
+
+@pytest.mark.parametrize("ended_by", [signal.SIGTERM, signal.SIGKILL])
+def test_a_missing_rank_is_named_with_the_place_at_which_it_was_ended(
+    folder: RunFolder, ended_by: signal.Signals
+) -> None:
+    """It writes its stack in C at SIGTERM, also if a handler of Python goes on, until SIGKILL comes."""
+    if (child := os.fork()) == 0:
+        os.dup2(os.open(folder.log(1, "err"), os.O_CREAT | os.O_WRONLY), 2)
+        later = signal.SIG_DFL if ended_by == signal.SIGTERM else (lambda number, frame: None)
+        signal.signal(signal.SIGTERM, later)
+        stop.show_place_at_sigterm()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    failure.record_death(folder, world=world(1), returncode=-os.WTERMSIG(status), stopped=True)
+    error = RuntimeError("Timed out waiting 12000ms for recv operation to complete")
+    failure.record_exception(folder, world=world(0), error=error, collectives=in_phases("step 1: 0-sum"))
+    assert re.fullmatch(
+        r"rank 1 on n0 failed first: missing from sum \(collective 1\), in which rank 0 waited; it stood at "
+        r"unit/test_failure.py:\d+ in test_a_missing_rank_is_named_with_the_place_at_which_it_was_ended; "
+        "1 follower",
+        conclude(folder, returncode=1) or "",
+    )
+    assert -os.WTERMSIG(status) == -ended_by
 
 
 def test_a_rank_that_gloo_ended_is_not_called_missing(folder: RunFolder) -> None:
