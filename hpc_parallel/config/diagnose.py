@@ -208,6 +208,8 @@ def _explain(
             return f"{override}: there is no key {key} here. Try {alternatives(files)}."
         return _unknown(override, key=key, value=value, plain=plain)
     if isinstance(error.__cause__, OmegaConfBaseException):
+        if OmegaConf.is_dict(plain.get(key)) and not _is_open(plain, key):
+            return f"{override}: {key} is a table. {_keys_of(key, plain)}"
         return Problem(
             key, value, f"is not {kind_of(_type_in_schema(plain, key))}", _near(plain, key=key, value=value)
         )
@@ -284,12 +286,16 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
     if choices := _choices(name):
         return f"{text} Try {name}={replacement or (nearest(value, choices) or choices)[0]}."
     if OmegaConf.is_dict(OmegaConf.select(plain, name)):
-        return f"{text} Keys of {name}: {', '.join(flat(plain[name])) or 'any'}."
+        return f"{text} {_keys_of(name, plain)}"
     if equals:
         with_unit = name.endswith(("time_minutes", "_gb"))  # `time=2h` is converted; 3 epochs are not 3 steps
         near = _near(plain, key=name, value=value) if with_unit else (OmegaConf.select(plain, name),)
         return f"{text} Try {as_override(name, replacement or near[0])}."
     return f"{text} Try {_legal_override(f'{name}={value}', plain=plain)}."
+
+
+def _keys_of(table: str, plain: DictConfig) -> str:
+    return f"Keys of {table}: {', '.join(flat(plain[table])) or 'any'}."
 
 
 def _is_open(plain: DictConfig, key: str) -> bool:

@@ -64,6 +64,7 @@ UNKNOWN = [
     wrong("stratgy=data", "stratgy", offers="strategy=data"),
     wrong("+nodez=2", "nodez", offers="nodes=2"),
     wrong("+foo=1", "no key foo"),
+    wrong("script=a.py", "script=a.py: script is a table. Keys of script: file, module, command, "),
     wrong("strategy.foo=1", "no key strategy.foo"),
     wrong("launcher.extra.mail-type=END", "plus", offers="+launcher.extra.mail-type=END"),
     wrong("strategy=pipelin", "strategy", "is not one of", "pipeline", offers="strategy=pipeline"),
