@@ -208,12 +208,15 @@ def _explain(
             return f"{override}: there is no key {key} here. Try {alternatives(files)}."
         return _unknown(override, key=key, value=value, plain=plain)
     if isinstance(error.__cause__, OmegaConfBaseException):
-        if OmegaConf.is_dict(plain.get(key)) and not _is_open(plain, key):
-            return f"{override}: {key} is a table. {_keys_of(key, plain)}"
-        return Problem(
-            key, value, f"is not {kind_of(_type_in_schema(plain, key))}", _near(plain, key=key, value=value)
-        )
+        return _mistyped(override, key=key, value=value, plain=plain)
     return f"{override}: {text.splitlines()[0].rstrip('.')}."
+
+
+def _mistyped(override: str, *, key: str, value: str, plain: DictConfig) -> Problem | str:
+    if OmegaConf.is_dict(plain.get(key)) and not _is_open(plain, key):
+        return f"{override}: {key} is a table. {_keys_of(key, plain)}"
+    rule = f"is not {kind_of(_type_in_schema(plain, key))}"
+    return Problem(key, value, rule, _near(plain, key=key, value=value))
 
 
 def _no_such_file(key: str, value: str, *, choices: Sequence[str], default: str | None) -> Problem | str:
