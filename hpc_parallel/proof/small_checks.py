@@ -45,7 +45,7 @@ def check_loss(model: LayeredModel, *, seed: int, data: Data, device: torch.devi
 
 def _output_of(model: LayeredModel, inputs: Tensor) -> Any:
     try:
-        return model(inputs)
+        output = model(inputs)
     except (ConfigError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -53,6 +53,12 @@ def _output_of(model: LayeredModel, inputs: Tensor) -> Any:
             f"{described(error)}, raised by {type(model).__name__} for samples of shape "
             f"{list(inputs.shape[1:])} ({inputs.dtype}){hint(str(error))}"
         ]) from error  # fmt: skip
+    for part in as_tuple(output):
+        if not isinstance(part, Tensor):
+            name, kind = type(model).__name__, type(part).__name__
+            rule = "a tensor, or a tuple of tensors, which its loss takes"
+            raise UserCodeError([f"{name}.forward returns a {kind}. It must return {rule}."])
+    return output
 
 
 def _loss_problems(model: LayeredModel, output: Any, targets: Tensor) -> Iterator[str]:

@@ -176,6 +176,14 @@ def test_samples_that_it_can_not_take_are_named_with_its_line(
         check_loss(built("TableNet"), seed=1, data=data, device=torch.device("cpu"))
 
 
+def test_an_output_that_is_no_tensor_is_refused() -> None:
+    data: Any = SimpleNamespace(train=Pixels(7, torch.float32))
+    with pytest.raises(
+        UserCodeError, match=r"^NamesItsOutput.forward returns a dict. It must return a tensor"
+    ):
+        check_loss(built("NamesItsOutput"), seed=1, data=data, device=torch.device("cpu"))
+
+
 class Signs(LayeredModel):
     def __init__(self) -> None:
         super().__init__(stem=nn.Identity(), blocks=[nn.Linear(3, 3)], head=nn.Identity())
