@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -62,6 +63,23 @@ class Broken(Callback):
 
     def on_line(self, line: Mapping[str, Any]) -> None:
         raise KeyError("missing")
+
+
+class EndsProcess(Callback):
+    """Forks a process and ends it by SIGTERM, as `multiprocessing.Pool` does with its workers."""
+
+    def on_start(self, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+        self.on_step(0)
+
+    def on_step(self, step: int) -> None:
+        context = multiprocessing.get_context("fork")
+        ready = context.Event()
+        process = context.Process(target=lambda: (ready.set(), time.sleep(1000)), daemon=True)
+        process.start()
+        ready.wait()
+        process.terminate()
+        process.join(20)
+        assert process.exitcode == -signal.SIGTERM
 
 
 class SleepsAtStart(Callback):

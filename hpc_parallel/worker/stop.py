@@ -50,6 +50,12 @@ def show_place_at_sigterm() -> None:
     faulthandler.register(signal.SIGTERM, 2, all_threads=False, chain=True)
 
 
+def forget_handlers() -> None:
+    """Let SIGTERM end a process that code of the user forks, such as a worker of `multiprocessing.Pool`."""
+    faulthandler.unregister(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 @dataclass
 class TimeLimit:
     """The end of this job by Slurm's clock, and the time that the run needs before it.

@@ -195,9 +195,15 @@ def test_a_rank_that_hangs_before_or_after_the_steps_is_named_with_its_place(
 
 
 @pytest.mark.processes
-def test_a_loss_that_is_not_finite_stops_all_before_it_is_learnt_from(failing: Failing) -> None:
-    """Five steps after, at the next logged line; the step and the rank are those of the harm."""
-    found = failing(*TWO, "training.log_every=6", *harm("poison", at=3, victim=1))
+def test_a_loss_that_is_not_finite_stops_all_before_it_is_learnt_from(
+    failing: Failing, tmp_path: Path
+) -> None:
+    """Five steps after, at the next logged line; the step and the rank are those of the harm.
+
+    A callback uses processes of its own meanwhile: that they end is no news in the log.
+    """
+    forks = "training.callbacks=[{_target_:tests.callbacks.EndsProcess}]"
+    found = failing(*TWO, forks, "training.log_every=6", *harm("poison", at=3, victim=1))
     assert found["line"] == (
         f"rank 1 on {HOST} failed first: the loss of step 3 is nan; the first gradient that is not "
         "finite is that of stem.weight; 1 follower"
@@ -206,6 +212,7 @@ def test_a_loss_that_is_not_finite_stops_all_before_it_is_learnt_from(failing: F
         "nonfinite", 3, "stem.weight",
     )  # fmt: skip
     assert found["followers"] == [{"rank": 0, "host": HOST, "kind": "stopped"}]
+    assert "most recent call" not in (tmp_path / "run/logs/rank-0.err").read_text()
 
 
 @pytest.mark.parametrize(
