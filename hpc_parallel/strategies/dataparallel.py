@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.models.layered import LayeredModel, as_tuple
 from hpc_parallel.strategies import batch_norm
 from hpc_parallel.strategies.replace_forward import Forward, replace_forward
 from hpc_parallel.torch_internals import BatchNorm, require_dims
@@ -120,7 +120,7 @@ class TransferCounter:
     def __init__(self, *, degree: int) -> None:
         self.devices = [DeviceTraffic() for _ in range(degree)]
 
-    def count(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, copied: Sequence[Tensor]) -> None:
+    def count(self, inputs: Sequence[Tensor], outputs: Sequence[Any], *, copied: Sequence[Tensor]) -> None:
         """Count one forward and backward pass. Every device gets a copy of the `copied` tensors."""
         if not torch.is_grad_enabled():
             return
@@ -128,9 +128,9 @@ class TransferCounter:
         gradients = sum(tensor.nbytes for tensor in copied if tensor.requires_grad)
         first = self.devices[0]
         for device, x, output in zip(self.devices[1:], inputs[1:], outputs[1:], strict=False):
-            # The gradient of an output is as large as the output.
-            move(x.nbytes + output.nbytes + weights, source=first, target=device)
-            move(output.nbytes + gradients, source=device, target=first)
+            returned = sum(tensor.nbytes for tensor in as_tuple(output))  # as large as its gradient
+            move(x.nbytes + returned + weights, source=first, target=device)
+            move(returned + gradients, source=device, target=first)
 
 
 class Threads(Module):
@@ -144,13 +144,12 @@ class Threads(Module):
         self._local = local
         self._cores = max(1, torch.get_num_threads() // degree)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         pieces = x.chunk(self._degree)
         if len(pieces) == 1:
-            output: Tensor = self.module(x)
-            return output
+            return self.module(x)
         barrier = ReplicaBarrier(local=self._local, devices=self.transfers.devices, replicas=len(pieces))
-        outputs: dict[int, Tensor] = {}
+        outputs: dict[int, Any] = {}
         grad_enabled = torch.is_grad_enabled()
 
         def run(index: int) -> None:
@@ -167,7 +166,8 @@ class Threads(Module):
             raise barrier.failure
         gathered = [outputs[index] for index in range(len(pieces))]
         self.transfers.count(pieces, gathered, copied=())
-        return torch.cat(gathered)
+        joined = tuple(map(torch.cat, zip(*map(as_tuple, gathered), strict=True)))
+        return joined if isinstance(gathered[0], tuple) else joined[0]
 
 
 class Gpus(torch.nn.DataParallel[LayeredModel]):
@@ -181,7 +181,7 @@ class Gpus(torch.nn.DataParallel[LayeredModel]):
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         barrier = ReplicaBarrier(local=self._local, devices=self.transfers.devices, replicas=len(replicas))
         joined = [barrier.join(replica, index) for index, replica in enumerate(replicas)]
-        outputs: list[Tensor] = super().parallel_apply(joined, inputs, kwargs)  # type: ignore[arg-type]
+        outputs: list[Any] = super().parallel_apply(joined, inputs, kwargs)  # type: ignore[arg-type]
         copied = [*chain(self.module.parameters(), self.module.buffers())]
         self.transfers.count([arguments[0] for arguments in inputs], outputs, copied=copied)
         return outputs

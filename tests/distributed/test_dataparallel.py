@@ -89,6 +89,22 @@ def test_replicas_normalise_as_one() -> None:
         torch.testing.assert_close(net.state_dict()[name], value, rtol=1e-12, atol=1e-12)
 
 
+class Pair(Net):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return 2 * x, x.sum(1)
+
+
+def test_an_output_of_several_tensors_is_joined() -> None:
+    """And both are counted: a device gets 2 samples of 3 numbers, and sends back 3 numbers and 1 of each."""
+    batch = torch.randn(8, 3)
+    runner = apply(Pair(), degree=4, device=torch.device("cpu"))  # type: ignore[arg-type]
+    for found, expected in zip(runner(batch), Pair()(batch), strict=True):
+        torch.testing.assert_close(found, expected)
+    back = 2 * (3 + 1) * 4
+    traffic = runner.transfers.devices[1]
+    assert (traffic.sent_bytes, traffic.received_bytes) == (back, 2 * 3 * 4 + back)
+
+
 def test_copies_of_a_module_compute_with_their_own_weights() -> None:
     """nn.DataParallel copies modules so for other GPUs: what replaced a forward pass must follow the copy."""
     net = Net()
