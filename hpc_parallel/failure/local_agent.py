@@ -335,7 +335,7 @@ def _prepare_parent(agent: int) -> None:
 
 
 def _be_rank(run_folder: str, world: World, agent: int, entry: Entry) -> None:
-    """Run the entry in a forked process, then exit."""
+    """Run the entry in a forked process, then exit, whatever threads the user's code has left."""
     die_with_parent(agent)
     # torch's handlers raise an exception, which does not interrupt C code.
     for number in (*STOP_SIGNALS, signal.SIGQUIT):
@@ -347,9 +347,10 @@ def _be_rank(run_folder: str, world: World, agent: int, entry: Entry) -> None:
         failure.record_exception(RunFolder(Path(run_folder)), world=world, error=error)
         traceback.print_exc()
         code = 1
-    # torch keeps a rank that returns or exits with 0 alive until all ranks have ended. A rank that exits with
-    # None ends at once, also with success.
-    sys.exit(code or None)
+    with suppress(OSError):  # on a full disk
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # torch would keep a rank that succeeds alive until all ranks have ended
 
 
 def share_cores(environment: MutableMapping[str, str], *, ranks: int) -> None:
