@@ -378,12 +378,12 @@ def hold_updates_by(flag: Tensor, optimizer: Optimizer) -> None:
 
 def _honours_found_inf(optimizer: Optimizer, *, device: torch.device) -> bool:
     """Whether `found_inf` stops the update of one number by an optimizer of the same kind and options."""
-    weight = Parameter(torch.ones(1, device=device))
+    weight = Parameter(torch.ones(1, dtype=torch.float32, device=device))  # whatever torch's default is
     weight.grad = torch.full_like(weight, torch.nan)
     accepted = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     probe = type(optimizer)([weight], **options)
-    probe.found_inf = torch.ones((), device=device)  # type: ignore[attr-defined]
+    probe.found_inf = torch.ones((), dtype=torch.float32, device=device)  # type: ignore[attr-defined]
     try:
         probe.step()
     except (AssertionError, RuntimeError, TypeError):

@@ -35,6 +35,10 @@ _HINTS = (  # messages of torch and of the system
         "The limit of open files is too low for so many ranks: try `ulimit -n 4096` before the start, or in "
         "launcher.setup",
     ),
+    (
+        re.compile("created in a thread|only works in main thread"),
+        "A thread of its own reads the samples: create such an object at the first sample, not in __init__",
+    ),
 )
 
 

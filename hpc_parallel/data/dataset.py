@@ -25,7 +25,7 @@ from hpc_parallel.data.generators import generator_states, restored, seed_all
 from hpc_parallel.data.packing import Packed, packed_data
 from hpc_parallel.data.sampler import Data, Samples, sample_order
 from hpc_parallel.problems import ConfigError, Problem, spell
-from hpc_parallel.user_code import UserCodeError, described
+from hpc_parallel.user_code import UserCodeError, described, hint
 
 SPLIT_SEED = 0x5EED  # the seed that chooses the held-out samples, the same for every run
 CHECKED = 4  # samples of each part that are read twice at the start
@@ -121,7 +121,8 @@ class DatasetSamples:
         except MemoryError:
             raise
         except Exception as error:
-            raise UserCodeError([f"{described(error)}, raised by {self._named(index)}"]) from error
+            place = f"{described(error)}, raised by {self._named(index)}"
+            raise UserCodeError([place + hint(str(error))]) from error
         if not isinstance(sample, tuple | list) or len(sample) != 2:
             self.refuse(index, f"is a {type(sample).__name__}: __getitem__ must return (input, target)")
         tensors = [self._tensor(part, index) for part in sample]

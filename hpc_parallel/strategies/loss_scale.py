@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ class LossScale:
     """
 
     def __init__(self, *, start: float, grow_every: int, device: torch.device) -> None:
-        self.factor = torch.full((), start, device=device)
-        self.finite_steps = torch.zeros((), device=device)  # since the factor changed
-        self.last_skip = torch.zeros(2, device=device)  # the factor before and after it
+        full = partial(torch.full, dtype=torch.float32, device=device)  # whatever torch's default is
+        self.factor = full((), start)
+        self.finite_steps = full((), 0)  # since the factor changed
+        self.last_skip = full((2,), 0)  # the factor before and after it
         self._grow_every = grow_every
 
     def apply(self, loss: Loss) -> Loss:

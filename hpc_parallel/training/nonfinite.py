@@ -72,11 +72,12 @@ class Guard:
         """
         device = next(iter(parameters.values())).device
         self.skips = policy == "skip"
-        self.withhold = torch.zeros((), device=device)  # 1: withhold the update of this step
-        self.count = torch.zeros((), device=device)  # steps withheld since the first bad one
-        self.norms = torch.zeros(len(parameters), device=device)  # of the gradients in the first bad step
+        zeros = partial(torch.zeros, dtype=torch.float32, device=device)  # whatever torch's default is
+        self.withhold = zeros(())  # 1: withhold the update of this step
+        self.count = zeros(())  # steps withheld since the first bad one
+        self.norms = zeros(len(parameters))  # of the gradients in the first bad step
         self.loss = torch.zeros((), dtype=torch.float64, device=device)  # of the first bad step
-        self._skipped = torch.zeros(2, device=device)  # their number, and the steps since the last one
+        self._skipped = zeros(2)  # their number, and the steps since the last one
         self._loss_scale = loss_scale
         self._may_skip = self.skips or loss_scale is not None
         self._buffers = buffers if self._may_skip else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -58,6 +59,15 @@ def by_hand(steps: range) -> list[nn.Parameter]:
     return theirs
 
 
+@pytest.fixture(params=[torch.float32, torch.float64], ids=str)
+def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A model's file may set another one."""
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("default_dtype")
 def test_a_skipped_step_is_as_if_it_had_not_been() -> None:
     ours, guard, counts = guarded("skip")
     assert counts == [0, 0, 1, 2, 2, 2]

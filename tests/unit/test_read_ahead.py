@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -134,6 +135,24 @@ def test_an_error_is_raised_at_its_step_with_its_line(opened: list[ReadAhead]) -
         ahead.next(2)
     assert raised.value.__cause__ is not None
     assert str(user_line(raised.value.__cause__)).startswith("test_read_ahead.py:")
+
+
+class Stored(Squares):
+    """A database that the main thread has opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = sqlite3.connect(":memory:")
+
+    def __getitem__(self, index: int) -> tuple[float, float]:
+        return self.table.execute("select ?, ?", (index, index**2)).fetchone()  # type: ignore[no-any-return]
+
+
+def test_what_belongs_to_the_main_thread_is_named_with_a_remedy(opened: list[ReadAhead]) -> None:
+    ahead = ahead_of(batches_of(Stored()), opened)
+    ahead.next(0)
+    with pytest.raises(UserCodeError, match="of Stored .*: create such an object at the first sample"):
+        ahead.next(1)
 
 
 def test_samples_that_draw_are_read_in_the_main_thread(opened: list[ReadAhead]) -> None:
