@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, create
 from hpc_parallel.record.task_files import RankTimeline, StageWork
 from hpc_parallel.report.claims import judged
 from hpc_parallel.report.gather import Gathered, Row, gather, timeline
+from hpc_parallel.report.labels import titles_of_work
 from hpc_parallel.report.measures import BACKED, CONTRADICTED, EVEN, NO_FIGURE, NO_VERDICT, OPEN, Runs
 from hpc_parallel.report.page import table
 from hpc_parallel.report.tables import (
@@ -35,7 +37,7 @@ from hpc_parallel.report.tables import (
     scaling,
     unit_of,
 )
-from hpc_parallel.report.verdict import predictions
+from hpc_parallel.report.verdict import pools, predictions
 from tests.report.measured_runs import BEGAN, ended, note, started, state, written
 
 
@@ -432,6 +434,42 @@ def test_a_label_names_the_settings_that_differ_between_runs(tmp_path: Path, new
         "pipeline 2 x 1, microbatches=4", "pipeline 2 x 1, microbatches=8", "single 1 x 1 (002)",
         "single 1 x 1 (003)", "single 1 x 1, model=ConvNet, data=DigitsData",
     ]  # fmt: skip
+
+
+def test_classes_and_their_keys_are_both_named(tmp_path: Path, new: Callable[[], Path]) -> None:
+    """Also where several seeds are one line. A key that ends as another one has all its parts."""
+    for name, rate, seed in product(("adamw", "sgd"), (0.1, 0.2), (1, 2)):
+        words = (f"optimizer={name}", f"optimizer.learning_rate={rate}", f"seed={seed}")
+        ended(new(), "strategy=single", *words, final_loss=rate + seed)
+    found = rows(tmp_path)
+    kinds = [f"optimizer={name}, learning_rate={rate}" for name in ("AdamW", "SGD") for rate in (0.1, 0.2)]
+    assert [row.label for row in found] == [
+        f"single 1 x 1, seed={seed}, {kind}" for kind in kinds for seed in (1, 2)
+    ]
+    assert [pool.label for pool in pools(found)] == [f"single, one device, {kind}" for kind in kinds]
+
+
+def test_works_and_equal_ends_of_keys_are_told_apart(tmp_path: Path, new: Callable[[], Path]) -> None:
+    runs = (("tiny", 64, 90, 20), ("moe_tiny", 64, 90, 20), ("moe_tiny", 128, 90, 10), ("tiny", 64, 70, 20))
+    for model, dim, *counts in runs:
+        words = [
+            f"+data.{part}={{_target_:tests.datasets.Sentences,count:{count}}}"
+            for part, count in zip(("dataset", "validation"), counts, strict=True)
+        ]
+        written(new(), "strategy=single", f"model={model}", f"model.dim={dim}", "data=dataset", *words)
+    found = rows(tmp_path)
+    assert [row.label for row in found] == [
+        "single 1 x 1, model=Transformer",
+        "single 1 x 1, model=MoeTransformer, dim=64",
+        "single 1 x 1, model=MoeTransformer, dim=128, data.validation.count=10",
+        "single 1 x 1, model=Transformer, data.dataset.count=70",
+    ]
+    assert titles_of_work([row.run for row in found]) == [
+        "model=Transformer, data.dataset.count=90, data.validation.count=20",
+        "model=MoeTransformer, dim=64, data.dataset.count=90 and 1 more",
+        "model=MoeTransformer, dim=128, data.dataset.count=90 and 1 more",
+        "model=Transformer, data.dataset.count=70, data.validation.count=20",
+    ]
 
 
 def verdicts(tmp_path: Path) -> dict[tuple[str, str], tuple[str, str]]:
