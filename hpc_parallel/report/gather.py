@@ -186,8 +186,8 @@ class Row:
 
     @cached_property
     def loss_settings(self) -> str:
-        """All settings that decide the loss after a number of samples."""
-        start = {key: self.config.get(key) for key in ("seed", "weights")}
+        """All settings that decide the loss after a number of samples; of a script any of its words may."""
+        start = {key: self.config.get(key) for key in ("seed", "weights", "script")}
         return identity({**self._computation(), **start})
 
     @cached_property

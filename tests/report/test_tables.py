@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from hpc_parallel.commands import grid
+from hpc_parallel.failure.summary import summarise
 from hpc_parallel.layout.axes import AXES
 from hpc_parallel.record import owner
 from hpc_parallel.record.recorded import read_run
@@ -413,6 +414,20 @@ def test_runs_that_a_sweep_left_out_are_listed(tmp_path: Path) -> None:
     assert gathered.left_out == [
         ("nodes=3", "3 does not divide 16."), ("nodes=4", f"{tmp_path / 'gone'} is not there (any more)"),
     ]  # fmt: skip
+
+
+def test_losses_of_scripts_compete_with_equal_arguments(tmp_path: Path, new: Callable[[], Path]) -> None:
+    """Another rate, another model or another script has another loss: the least one is not the best."""
+    runs = (({"lr": 0.1}, 1, 3.0), ({"lr": 0.2}, 1, 1.0), ({"model": "big"}, 1, 0.5), ({"lr": 0.1}, 2, 2.0))
+    for arguments, nodes, loss in runs:
+        folder = ended(new(), f"nodes={nodes}", final_loss=loss)
+        config = folder.read_config()
+        config |= {"task": {"name": "script"}, "script": config["script"] | {"arguments": arguments}}
+        folder.config.write_text(yaml.safe_dump(config))
+    assert best(tmp_path)["final_loss"] == [3]
+    lines = [{"step": 1, "loss": 2.0, "validation_loss": 3.0}, {"step": 2, "loss": 1.0}]
+    summary = summarise(folder.read_config(), outcome="completed", lines=lines, history={})
+    assert (summary["final_loss"], summary["validation_loss"]) == (1.0, 3.0)
 
 
 def test_labels_distinguish_runs(tmp_path: Path, new: Callable[[], Path]) -> None:
