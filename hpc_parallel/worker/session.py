@@ -124,7 +124,8 @@ class Session:
         require_equal_data(data.digest)
         for note in getattr(data, "notes", ()) if dist.get_rank() == 0 else ():
             print(note, flush=True)
-        if dist.get_rank() == 0 and (rule := held_out_problem(data, share=held_out_share(config))):
+        share = None if config.data.get("validation") else config.data.get("validation_share")
+        if dist.get_rank() == 0 and (rule := held_out_problem(data, share=share)):
             print_warning(rule)
         on_phase("building the model")
         model = build_model(config)
@@ -170,11 +171,6 @@ class Session:
     @property
     def validation_samples(self) -> int:
         return min(self.config.training.validation_samples, len(self.data.validation))
-
-
-def held_out_share(config: RunConfig) -> float | None:
-    """The share of the data that is to be held out; None if the held-out samples are data of their own."""
-    return None if config.data.get("validation") else config.data.get("validation_share")
 
 
 def held_out_problem(data: Data, *, share: float | None) -> str | None:
