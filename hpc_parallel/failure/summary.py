@@ -199,7 +199,8 @@ def _measured(lines: Lines, newest: Lines) -> dict[str, Any]:
 
 def _of_script(lines: Lines, newest: Lines) -> dict[str, Any]:
     """What `script.metrics` has read. hpc_parallel does not know the layout of a script."""
-    return {"layout": {}, "steps": _last(lines, "step") or 0, "final_loss": _last(lines, "loss")}
+    steps, loss = _last(lines, "step") or 0, _last(lines, "loss")
+    return {"layout": {}, "steps": steps, "final_loss": loss, **_validated(lines)}
 
 
 # Figures of the tasks that do not train.

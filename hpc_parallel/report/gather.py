@@ -46,8 +46,8 @@ COMPLETED = "completed"
 SPEEDS = ("samples_per_s", "step_time_s")  # figures with a spread
 FIGURES = (  # of summary.json, with the keys and units of its contract
     "samples_per_s", "tokens_per_s", "latency_s", "step_time_s", "peak_memory_bytes", "bubble_share",
-    "exposed_communication_share", "traffic_bytes", "busiest_rank_traffic_bytes", "final_loss", "restarts",
-    "steps", "samples",
+    "exposed_communication_share", "traffic_bytes", "busiest_rank_traffic_bytes", "final_loss",
+    "validation_loss", "restarts", "steps", "samples",
 )  # fmt: skip
 PARTS = ("compute", "communication", "bubble", "data", "other")  # of a step's time
 # Keys of `training` that change how a step is computed, but not its result.
@@ -186,8 +186,8 @@ class Row:
 
     @cached_property
     def loss_settings(self) -> str:
-        """All settings that decide the loss after a number of samples."""
-        start = {key: self.config.get(key) for key in ("seed", "weights")}
+        """All settings that decide the loss after a number of samples; of a script any of its words may."""
+        start = {key: self.config.get(key) for key in ("seed", "weights", "script")}
         return identity({**self._computation(), **start})
 
     @cached_property
@@ -311,7 +311,7 @@ def _row(run: RecordedRun, *, state: str, ended: bool, names: Label) -> Row:
 
 def _figure(key: str, value: Any) -> float | None:
     figure = number(value)
-    return None if figure is not None and figure < 0 and key != "final_loss" else figure
+    return None if figure is not None and figure < 0 and not key.endswith("_loss") else figure
 
 
 def _is_layout(layout: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,36 +69,45 @@ def _equal(labels: Sequence[Label], suffixes: Sequence[str]) -> list[int]:
 
 
 def _differences(runs: Sequence[RecordedRun]) -> list[Sequence[str]]:
-    """The options in which each run differs from most runs of its strategy."""
+    """The options in which each run differs from most runs of its strategy and of the section's class."""
     run_options = [_options_of(run) for run in runs]
-    counts: dict[tuple[str | None, str], Counter[str]] = defaultdict(Counter)
+    counts: dict[tuple[str | None, ...], Counter[str]] = defaultdict(Counter)
     for run, options in zip(runs, run_options, strict=True):
         for key, value in options.items():
-            counts[run.strategy, key][spell(value)] += 1
+            counts[run.strategy, _class_of(key, options), key][spell(value)] += 1
     usual = {
-        key: value
-        for key, counter in counts.items()
+        place: value
+        for place, counter in counts.items()
         for value, count in counter.most_common(1)
         if 2 * count > counter.total()
     }
-    differs: list[Sequence[str]] = []
-    for run, options in zip(runs, run_options, strict=True):
-        unusual = {
-            key: value for key, value in options.items() if usual.get((run.strategy, key)) != spell(value)
+    return _spelled([
+        {
+            key: value
+            for key, value in options.items()
+            if usual.get((run.strategy, _class_of(key, options), key)) != spell(value)
         }
-        differs.append(tuple(map(printable, _spelled(unusual))))
-    return differs
+        for run, options in zip(runs, run_options, strict=True)
+    ])  # fmt: skip
 
 
-def _spelled(options: Mapping[str, Any]) -> Iterator[str]:
-    """`microbatches=8`. If the class differs, only its name is shown: it says more than all of its keys."""
-    classes = {key.removesuffix(CLASS): value for key, value in options.items() if key.endswith(CLASS)}
-    for key, value in options.items():
-        section = key.partition(".")[0]
-        if section not in classes:
-            yield f"{key.removesuffix('.name').rpartition('.')[2]}={spell(value)}"
-        elif key == section + CLASS:
-            yield f"{section}={str(value).rpartition('.')[2]}"
+def _class_of(key: str, options: Mapping[str, Any]) -> str | None:
+    """The class that the section of `key` has: only objects of one class are compared by their keys."""
+    of_section = key.partition(".")[0] + CLASS
+    return None if key == of_section else spell(options.get(of_section))
+
+
+def _spelled(run_options: Sequence[Mapping[str, Any]]) -> list[Sequence[str]]:
+    """`microbatches=8`, `model=ConvNet`; the whole key if another one has the same last part."""
+    keys = {key for options in run_options for key in options}
+    names = {key: key.removesuffix(".name").removesuffix(CLASS).rpartition(".")[2] for key in keys}
+    uses = Counter(names.values())
+
+    def spelled(key: str, value: Any) -> str:
+        name = names[key] if uses[names[key]] == 1 else key
+        return f"{name}={str(value).rpartition('.')[2] if key.endswith(CLASS) else spell(value)}"
+
+    return [tuple(printable(spelled(*option)) for option in options.items()) for options in run_options]
 
 
 def _options_of(run: RecordedRun) -> dict[str, Any]:
@@ -124,14 +133,14 @@ def titles_of_work(runs: Sequence[RecordedRun], *, with_batch: bool = True) -> l
         }
         for run in runs
     ]
-    keys = dict.fromkeys(key for work in works for key in work)
-    differing = [key for key in keys if len({spell(work.get(key)) for work in works}) > 1]
-    titles = []
-    for work in works:
-        texts = list(_spelled({key: work[key] for key in differing if key in work}))
-        more = f" and {len(texts) - MOST_OPTIONS} more" if len(texts) > MOST_OPTIONS else ""
-        titles.append(printable(", ".join(texts[:MOST_OPTIONS]) + more))
-    return titles
+
+    def differs(key: str, work: Mapping[str, Any]) -> bool:
+        alike = [other for other in works if _class_of(key, other) == _class_of(key, work)]
+        return len({spell(other.get(key)) for other in alike}) > 1
+
+    titles = _spelled([{key: work[key] for key in work if differs(key, work)} for work in works])
+    more = (f" and {len(texts) - MOST_OPTIONS} more" * (len(texts) > MOST_OPTIONS) for texts in titles)
+    return [", ".join(texts[:MOST_OPTIONS]) + end for texts, end in zip(titles, more, strict=True)]
 
 
 def legend(labels: Iterable[Sequence[str]]) -> list[str]:

@@ -18,7 +18,7 @@ from hpc_parallel.report.gather import Row
 from hpc_parallel.report.tables import TableColumn, Unit, best_of, column_of, digits, spread_text, unit_of
 
 SHOWN_RUNS = 3  # the most tied runs that a line names
-POOLED = ("final_loss", "samples_per_s", "step_time_s")  # figures of equal runs; speeds after the loss
+POOLED = ("final_loss", "validation_loss", "samples_per_s", "step_time_s")  # figures of equal runs
 MOST_METRICS = 20
 PREDICTABLE = (
     "step_time_s", "samples_per_s", "latency_s", "peak_memory_bytes", "bubble_share",
@@ -210,7 +210,7 @@ def pools(rows: Sequence[Row]) -> list[Pool]:
 def _pool(rows: Sequence[Row]) -> Pool:
     figures = []
     is_comparable = len({row.machine for row in rows}) == 1
-    for key in POOLED if is_comparable else POOLED[:1]:
+    for key in (key for key in POOLED if is_comparable or key.endswith("_loss")):
         values = [value for row in rows if (value := row.figures[key]) is not None]
         if len(values) == len(rows):
             figures.append(PooledFigure(key, values))

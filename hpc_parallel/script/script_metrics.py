@@ -42,6 +42,7 @@ _EVERY = 10  # calls between two reads of event files, which list the folder, an
 _MOST_FILES, _MOST_FIGURES, _MOST_EVENT_BYTES = 64, 256, 2**30  # of TensorBoard
 # Tags of the training loss in PyTorch's tutorials, in the Trainer of transformers and in Lightning.
 _LOSSES = ("loss", "Loss/train", "train/loss", "train_loss", "train_loss_step")
+_EXPONENT = re.compile(r"[eE][-+]?\d+")
 _MEANS = ("utilisation", "power_w")  # the other figures are peaks
 
 
@@ -94,12 +95,19 @@ def figures_of(line: str, pattern: re.Pattern[str]) -> Figures | None:
     """The figures in one line of output; None if it has no step. A figure that is not finite is null."""
     if (match := pattern.search(line)) is None:
         return None
+    texts = {key: text for key, text in match.groupdict().items() if text is not None}
     try:
-        values = {key: finite(float(text)) for key, text in match.groupdict().items() if text is not None}
+        values = {key: finite(float(text + _exponent(line, match.end(key)))) for key, text in texts.items()}
         step = values.pop("step", None)
     except ValueError:  # a group matched a text that is not a number
         return None
     return None if step is None else {"step": int(step), **values, "time": datetime.now(UTC).isoformat()}
+
+
+def _exponent(line: str, place: int) -> str:
+    """The exponent that follows there: a group such as `[0-9.]+` leaves out that of 8.1e-05."""
+    exponent = _EXPONENT.match(line, place)
+    return exponent[0] if exponent else ""
 
 
 def _logged_figures(line: str) -> Figures | None:

@@ -117,6 +117,8 @@ class Trainer:
             writer.write(line)
         reason = self.observers.callbacks.line(line)
         if step < self.config.training.steps:
+            if reason is not None and not validate and self.config.training.validate_every is not None:
+                self._log(step, rate=rate, validate=True)  # the last step is validated, also an early one
             self.ended_early = reason
             if reason is None and self.observers.pruning is not None:
                 self.pruned = self.observers.pruning.why(line)

@@ -28,7 +28,7 @@ from hpc_parallel.layout.counts import fitting_samples
 from hpc_parallel.layout.layout import layout_of, share_of
 from hpc_parallel.layout.schedules import schedule_of, stages_per_rank
 from hpc_parallel.layout.shares import MEASURED
-from hpc_parallel.problems import raise_if_any
+from hpc_parallel.problems import print_warning, raise_if_any
 from hpc_parallel.record import attempts
 from hpc_parallel.record.endings import COMPLETED, Stop, Summary
 from hpc_parallel.record.provenance import read_environment
@@ -124,6 +124,9 @@ class Session:
         require_equal_data(data.digest)
         for note in getattr(data, "notes", ()) if dist.get_rank() == 0 else ():
             print(note, flush=True)
+        share = None if config.data.get("validation") else config.data.get("validation_share")
+        if dist.get_rank() == 0 and (rule := held_out_problem(data, share=share)):
+            print_warning(rule)
         on_phase("building the model")
         model = build_model(config)
         dtype = data.train.batch(np.zeros(1, dtype=np.int64))[0].dtype
@@ -168,6 +171,17 @@ class Session:
     @property
     def validation_samples(self) -> int:
         return min(self.config.training.validation_samples, len(self.data.validation))
+
+
+def held_out_problem(data: Data, *, share: float | None) -> str | None:
+    """That more than twice `share` of the samples are held out, because only whole files or documents are."""
+    held_out, count = len(data.validation), len(data.validation) + len(data.train)
+    if share is None or held_out <= max(1, 2 * share * count):
+        return None
+    return (
+        f"{held_out:,} of {count:,} samples ({held_out / count:.1%}) are held out for validation, because "
+        f"only whole files or documents are, and data.validation_share={share:g}. Cut the longest in pieces"
+    )
 
 
 def phases_of(folder: RunFolder, *, rank: int) -> Callable[[str], None]:

@@ -51,6 +51,24 @@ def test_they_hear_of_everything_and_end_all_ranks(workers: Workers) -> None:
         assert list(find_problems(folder, values)) == []
 
 
+def test_an_early_end_between_two_validations_is_validated(workers: Workers) -> None:
+    """The last validation would be that of step 1. A run with as many steps has the same one at its end."""
+    stops = "{_target_:hpc_parallel.training.callbacks.EarlyStopping,patience:1,least_change:100,key:loss}"
+    words = ("optimizer.schedule=constant", "optimizer.warmup_steps=0", "training.validate_every=10")
+    typed = f"training.callbacks=[{stops},{{_target_:hpc_parallel.training.callbacks.KeepBest}}]"
+    ended = workers.train("strategy=data", "nodes=2", *SMALL, *words, typed)
+    whole = workers.train("strategy=data", "nodes=2", *SMALL, *words, "training.steps=4")
+    validation = [
+        (line["step"], line["validation_loss"]) for line in ended.lines if "validation_loss" in line
+    ]
+    assert [step for step, _ in validation] == [1, 4]
+    assert validation[-1][1] == pytest.approx(whole.lines[-1]["validation_loss"], rel=1e-6)
+    summary = json.loads((ended.folder / "summary.json").read_text())
+    assert (summary["steps"], summary["validation_loss"]) == validation[-1]
+    best = json.loads((ended.folder / "checkpoints/best.json").read_text())
+    assert (best["step"], best["validation_loss"]) == validation[-1]
+
+
 def test_the_best_checkpoint_stays(workers: Workers) -> None:
     """The learning rate destroys the model after step 4, whose checkpoint is the best one."""
     words = (

@@ -10,7 +10,7 @@ import pytest
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.report.gather import gather
 from hpc_parallel.report.page import render
-from hpc_parallel.report.tables import compare
+from hpc_parallel.report.tables import compare, records
 from hpc_parallel.report.verdict import pools, verdicts
 from tests.recorded_runs import finished
 from tests.report.measured_runs import ended
@@ -20,7 +20,8 @@ def test_equal_runs_with_different_seeds_are_pooled(tmp_path: Path) -> None:
     for seed, loss in ((1, 2.0), (2, 2.4), (3, 2.2)):
         folder = finished(tmp_path / "runs" / f"a{seed}", "strategy=data", "nodes=2", f"seed={seed}")
         summary = json.loads(folder.summary.read_text())
-        folder.summary.write_text(json.dumps({**summary, "final_loss": loss}))
+        losses = {"final_loss": loss, "validation_loss": loss - 3}  # negative: an own loss may be
+        folder.summary.write_text(json.dumps({**summary, **losses}))
     finished(tmp_path / "runs" / "b", "strategy=fsdp", "nodes=2", "seed=1")
     finished(tmp_path / "runs" / "c", "strategy=data", "nodes=2", "seed=4", "optimizer.learning_rate=0.5")
     gathered = gather([tmp_path / "runs"])
@@ -29,6 +30,8 @@ def test_equal_runs_with_different_seeds_are_pooled(tmp_path: Path) -> None:
     loss_figure = pool.figures[0]
     assert (loss_figure.key, loss_figure.mean) == ("final_loss", pytest.approx(2.2))
     assert loss_figure.deviation == pytest.approx(0.2)
+    assert str(pool.figures[1]) == "-0.8000 ± 0.20"
+    assert [row["validation_loss"] for row in records(gathered.rows, [])[:3]] == [2.0 - 3, 2.4 - 3, 2.2 - 3]
     report = render(gathered)
     assert f"| {pool.label} | 1, 2, 3 | final_loss | 2.200 ± 0.20 |" in report.markdown
     assert report.html.count("2.200 ± 0.20") == 1

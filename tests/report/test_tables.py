@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from hpc_parallel.commands import grid
+from hpc_parallel.failure.summary import summarise
 from hpc_parallel.layout.axes import AXES
 from hpc_parallel.record import owner
 from hpc_parallel.record.recorded import read_run
@@ -22,6 +24,7 @@ from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, create
 from hpc_parallel.record.task_files import RankTimeline, StageWork
 from hpc_parallel.report.claims import judged
 from hpc_parallel.report.gather import Gathered, Row, gather, timeline
+from hpc_parallel.report.labels import titles_of_work
 from hpc_parallel.report.measures import BACKED, CONTRADICTED, EVEN, NO_FIGURE, NO_VERDICT, OPEN, Runs
 from hpc_parallel.report.page import table
 from hpc_parallel.report.tables import (
@@ -35,7 +38,7 @@ from hpc_parallel.report.tables import (
     scaling,
     unit_of,
 )
-from hpc_parallel.report.verdict import predictions
+from hpc_parallel.report.verdict import pools, predictions
 from tests.report.measured_runs import BEGAN, ended, note, started, state, written
 
 
@@ -413,6 +416,20 @@ def test_runs_that_a_sweep_left_out_are_listed(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_losses_of_scripts_compete_with_equal_arguments(tmp_path: Path, new: Callable[[], Path]) -> None:
+    """Another rate, another model or another script has another loss: the least one is not the best."""
+    runs = (({"lr": 0.1}, 1, 3.0), ({"lr": 0.2}, 1, 1.0), ({"model": "big"}, 1, 0.5), ({"lr": 0.1}, 2, 2.0))
+    for arguments, nodes, loss in runs:
+        folder = ended(new(), f"nodes={nodes}", final_loss=loss)
+        config = folder.read_config()
+        config |= {"task": {"name": "script"}, "script": config["script"] | {"arguments": arguments}}
+        folder.config.write_text(yaml.safe_dump(config))
+    assert best(tmp_path)["final_loss"] == [3]
+    lines = [{"step": 1, "loss": 2.0, "validation_loss": 3.0}, {"step": 2, "loss": 1.0}]
+    summary = summarise(folder.read_config(), outcome="completed", lines=lines, history={})
+    assert (summary["final_loss"], summary["validation_loss"]) == (1.0, 3.0)
+
+
 def test_labels_distinguish_runs(tmp_path: Path, new: Callable[[], Path]) -> None:
     for words in (("nodes=1",), ("nodes=2",), ("nodes=2", "strategy.bucket_mb=5"), ("nodes=2",)):
         ended(new(), "strategy=data", *words)
@@ -432,6 +449,42 @@ def test_a_label_names_the_settings_that_differ_between_runs(tmp_path: Path, new
         "pipeline 2 x 1, microbatches=4", "pipeline 2 x 1, microbatches=8", "single 1 x 1 (002)",
         "single 1 x 1 (003)", "single 1 x 1, model=ConvNet, data=DigitsData",
     ]  # fmt: skip
+
+
+def test_classes_and_their_keys_are_both_named(tmp_path: Path, new: Callable[[], Path]) -> None:
+    """Also where several seeds are one line. A key that ends as another one has all its parts."""
+    for name, rate, seed in product(("adamw", "sgd"), (0.1, 0.2), (1, 2)):
+        words = (f"optimizer={name}", f"optimizer.learning_rate={rate}", f"seed={seed}")
+        ended(new(), "strategy=single", *words, final_loss=rate + seed)
+    found = rows(tmp_path)
+    kinds = [f"optimizer={name}, learning_rate={rate}" for name in ("AdamW", "SGD") for rate in (0.1, 0.2)]
+    assert [row.label for row in found] == [
+        f"single 1 x 1, seed={seed}, {kind}" for kind in kinds for seed in (1, 2)
+    ]
+    assert [pool.label for pool in pools(found)] == [f"single, one device, {kind}" for kind in kinds]
+
+
+def test_works_and_equal_ends_of_keys_are_told_apart(tmp_path: Path, new: Callable[[], Path]) -> None:
+    runs = (("tiny", 64, 90, 20), ("moe_tiny", 64, 90, 20), ("moe_tiny", 128, 90, 10), ("tiny", 64, 70, 20))
+    for model, dim, *counts in runs:
+        words = [
+            f"+data.{part}={{_target_:tests.datasets.Sentences,count:{count}}}"
+            for part, count in zip(("dataset", "validation"), counts, strict=True)
+        ]
+        written(new(), "strategy=single", f"model={model}", f"model.dim={dim}", "data=dataset", *words)
+    found = rows(tmp_path)
+    assert [row.label for row in found] == [
+        "single 1 x 1, model=Transformer",
+        "single 1 x 1, model=MoeTransformer, dim=64",
+        "single 1 x 1, model=MoeTransformer, dim=128, data.validation.count=10",
+        "single 1 x 1, model=Transformer, data.dataset.count=70",
+    ]
+    assert titles_of_work([row.run for row in found]) == [
+        "model=Transformer, data.dataset.count=90, data.validation.count=20",
+        "model=MoeTransformer, dim=64, data.dataset.count=90 and 1 more",
+        "model=MoeTransformer, dim=128, data.dataset.count=90 and 1 more",
+        "model=Transformer, data.dataset.count=70, data.validation.count=20",
+    ]
 
 
 def verdicts(tmp_path: Path) -> dict[tuple[str, str], tuple[str, str]]:

@@ -662,6 +662,7 @@ def test_a_script_that_slurm_has_signalled_before_its_parent_was_asked_to_stop()
     [
         ("step 3 of 9 loss 1.5", {"step": 3, "loss": 1.5}),
         ("step 4 of 9 loss nan", {"step": 4, "loss": None}),
+        ("step 5 of 9 loss 8.1e-05, lr 1e-3", {"step": 5, "loss": 0.000081}),
         ("step 5 of 9 loss 1.5.2", None), ("loss 2", None), ("", None),
     ],
 )  # fmt: skip

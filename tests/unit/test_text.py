@@ -10,6 +10,7 @@ import torch
 
 from hpc_parallel.data.text import TextData, find_files, name_fraction, usual_pattern
 from hpc_parallel.data.windows import Windows
+from hpc_parallel.worker.session import held_out_problem
 
 
 def write(folder: Path, **texts: str) -> Path:
@@ -110,3 +111,15 @@ def test_a_suggestion_does_not_depend_on_the_order_of_folders(
         (tmp_path / f"f{number}").mkdir()
         (tmp_path / f"f{number}" / f"a.x{number}").write_text("text")
     assert usual_pattern(tmp_path) == "*.x0"
+
+
+def test_more_than_twice_the_share_held_out_is_said(tmp_path: Path) -> None:
+    """The name of a large file may put nearly all of the text into the validation part."""
+    large, small = sorted(("a", "b"), key=lambda name: name_fraction(f"{name}.txt"))  # the first is held out
+    folder = write(tmp_path, **{large: "x" * 901, small: "y" * 101})
+    data = TextData(path=str(folder), pattern="*.txt", sequence_length=10)
+    assert bytes_of(data.validation) == b"x" * 901
+    assert (held_out_problem(data, share=0.05) or "").startswith("90 of 100 samples (90.0%) are held out")
+    assert held_out_problem(data, share=0.45) is held_out_problem(data, share=None) is None
+    whole = TextData(path=str(folder / f"{large}.txt"), sequence_length=10)
+    assert held_out_problem(whole, share=0.05) is None
