@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, ClassVar
 
 import torch
@@ -59,7 +60,10 @@ def synced(rate: float = 0.2) -> nn.Module:
 
 
 class SharedNet(nn.Module):
-    """Tokens [batch, seq] -> logits, with one embedding for both ends and one layer called twice."""
+    """Tokens [batch, seq] -> logits, with one embedding for both ends and one layer called twice.
+
+    It has a lock, so it can't be copied.
+    """
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -69,6 +73,7 @@ class SharedNet(nn.Module):
         self.output.weight = self.embedding.weight
         self.unused = nn.Linear(width, width)
         self.register_buffer("decay", torch.linspace(0.5, 1, width))
+        self.lock = threading.Lock()
         self.decay: Tensor
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -59,9 +59,9 @@ class PlainModel(Adapter):
     def forward_flops(self, sample_shape: tuple[int, ...]) -> PartFlops:
         """FLOPs that torch counts in a forward pass on meta; the default if the module can't run there."""
         for dtype in INPUT_TYPES:
-            tried = deepcopy(self).to("meta").eval()
             counter = FlopCounterMode(display=False)
             try:
+                tried = deepcopy(self).to("meta").eval()
                 with torch.no_grad(), counter:
                     tried(torch.empty(1, *sample_shape, dtype=dtype, device="meta"))
             except Exception:  # the user's code may raise any kind

@@ -151,12 +151,12 @@ def dry_pass(model: LayeredModel, *, sample_shape: tuple[int, ...], dtype: torch
 
 
 def _pass(model: LayeredModel, samples: Tensor) -> Pass:
-    tried = deepcopy(model).to("meta").train()
     record = Pass()
-    for name, module in tried.named_modules():
-        module.register_forward_pre_hook(partial(_note_input, name, record))
-    supported = {name for name, _ in dropouts(tried)}
     try:
+        tried = deepcopy(model).to("meta").train()
+        for name, module in tried.named_modules():
+            module.register_forward_pre_hook(partial(_note_input, name, record))
+        supported = {name for name, _ in dropouts(tried)}
         with torch.no_grad(), _RandomOperations(record, running_modules(tried), supported):
             tried(samples)
     except Exception as error:  # of any kind: it is the user's code
