@@ -37,7 +37,11 @@ _HINTS = (  # messages of torch and of the system
     ),
     (
         re.compile("created in a thread|only works in main thread"),
-        "A thread of its own reads the samples: create such an object at the first sample, not in __init__",
+        "A thread reads the samples: create such an object at the first sample, not in __init__",
+    ),
+    (
+        re.compile(r"mark a variable ready only once|got mixed torch\.Tensor and DTensor"),
+        "If the loss uses weights, let forward use them: it may return a tuple of tensors",
     ),
 )
 

@@ -896,6 +896,20 @@ def test_numbers_of_a_type_that_a_layer_does_not_take_have_a_remedy(
     assert remedy in message, message
 
 
+def test_a_weight_that_the_loss_uses_has_a_remedy() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(2, 2)
+        model.factor = torch.nn.Parameter(torch.ones(()))
+        replica = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        loss = replica(torch.ones(1, 2)).sum() * model.factor
+        with pytest.raises(RuntimeError) as raised:
+            loss.backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert "If the loss uses weights, let forward use them" in hint(str(raised.value))
+
+
 def test_a_process_that_may_open_no_more_files_says_what_to_do(folder: RunFolder) -> None:
     """A rank that fails, and a run of which no rank could say why."""
     error = OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/dev/null")
