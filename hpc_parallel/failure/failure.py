@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_parallel.failure import flight_recorder, normal_end, oom
 from hpc_parallel.failure.error_place import place_of, step_of
 from hpc_parallel.failure.flight_recorder import Entered
-from hpc_parallel.failure.stacks import place_of_crash, stack_of
+from hpc_parallel.failure.stacks import place_of_crash, stack_at_sigterm
 from hpc_parallel.machine.xids import describe
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.run_folder import RunFolder
@@ -180,8 +180,8 @@ def record_death(
     if kind in (KILLED, DESYNC) and name in _CRASHES:
         where, lines = place_of_crash(log)
         message += where
-    elif name in ("SIGTERM", "SIGKILL"):  # after SIGTERM the rank may have written its stack
-        lines = stack_of(log)
+    elif name in ("SIGTERM", "SIGKILL"):
+        lines = stack_at_sigterm(log)
     _write(folder, world=world, kind=kind, message=message, signal_name=name, lines=lines)
 
 

@@ -37,6 +37,12 @@ def place_of_crash(text: str) -> tuple[str, list[str]]:
     return f"; its main thread was at {spot_of(frames)}" if frames else "", frames
 
 
+def stack_at_sigterm(text: str) -> list[str]:
+    """The last frames that a rank wrote when SIGTERM came (worker/stop.py); empty if there are none."""
+    _, header, stack = text.rpartition("Stack (most recent call first):")
+    return next(iter(stacks_of(stack)), []) if header else []
+
+
 def stacks_of(text: str) -> list[list[str]]:
     """The frames of each thread, outermost first. A thread without Python code is left out."""
     stacks: list[list[str]] = []
