@@ -36,8 +36,8 @@ _HINTS = (  # messages of torch and of the system
         "launcher.setup",
     ),
     (
-        re.compile("created in a thread|only works in main thread"),
-        "A thread reads the samples: create such an object at the first sample, not in __init__",
+        re.compile("SQLite objects created in a thread"),
+        "A thread reads the samples: open the database at the first sample, not in __init__",
     ),
     (
         re.compile(r"mark a variable ready only once|got mixed torch\.Tensor and DTensor"),

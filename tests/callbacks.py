@@ -82,6 +82,20 @@ class EndsProcess(Callback):
         assert process.exitcode == -signal.SIGTERM
 
 
+class SendsSigterm(Callback):
+    """Slurm sends SIGTERM after the step `at`, if any, and once more at the end."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self._at = at
+
+    def on_step(self, step: int) -> None:
+        if step == self._at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_end(self, step: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 class SleepsAtStart(Callback):
     """Hangs before the first step."""
 

@@ -54,6 +54,11 @@ class NamesItsOutput(TableNet):
         return {"logits": super().forward(x)}
 
 
+class HalfNamesItsOutput(NamesItsOutput):
+    def forward(self, x: Tensor) -> Any:
+        return x, (x, super().forward(x))
+
+
 def synced(rate: float = 0.2) -> nn.Module:
     """As it is prepared for DistributedDataParallel on GPUs."""
     return nn.SyncBatchNorm.convert_sync_batchnorm(TableNet(rate=rate))  # type: ignore[no-any-return]

@@ -80,6 +80,7 @@ _NO_SPACE = re.compile(
 )
 _MESSAGE_CHARACTERS = 400
 _LOG_END_BYTES = 64 * 1024
+_KILL_WAIT_S = 35.0  # Slurm's default KillWait is 30 s
 _BY_NAME = {
     "StartError": START, "ForgedError": START, "ConfigError": CONFIGURATION,
     "DifferenceError": CONFIGURATION, "UserCodeError": ERROR, "NonFiniteError": NONFINITE,
@@ -180,7 +181,7 @@ def record_death(
     if kind in (KILLED, DESYNC) and name in _CRASHES:
         where, lines = place_of_crash(log)
         message += where
-    elif name in ("SIGTERM", "SIGKILL"):
+    elif name in ("SIGTERM", "SIGKILL") and _is_fresh(folder.log(world.rank, "err")):
         lines = stack_at_sigterm(log)
     _write(folder, world=world, kind=kind, message=message, signal_name=name, lines=lines)
 
@@ -312,6 +313,13 @@ def _reason_of_abort(log: str) -> tuple[str, str] | None:
             return DESYNC, text
         return OUT_OF_MEMORY if text == "std::bad_alloc" else KILLED, f"killed by SIGABRT: {text}"
     return None
+
+
+def _is_fresh(log: Path) -> bool:
+    """Whether the rank has written since SIGTERM, which comes a short time before SIGKILL."""
+    with contextlib.suppress(OSError):
+        return time.time() - log.stat().st_mtime < _KILL_WAIT_S
+    return False
 
 
 def _log_end(folder: RunFolder, *, rank: int, start: int) -> str:

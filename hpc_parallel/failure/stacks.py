@@ -38,9 +38,10 @@ def place_of_crash(text: str) -> tuple[str, list[str]]:
 
 
 def stack_at_sigterm(text: str) -> list[str]:
-    """The last frames that a rank wrote when SIGTERM came (worker/stop.py); empty if there are none."""
-    _, header, stack = text.rpartition("Stack (most recent call first):")
-    return next(iter(stacks_of(stack)), []) if header else []
+    """The frames at the end of a log, as worker/stop.py lets a rank write them; else nothing."""
+    _, header, end = text.rpartition("Stack (most recent call first):\n")
+    stack = end.splitlines()
+    return stack[::-1] if header and all(map(_FRAME.match, stack)) else []
 
 
 def stacks_of(text: str) -> list[list[str]]:

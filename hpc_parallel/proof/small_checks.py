@@ -53,12 +53,18 @@ def _output_of(model: LayeredModel, inputs: Tensor) -> Any:
             f"{described(error)}, raised by {type(model).__name__} for samples of shape "
             f"{list(inputs.shape[1:])} ({inputs.dtype}){hint(str(error))}"
         ]) from error  # fmt: skip
-    for part in as_tuple(output):
-        if not isinstance(part, Tensor):
-            name, kind = type(model).__name__, type(part).__name__
-            rule = "a tensor, or a tuple of tensors, which its loss takes"
-            raise UserCodeError([f"{name}.forward returns a {kind}. It must return {rule}."])
+    if kind := _no_tensor(output):
+        returns = f"a tuple with a {kind} in it" if isinstance(output, tuple) else f"a {kind}"
+        rule = "It must return a tensor, or a tuple of tensors, which its loss takes"
+        raise UserCodeError([f"{type(model).__name__}.forward returns {returns}. {rule}."])
     return output
+
+
+def _no_tensor(output: Any) -> str | None:
+    """The type of the first value in an output that is no tensor; None if there is none."""
+    if isinstance(output, tuple):
+        return next(filter(None, map(_no_tensor, output)), None)
+    return None if isinstance(output, Tensor) else type(output).__name__
 
 
 def _loss_problems(model: LayeredModel, output: Any, targets: Tensor) -> Iterator[str]:

@@ -186,7 +186,7 @@ class Row:
 
     @cached_property
     def loss_settings(self) -> str:
-        """All settings that decide the loss after a number of samples; of a script any of its words may."""
+        """All settings that decide the loss after a number of samples; for a script, all its arguments."""
         start = {key: self.config.get(key) for key in ("seed", "weights", "script")}
         return identity({**self._computation(), **start})
 

@@ -138,6 +138,7 @@ def titles_of_work(runs: Sequence[RecordedRun], *, with_batch: bool = True) -> l
         alike = [other for other in works if _class_of(key, other) == _class_of(key, work)]
         return len({spell(other.get(key)) for other in alike}) > 1
 
+    works = [dict(sorted(work.items(), key=lambda item: not item[0].endswith(CLASS))) for work in works]
     titles = _spelled([{key: work[key] for key in work if differs(key, work)} for work in works])
     more = (f" and {len(texts) - MOST_OPTIONS} more" * (len(texts) > MOST_OPTIONS) for texts in titles)
     return [", ".join(texts[:MOST_OPTIONS]) + end for texts, end in zip(titles, more, strict=True)]

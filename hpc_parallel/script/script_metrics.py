@@ -96,8 +96,9 @@ def figures_of(line: str, pattern: re.Pattern[str]) -> Figures | None:
     if (match := pattern.search(line)) is None:
         return None
     texts = {key: text for key, text in match.groupdict().items() if text is not None}
+    texts |= {key: text + _exponent(line, match.end(key)) for key, text in texts.items() if key != "step"}
     try:
-        values = {key: finite(float(text + _exponent(line, match.end(key)))) for key, text in texts.items()}
+        values = {key: finite(float(text)) for key, text in texts.items()}
         step = values.pop("step", None)
     except ValueError:  # a group matched a text that is not a number
         return None

@@ -64,7 +64,7 @@ class EarlyStopping(Callback):
         self.patience, self.key, self.least_change = patience, key, least_change
         self._sign = -1 if largest else 1
         self._best: float | None = None
-        self._step = self._best_step = self._without = 0
+        self._last_step = self._best_step = self._without = 0
 
     def on_start(self, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
         for line in lines:
@@ -74,9 +74,9 @@ class EarlyStopping(Callback):
         if self.key not in line:
             self._require_key(line)
             return
-        if line["step"] == self._step:  # again, with the validation of an early end
+        if line["step"] == self._last_step:  # again, with the validation of an early end
             return
-        self._step = line["step"]
+        self._last_step = line["step"]
         value, sign = number(line[self.key]), self._sign
         if value is not None and (self._best is None or sign * value < sign * self._best - self.least_change):
             self._best, self._best_step, self._without = value, line["step"], 0

@@ -60,7 +60,7 @@ def main(run_folder: str) -> int:
     redirect(folder, rank=world.rank)
     # submitit makes Slurm send SIGUSR2 before the time limit. By default the signal ends the process at once.
     signal.signal(signal.SIGUSR2, stop.remember)
-    stop.show_place_at_sigterm()
+    stop.show_place_at_sigterm()  # until the training sets its own handler
     os.register_at_fork(after_in_child=stop.forget_handlers)
     xids, marks = None, Progress()
     try:

@@ -179,8 +179,8 @@ def held_out_problem(data: Data, *, share: float | None) -> str | None:
     if share is None or held_out <= max(1, 2 * share * count):
         return None
     return (
-        f"{held_out:,} of {count:,} samples ({held_out / count:.1%}) are held out for validation, because "
-        f"only whole files or documents are, and data.validation_share={share:g}. Cut the longest in pieces"
+        f"{held_out:,} of {count:,} samples ({held_out / count:.1%}) are held out for validation, though "
+        f"data.validation_share={share:g}: only whole files or documents are. Split the longest into pieces"
     )
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -46,14 +46,22 @@ def show_place_at_sigterm() -> None:
 
     The clean-up after another rank's failure sends it. In C code no handler of Python would run.
     """
-    faulthandler.unregister(signal.SIGTERM)  # its handler is gone if another one was set since
+    _python_handler()
     faulthandler.register(signal.SIGTERM, 2, all_threads=False, chain=True)
 
 
 def forget_handlers() -> None:
     """Let SIGTERM end a process that code of the user forks, such as a worker of `multiprocessing.Pool`."""
+    if getattr(_python_handler(), "__func__", None) is StopFlag._handle:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _python_handler() -> Any:
+    """The handler of SIGTERM without faulthandler, whose `unregister` sets an earlier one."""
+    handler = signal.getsignal(signal.SIGTERM)
     faulthandler.unregister(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, handler)
+    return handler
 
 
 @dataclass

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_parallel.launch.resume import find_problems
+from hpc_parallel.record.endings import Stop
 from hpc_parallel.record.run_folder import RunFolder
 from tests.workers import Workers, train_here
 
@@ -86,3 +87,17 @@ def test_the_best_checkpoint_stays(workers: Workers) -> None:
 def test_an_error_names_the_callback(workers: Workers) -> None:
     with pytest.raises(AssertionError, match=r"KeyError: 'missing' .*raised by the callback Broken\.on_line"):
         workers.train("strategy=single", *SMALL, "training.callbacks=[{_target_:tests.callbacks.Broken}]")
+
+
+@pytest.mark.parametrize("at", ["null", "2"])
+def test_a_signal_after_the_last_step_ends_no_rank(workers: Workers, at: str) -> None:
+    """All steps are done, or the run has stopped at Slurm's first SIGTERM and its state is saved."""
+    steps = 12 if at == "null" else 100_000
+    typed = f"training.callbacks=[{{_target_:tests.callbacks.SendsSigterm,at:{at}}}]"
+    words = ("training.validate_every=null", "training.checkpoint_every=100000", f"training.steps={steps}")
+    run = workers.prepare("strategy=single", *SMALL, *words, typed)
+    workers.run(1, train_here, str(run.folder.path), {})
+    stopped = Stop.read(run.folder)
+    assert (stopped is None) == (at == "null")
+    last = steps if stopped is None else stopped.step
+    assert [path.name for path in run.folder.checkpoints.glob("step-*")] == [f"step-{last}"]

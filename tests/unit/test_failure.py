@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -1133,10 +1134,10 @@ def test_sizes_that_are_new_do_not_hide_who_left_its_habit() -> None:
 
     def standing(last: str) -> list[Entered]:
         groups: dict[str, list[Call]] = {"0": [], "1": []}
-        for time, word in enumerate([*order, last]):
+        for now, word in enumerate([*order, last]):
             first, second = word.split()
             group, name, size = ("0", first, second) if first == "gather" else (first, second, "4")
-            groups[group].append(Call(len(groups[group]) + 1, name, size, time, None))
+            groups[group].append(Call(len(groups[group]) + 1, name, size, now, None))
         return [Entered(group, [0, 1], found) for group, found in groups.items()]
 
     assert compare({0: standing("1 sum"), 1: standing("0 sum")}, world_size=2).ranks == (1,)
@@ -1210,7 +1211,14 @@ def test_a_missing_rank_is_named_with_the_place_at_which_it_was_ended(
         "1 follower",
         conclude(folder, returncode=1) or "",
     )
-    assert -os.WTERMSIG(status) == -ended_by
+    assert os.WTERMSIG(status) == ended_by
+    log = folder.log(1, "err")
+    for stale, text in ((True, log.read_text()), (False, f"{log.read_text()}a later line\n")):
+        failure.forget(folder, rank=1)
+        log.write_text(text)
+        os.utime(log, (time.time() - 60 * stale,) * 2)
+        failure.record_death(folder, world=world(1), returncode=-9, stopped=True)
+        assert "it stood" not in (conclude(folder, returncode=1) or "it stood")
 
 
 def test_a_rank_that_gloo_ended_is_not_called_missing(folder: RunFolder) -> None:

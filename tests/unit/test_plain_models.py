@@ -176,12 +176,14 @@ def test_samples_that_it_can_not_take_are_named_with_its_line(
         check_loss(built("TableNet"), seed=1, data=data, device=torch.device("cpu"))
 
 
-def test_an_output_that_is_no_tensor_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "returns"), [("NamesItsOutput", "a dict"), ("HalfNamesItsOutput", "a tuple with a dict in it")]
+)
+def test_an_output_that_is_no_tensor_is_refused(name: str, returns: str) -> None:
     data: Any = SimpleNamespace(train=Pixels(7, torch.float32))
-    with pytest.raises(
-        UserCodeError, match=r"^NamesItsOutput.forward returns a dict. It must return a tensor"
-    ):
-        check_loss(built("NamesItsOutput"), seed=1, data=data, device=torch.device("cpu"))
+    message = rf"^{name}\.forward returns {returns}\. It must return a tensor, or a tuple of tensors"
+    with pytest.raises(UserCodeError, match=message):
+        check_loss(built(name), seed=1, data=data, device=torch.device("cpu"))
 
 
 class Signs(LayeredModel):

@@ -151,7 +151,7 @@ class Stored(Squares):
 def test_what_belongs_to_the_main_thread_is_named_with_a_remedy(opened: list[ReadAhead]) -> None:
     ahead = ahead_of(batches_of(Stored()), opened)
     ahead.next(0)
-    with pytest.raises(UserCodeError, match=r"of Stored .*: create such an object at the first sample"):
+    with pytest.raises(UserCodeError, match=r"of Stored .*: open the database at the first sample"):
         ahead.next(1)
 
 
