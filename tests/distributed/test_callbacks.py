@@ -11,6 +11,7 @@ import pytest
 from hpc_parallel.launch.resume import find_problems
 from hpc_parallel.record.endings import Stop
 from hpc_parallel.record.run_folder import RunFolder
+from hpc_parallel.worker import stop
 from tests.workers import Workers, train_here
 
 SMALL = (
@@ -89,6 +90,11 @@ def test_an_error_names_the_callback(workers: Workers) -> None:
         workers.train("strategy=single", *SMALL, "training.callbacks=[{_target_:tests.callbacks.Broken}]")
 
 
+def as_a_rank(run_folder: str) -> None:
+    stop.show_place_at_sigterm()
+    train_here(run_folder, {})
+
+
 @pytest.mark.parametrize("at", ["null", "2"])
 def test_a_signal_after_the_last_step_ends_no_rank(workers: Workers, at: str) -> None:
     """All steps are done, or the run has stopped at Slurm's first SIGTERM and its state is saved."""
@@ -96,7 +102,7 @@ def test_a_signal_after_the_last_step_ends_no_rank(workers: Workers, at: str) ->
     typed = f"training.callbacks=[{{_target_:tests.callbacks.SendsSigterm,at:{at}}}]"
     words = ("training.validate_every=null", "training.checkpoint_every=100000", f"training.steps={steps}")
     run = workers.prepare("strategy=single", *SMALL, *words, typed)
-    workers.run(1, train_here, str(run.folder.path), {})
+    workers.run(1, as_a_rank, str(run.folder.path))
     stopped = Stop.read(run.folder)
     assert (stopped is None) == (at == "null")
     last = steps if stopped is None else stopped.step
