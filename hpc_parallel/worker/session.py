@@ -124,8 +124,7 @@ class Session:
         require_equal_data(data.digest)
         for note in getattr(data, "notes", ()) if dist.get_rank() == 0 else ():
             print(note, flush=True)
-        share = None if config.data.get("validation") else config.data.get("validation_share")
-        if dist.get_rank() == 0 and (rule := held_out_problem(data, share=share)):
+        if dist.get_rank() == 0 and (rule := held_out_problem(data, settings=config.data)):
             print_warning(rule)
         on_phase("building the model")
         model = build_model(config)
@@ -173,10 +172,12 @@ class Session:
         return min(self.config.training.validation_samples, len(self.data.validation))
 
 
-def held_out_problem(data: Data, *, share: float | None) -> str | None:
-    """That more than twice `share` of the samples are held out, because only whole files or documents are."""
+def held_out_problem(data: Data, *, settings: Mapping[str, Any]) -> str | None:
+    """That more than twice `data.validation_share` is held out; None for a class of the user's own."""
+    share = None if settings.get("validation") else settings.get("validation_share")
+    is_ours = settings["_target_"].startswith("hpc_parallel.data.")
     held_out, count = len(data.validation), len(data.validation) + len(data.train)
-    if share is None or held_out <= max(1, 2 * share * count):
+    if share is None or not is_ours or held_out <= max(1, 2 * share * count):
         return None
     return (
         f"{held_out:,} of {count:,} samples ({held_out / count:.1%}) are held out for validation, though "

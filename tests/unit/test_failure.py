@@ -897,6 +897,17 @@ def test_numbers_of_a_type_that_a_layer_does_not_take_have_a_remedy(
     assert remedy in message, message
 
 
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, print])
+def test_a_process_of_the_users_keeps_the_users_handler(handler: Any) -> None:
+    """That a process without one ends at SIGTERM is shown in test_failures."""
+    if (child := os.fork()) == 0:
+        stop.show_place_at_sigterm()
+        signal.signal(signal.SIGTERM, handler)
+        stop.forget_handlers()
+        os._exit(0 if signal.getsignal(signal.SIGTERM) == handler else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_a_weight_that_the_loss_uses_has_a_remedy() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,13 +114,19 @@ def test_a_suggestion_does_not_depend_on_the_order_of_folders(
     assert usual_pattern(tmp_path) == "*.x0"
 
 
+def warning_of(data: TextData, share: Any, *, target: str = "hpc_parallel.data.text.TextData") -> str | None:
+    return held_out_problem(data, settings={"_target_": target, "validation_share": share})
+
+
 def test_more_than_twice_the_share_held_out_is_said(tmp_path: Path) -> None:
     """The name of a large file may put nearly all of the text into the validation part."""
     large, small = sorted(("a", "b"), key=lambda name: name_fraction(f"{name}.txt"))  # the first is held out
     folder = write(tmp_path, **{large: "x" * 901, small: "y" * 101})
     data = TextData(path=str(folder), pattern="*.txt", sequence_length=10)
     assert bytes_of(data.validation) == b"x" * 901
-    assert (held_out_problem(data, share=0.05) or "").startswith("90 of 100 samples (90.0%) are held out")
-    assert held_out_problem(data, share=0.45) is held_out_problem(data, share=None) is None
+    assert (warning_of(data, 0.05) or "").startswith("90 of 100 samples (90.0%) are held out")
+    assert (
+        warning_of(data, 0.45) is warning_of(data, None) is warning_of(data, "5%", target="mine.Data") is None
+    )
     whole = TextData(path=str(folder / f"{large}.txt"), sequence_length=10)
-    assert held_out_problem(whole, share=0.05) is None
+    assert warning_of(whole, 0.05) is None
