@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from hpc_parallel.failure.summary import SPEEDLESS
@@ -133,13 +134,15 @@ def titles_of_work(runs: Sequence[RecordedRun], *, with_batch: bool = True) -> l
         }
         for run in runs
     ]
-
-    def differs(key: str, work: Mapping[str, Any]) -> bool:
-        alike = [other for other in works if _class_of(key, other) == _class_of(key, work)]
-        return len({spell(other.get(key)) for other in alike}) > 1
-
-    works = [dict(sorted(work.items(), key=lambda item: not item[0].endswith(CLASS))) for work in works]
-    titles = _spelled([{key: work[key] for key in work if differs(key, work)} for work in works])
+    used = dict.fromkeys(key for work in works for key in work)
+    keys = sorted(used, key=lambda key: not key.endswith(CLASS))
+    values: dict[tuple[str | None, str], set[str]] = defaultdict(set)
+    for work, key in product(works, keys):
+        values[_class_of(key, work), key].add(spell(work.get(key)))
+    titles = _spelled([
+        {key: work[key] for key in keys if key in work and len(values[_class_of(key, work), key]) > 1}
+        for work in works
+    ])  # fmt: skip
     more = (f" and {len(texts) - MOST_OPTIONS} more" * (len(texts) > MOST_OPTIONS) for texts in titles)
     return [", ".join(texts[:MOST_OPTIONS]) + end for texts, end in zip(titles, more, strict=True)]
 
