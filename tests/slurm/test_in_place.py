@@ -25,6 +25,7 @@ SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 rank, saved = os.environ["RANK"], Path(sys.argv[1])
+new = saved.with_name("new")
 print("port", os.environ["MASTER_PORT"], "words", *sys.argv[2:], flush=True)
 if sys.argv[2] == "raise":
     raise ValueError("no data")
@@ -32,7 +33,8 @@ first = int(saved.read_text()) if "--resume" in sys.argv else 0
 for step in range(first + 1, 7):
     if rank == "0":
         print("step", step, flush=True)
-        saved.write_text(str(step))
+        new.write_text(str(step))
+        new.replace(saved)  # other ranks may read it now
     if step == 4 and first == 0 and rank == "1":
         while not saved.exists() or saved.read_text() != "6":
             time.sleep(0.05)
@@ -59,11 +61,12 @@ UNFIT = """
 import os, signal, sys, time
 from pathlib import Path
 rank, host, saved = os.environ["RANK"], os.environ["SLURMD_NODENAME"], Path(sys.argv[1])
-bad, died = saved.with_name("bad"), saved.with_name("died")
+bad, died, new = map(saved.with_name, ("bad", "died", "new"))
 step = int(saved.read_text()) if saved.exists() else 0
 if rank == "0":
     print("step", step + 1, flush=True)
-    saved.write_text(str(step + 1))
+    new.write_text(str(step + 1))
+    new.replace(saved)  # other ranks may read it now
 elif not bad.exists() or bad.read_text() == host:
     bad.write_text(host)
     times = int(died.read_text()) + 1 if died.exists() else 1
