@@ -184,9 +184,9 @@ def compose_run(
     with composing(config_dir, extra_dir=extra_dir):
         whole = load(current_loader(), config_name, words, RunMode.RUN)
         HydraConfig.instance().set_config(whole)
-        overrides = _task_overrides(whole)
+        overrides = _overrides(whole.hydra.overrides.task)
         problems = [*_only_of_sweeps(whole, overrides), *_without_effect(whole)]
-        problems += only_names(whole, overrides).values()
+        problems += wrong_choices(whole, overrides).values()
         if extra_dir:
             problems += problems_of_files(whole.hydra.runtime.choices, folder=extra_dir)
         if problems:
@@ -194,18 +194,17 @@ def compose_run(
         return Cell(overrides, [], Composed(whole).plain)
 
 
-def _task_overrides(whole: DictConfig) -> list[str]:
-    """The overrides that are not Hydra's own."""
-    # Iterating over the list would resolve ${...} against Hydra's configuration.
-    overrides = OmegaConf.to_container(whole.hydra.overrides.task, resolve=False)
+def _overrides(listed: Any) -> list[str]:
+    """A list of Hydra's, such as `hydra.overrides.task`: iterating over it would resolve ${...}."""
+    overrides = OmegaConf.to_container(listed, resolve=False)
     assert isinstance(overrides, list)
     return overrides
 
 
 def _only_of_sweeps(whole: DictConfig, overrides: Sequence[str]) -> Iterator[str]:
     """Problems of overrides that need `-m`: `sweep.`, a study with unset swept keys, Hydra's callbacks."""
-    for override in overrides:
-        if override.startswith("sweep."):
+    for override in [*overrides, *_overrides(whole.hydra.overrides.hydra)]:
+        if override.startswith(("sweep.", "hydra.sweep.dir=")):
             yield f"{override}: only a sweep has this. Try run -m {override}."
     if whole.hydra.callbacks:
         yield "hydra.callbacks: only a sweep calls them. Try the same line with -m."
@@ -228,12 +227,23 @@ def _without_effect(whole: DictConfig) -> Iterator[str]:
         yield "hydra.job.env_set has no effect here. Try cluster.environment={NAME: value}."
     if whole.hydra.job.chdir:
         yield "hydra.job.chdir has no effect here: a run stays in the folder where it was started."
+    for override in _overrides(whole.hydra.overrides.hydra):
+        if override.startswith("hydra.run.dir="):
+            yield f"{override} has no effect here. Try {override.replace('hydra.run.dir', 'run_dir', 1)}."
+        if override.startswith("hydra.sweep.subdir="):
+            yield f"{override} has no effect here: a sweep numbers the folders of its runs."
 
 
-def only_names(whole: DictConfig, overrides: Sequence[str]) -> dict[str, str]:
-    """Overrides such as `strategy.name=tensor`, which choose nothing, with what is wrong with each."""
+def wrong_choices(whole: DictConfig, overrides: Sequence[str]) -> dict[str, str]:
+    """Overrides that choose no file, or two that Hydra would merge, with what is wrong with each."""
     named = filter(re.compile(r"(strategy|optimizer)\.name=").match, overrides)
-    return {override: text for override in named if (text := _only_a_name(override, whole, overrides))}
+    wrong = {override: text for override in named if (text := _only_a_name(override, whole, overrides))}
+    for override in overrides:
+        group, _, names = override.replace("]", "").partition("=[")
+        if "," in names and group.isidentifier() and OmegaConf.is_dict(whole.get(group)):
+            legal = f"{group}={names.partition(',')[0]}, or a sweep: run -m {group}={names}"
+            wrong[override] = f"{override}: a run has one {group}. Try {legal}."
+    return wrong
 
 
 def _only_a_name(override: str, whole: DictConfig, overrides: Sequence[str]) -> str:
@@ -263,10 +273,11 @@ def compose_cells(
         sweep = load(current_loader(), config_name, words, RunMode.MULTIRUN)
         settings = OmegaConf.to_container(sweep.sweep, resolve=True)
         assert isinstance(settings, dict)
-        raise_if_any(only_names(sweep, _task_overrides(sweep)).values())
+        raise_if_any(wrong_choices(sweep, _overrides(sweep.hydra.overrides.task)).values())
         batch = _combinations(sweep, also=settings["also"])
         if batch is None:
             return None
+        raise_if_any(_without_effect(sweep))
         fixed = set(batch[0]).intersection(*batch) if len(batch) > 1 else set()
         cells = (
             Cell(overrides, [override for override in overrides if override not in fixed], config)
@@ -279,7 +290,7 @@ def compose_cells(
 def _combinations(sweep: DictConfig, *, also: Sequence[str]) -> list[list[str]] | None:
     """The overrides of each cell, or None if the sweep needs Hydra's `main`."""
     parser = OverridesParser.create(config_loader=current_loader())
-    overrides = parser.parse_overrides(_task_overrides(sweep))
+    overrides = parser.parse_overrides(_overrides(sweep.hydra.overrides.task))
     _require_one_study(overrides)
     if not has_basic_sweeper(sweep):
         return None

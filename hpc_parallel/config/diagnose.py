@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from hpc_parallel.config.checks.all_checks import find_problems, in_order
 from hpc_parallel.config.command_line import TABLES
-from hpc_parallel.config.compose import COMPOSE_ERRORS, Composer, only_names
+from hpc_parallel.config.compose import COMPOSE_ERRORS, Composer, wrong_choices
 from hpc_parallel.config.file_problems import (
     RefusedKey,
     files_with,
@@ -68,7 +68,7 @@ def diagnose(
     with composing(config_dir, extra_dir=extra_dir):
         composer = Composer(config_name)
         problems, accepted = try_each(overrides, composer=composer, sweep=sweep)
-        names = only_names(composer.base(accepted).whole, accepted)
+        names = wrong_choices(composer.base(accepted).whole, accepted)
         problems += names.values()
         accepted = [override for override in accepted if override not in names]
         return in_order(problems + _remaining_problems(composer, accepted), overrides)
@@ -97,7 +97,7 @@ def try_each(
                 in_file = [
                     _refused_in_file(refusal, plain=plain)
                     for refusal in refused_keys(error, plain)
-                    if refusal.key != "jobs"
+                    if refusal.key != single.partition("=")[0].lstrip("+")
                 ]
                 problems += in_file
                 if not in_file:
@@ -187,12 +187,12 @@ def _explain(
     key = key.lstrip("+")
     text = str(error.__cause__ or error)
     choices = _choices(key)
-    if override.startswith("+") and (value in choices or "An item is already at" in text):
-        known = shell_word(override.lstrip("+"))
-        return f"{override}: {key} has a place already, and + adds a new key. Try {known}."
-    if value in choices and key == "jobs":
-        first = "# @package _global_"
-        return f"{override}: the first line of {value}.yaml must be {first!r}, and its keys those of a run."
+    known = not choices or key in composer.defaults()  # not a group of the user's own, which + chooses
+    if override.startswith("+") and known and (value in choices or "An item is already at" in text):
+        legal = shell_word(override.lstrip("+"))
+        return f"{override}: {key} has a place already, and + adds a new key. Try {legal}."
+    if value in choices and not known and not override.startswith("+"):
+        return f"{override}: {key} is a group of your own, which a plus chooses. Try +{override}."
     values = value.split(",")
     if "Ambiguous value" in text or (len(values) > 1 and set(values) <= set(choices)):
         return _several_values(override, composer.compose(accepted))
@@ -201,8 +201,9 @@ def _explain(
     plain = composer.compose(accepted)
     if choices:
         if value in choices:
-            return f"{override}: {unusable_file(error)}"
-        return _no_such_file(key, value, choices=choices, default=composer.defaults().get(key))
+            return f"{override}: {unusable_file(error, key, value, plain=plain)}"
+        key, default = key if known else f"+{key}", composer.defaults().get(key)
+        return _no_such_file(key, value, choices=choices, default=default)
     if "Could not override" in str(error) or "not in" in text:
         if not _is_open(plain, key) and (files := files_with(key, composer)):
             return f"{override}: there is no key {key} here. Try {alternatives(files)}."
@@ -220,7 +221,7 @@ def _mistyped(override: str, *, key: str, value: str, plain: DictConfig) -> Prob
 
 
 def _no_such_file(key: str, value: str, *, choices: Sequence[str], default: str | None) -> Problem | str:
-    if (misplaced := misplaced_file(key, value)) is not None:
+    if (misplaced := misplaced_file(key.lstrip("+"), value)) is not None:
         return f"{key} = {spell(value)} is not found: {misplaced}"
     site = _no_such_site(value, choices=choices) if key == "cluster" else None
     return site or _not_a_choice(key, value, choices=choices, default=default)

@@ -21,6 +21,7 @@ from hpc_parallel.problems import as_override, shell_word
 from hpc_parallel.record.safe_read import is_file, is_folder, is_real_folder, list_folder
 
 _REFUSED = re.compile(r"In '([^']+)': (\w+) raised while composing config:\n(.*)\n\s+full_key: ?(\S*)\n")
+_WHOLE = re.compile(r"^# *@package +_global_ *$", re.MULTILINE)
 _MOST_FILES = 3  # that a message proposes
 _READERS = {".npy": "tokens", ".bin": "tokens", ".parquet": "parquet", ".arrow": "parquet", ".txt": "text"}
 
@@ -41,12 +42,21 @@ def unreadable_file(error: yaml.YAMLError) -> str:
     return f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: {error.problem}."
 
 
-def unusable_file(error: Exception) -> str:
-    """Why the file of a group can't be used, if the reason is not a single key."""
+def unusable_file(error: Exception, group: str, name: str, *, plain: DictConfig) -> str:
+    """Why the file `name` of a group can't be used, if the reason is not a single key.
+
+    plain: the configuration without this file.
+    """
+    path = _path(f"{group}/{name}")
+    if path is not None and group not in plain and not _WHOLE.search(path.read_text()):
+        return f"the first line of {name}.yaml must be '# @package _global_', and its keys those of a run."
     match = _REFUSED.match(str(error))
     if match is not None and (path := _path(match[1])) is not None:
         return f"{path} must be a table of keys ({match[3]})."
-    return f"{str(error).splitlines()[0].rstrip('.')}."
+    line = re.sub(r"^In '[^']*': |\.? To override a value.*|\.$", "", str(error).splitlines()[0])
+    wrong = "Could not override" in line or "Multiple values" in line
+    advice = " Its defaults choose a file by '- override /strategy: fsdp'." * wrong
+    return f"{path or name}: {line}.{advice}"
 
 
 def misplaced_file(group: str, name: str) -> str | None:

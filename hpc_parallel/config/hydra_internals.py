@@ -29,8 +29,9 @@ from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from hydra.version import VersionBase
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.basecontainer import BaseContainer
+from omegaconf.errors import InterpolationResolutionError
 
 from hpc_parallel.config.schema import register
 
@@ -66,11 +67,14 @@ def group_choices(group: str) -> list[str]:
 
 
 def load(loader: ConfigLoaderImpl, config_name: str, overrides: Sequence[str], mode: RunMode) -> DictConfig:
-    """Let Hydra compose. Raises what Hydra raises, and HydraException for `model=[1]`."""
+    """Let Hydra compose. Raises what Hydra raises, and HydraException for `model=[1]` and other schemas."""
     try:
-        return loader.load_configuration(config_name, list(overrides), mode)
+        composed = loader.load_configuration(config_name, list(overrides), mode)
     except TypeError as error:  # Hydra expects a group's list to have texts
         raise HydraException(str(error)) from error
+    if OmegaConf.get_type(composed) is dict:
+        raise HydraException(f"--config-name {config_name}: its defaults must have config: [config, _self_]")
+    return composed
 
 
 def selects_group(override: Override, *, loader: ConfigLoaderImpl) -> bool:
@@ -113,7 +117,14 @@ def flags_parser() -> ArgumentParser:
 
 def print_by_flag(flags: Namespace, main: Callable[..., Any], *, config_dir: str, config_name: str) -> None:
     """Let Hydra print what `flags` ask for, such as the configuration. Raises what Hydra raises."""
-    _run_hydra(flags, flags_parser(), main, config_dir, config_name)
+    try:
+        _run_hydra(flags, flags_parser(), main, config_dir, config_name)
+    except InterpolationResolutionError as error:
+        if not flags.resolve or error.full_key is None:
+            raise
+        raise HydraException(
+            f"--resolve: only a start knows {error.full_key}. Leave --resolve out"
+        ) from error
 
 
 @contextmanager

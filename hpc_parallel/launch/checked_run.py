@@ -81,8 +81,8 @@ def all_problems(error: Exception, line: CommandLine, *, also: Sequence[str] = (
     try:
         problems = diagnose(line.overrides, **line.places, sweep=line.sweeps)
         problems = problems or diagnose(also, **line.places)
-    except COMPOSE_ERRORS:  # the primary configuration itself can't be composed
-        problems = []
+    except COMPOSE_ERRORS as primary:  # the primary configuration itself can't be composed
+        problems, error = [], primary
     if not problems and isinstance(error, ConfigError):
         return error.problems
     if not problems and isinstance(error, YAMLError):

@@ -77,6 +77,11 @@ UNKNOWN = [
     wrong("~foo", "foo", "deleted"),
     wrong("~strategy", "strategy.name", "no value"),
     wrong("+strategy=data", "has a place already", offers="strategy=data"),
+    wrong("model=[tiny,124m] nodez=2", "a run has one model", "nodez=2", offers="model=tiny"),
+    wrong(
+        "-m strategy=[tensor,pipeline],data",
+        "has one strategy. Try strategy=tensor, or a sweep: run -m strategy=tensor,pipeline,data",
+    ),
     wrong("jobs=tile", "jobs = tile is not one of batch_latency, ", offers="jobs=tiles"),
     wrong("-m jobs=nope nodes=x", "jobs = nope is not one of", "nodes = x", offers="nodes=1"),
     wrong("-m hydra.launcher._target_=x.Y jobs=tiles,microbatches", "a sweep has one", offers="jobs=tiles"),
@@ -725,7 +730,7 @@ def test_a_profile_without_its_folder_is_found(
          "cluster=mine: {here}/site/cluster/mine.yaml must be a table of keys (Merge error: list is not a "
          "subclass of ClusterConfig. value: ['mine'])."),
         ("site/cluster/mine.yaml", "defaults: [/model: nothing]", "site",
-         "cluster=mine: In 'cluster/mine': Could not find 'model/nothing'."),
+         "cluster=mine: {here}/site/cluster/mine.yaml: Could not find 'model/nothing'."),
         ("site/cluster/mine.yml", "gpus: true", "site",
          "cluster = mine is not found: {here}/site/cluster/mine.yml must end in .yaml. "
          "Try mv {here}/site/cluster/mine.yml {here}/site/cluster/mine.yaml."),

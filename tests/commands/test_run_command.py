@@ -44,6 +44,13 @@ def test_cfg_job_prints_the_full_configuration(here: Path, capsys: pytest.Captur
     assert list(here.iterdir()) == []
 
 
+def test_resolve_says_which_value_only_a_start_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--cfg", "job", "--resolve"]) == 2
+    assert "--resolve: only a start knows launcher.cpus_per_device." in capsys.readouterr().err
+    shown = yaml.safe_load(printed(capsys, "--cfg", "job", "--resolve", "cluster.cpus_per_device=3"))
+    assert shown["launcher"]["cpus_per_device"] == 3
+
+
 def test_cfg_shows_one_package(capsys: pytest.CaptureFixture[str]) -> None:
     shown = printed(capsys, "--cfg", "job", "--package", "strategy", "strategy=pipeline")
     assert yaml.safe_load(shown)["name"] == "pipeline"

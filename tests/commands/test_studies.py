@@ -113,6 +113,55 @@ def test_a_study_of_the_users_own(here: Path, capsys: pytest.CaptureFixture[str]
     assert list(here.iterdir()) == [here / "mine"]
 
 
+_DEFAULTS = "# @package _global_\ndefaults: [{}]\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("nodes: 2\n", "the first line of mine.yaml must be '# @package _global_', and its keys those of "),
+        ("# @package _global_\nnodez: 2\n", "{file}, line 2: there is no key nodez. Try nodes."),
+        ("# @package _global_\nnodes: [\n", "{file}, line 3, column 1: "),
+        (_DEFAULTS.format("override strategy: fsdp"), "{file}: Could not override '{group}/strategy@"
+         "strategy'. No match in the defaults list. Its defaults choose a file by '- override /strategy: fsdp'."),
+        (_DEFAULTS.format("/strategy: fsdp"), "{file}: Multiple values for strategy. Its defaults choose a "
+         "file by '- override /strategy: fsdp'."),
+        (_DEFAULTS.format("override /strategy: fsdq"), "{file}: Could not find 'strategy/fsdq'."),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("group", ["jobs", "experiment"])
+def test_what_is_wrong_in_a_file_of_whole_runs_is_named(
+    group: str, content: str, line: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = here / "mine" / group / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(content)
+    assert main(["--config-dir", "mine", f"+{group}=mine", "launcher=script"]) == 2
+    assert line.format(file=file, group=group) in capsys.readouterr().err
+
+
+def test_a_group_of_the_users_own_is_chosen_by_a_plus(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = here / "mine" / "experiment" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(_DEFAULTS.format("override /strategy: fsdp") + "nodes: 2\n")
+    for word, line in [
+        ("experiment=mine", "experiment is a group of your own, which a plus chooses. Try +experiment=mine."),
+        ("experiment=min", "+experiment = min is not one of mine. Try +experiment=mine."),
+    ]:
+        assert main(["--config-dir", "mine", word, "launcher=script"]) == 2
+        assert line in capsys.readouterr().err
+    assert main(["--config-dir", "mine", "--cfg", "job", "+experiment=mine"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["nodes"], shown["strategy"]["name"]) == (2, "fsdp")
+
+
+def test_a_configuration_of_the_users_own_has_ours(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "mine").mkdir()
+    (here / "mine" / "mine.yaml").write_text("defaults: [_self_, strategy: fsdp]\nnodes: 3\n")
+    assert main(["--config-dir", "mine", "--config-name", "mine", "dry_run=true", "launcher=script"]) == 2
+    assert "--config-name mine: its defaults must have config: [config, _self_]" in capsys.readouterr().err
+
+
 def test_one_run_of_a_study_is_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["jobs=server_traffic", "strategy=data", "launcher=script"]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
