@@ -123,7 +123,7 @@ _DEFAULTS = "# @package _global_\ndefaults: [{}]\n"
         ("# @package _global_\nnodez: 2\n", "{file}, line 2: there is no key nodez. Try nodes."),
         ("# @package _global_\nnodes: [\n", "{file}, line 3, column 1: "),
         (_DEFAULTS.format("override strategy: fsdp"), "{file}: Could not override '{group}/strategy@"
-         "strategy'. No match in the defaults list. Its defaults choose a file by '- override /strategy: fsdp'."),
+         "strategy'. No match in the defaults list. Its defaults choose a file by '- override /strategy: "),
         (_DEFAULTS.format("/strategy: fsdp"), "{file}: Multiple values for strategy. Its defaults choose a "
          "file by '- override /strategy: fsdp'."),
         (_DEFAULTS.format("override /strategy: fsdq"), "{file}: Could not find 'strategy/fsdq'."),
