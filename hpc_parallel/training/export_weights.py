@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.checkpoint_index import Checkpoint, sync_folder
 from hpc_parallel.record.credentials import public_part, without_credentials
 from hpc_parallel.record.safe_write import replacing
 from hpc_parallel.record.safetensors_header import LENGTH_BYTES
+from hpc_parallel.strategies.whole_model import build_whole
 from hpc_parallel.training.load_weights import CheckpointWeights
 
 DTYPES = {  # names of the format
@@ -87,8 +87,7 @@ def _metadata(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _library_name(model: dict[str, Any]) -> Callable[[str], str]:
-    with torch.device("meta"):
-        layered_model = instantiate(model)
+    layered_model: Any = build_whole(model, seed=0)  # for its names only
     if not hasattr(layered_model, "library_name"):
         raise ConfigError([f"--library-names: {model['_target_']} is not from a library. Try without it."])
     rename: Callable[[str], str] = layered_model.library_name

@@ -5,11 +5,16 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_model
 
+from hpc_parallel.__main__ import main as command
 from tests.marks import in_full
 from tests.parity import STEPS, assert_follows, largest_difference
+from tests.plain_models import SharedNet
 from tests.workers import Train, Workers, train_here
 
 COMMON = (
@@ -98,3 +103,29 @@ def test_what_steps_write_and_no_checkpoint_keeps_is_named_once(
     run = workers.prepare(*words_of(model), "strategy=single")
     (printed,) = workers.run(1, said_in_training, str(run.folder.path))
     assert printed.splitlines() == [line.format(name) for name in names]
+
+
+def test_weights_are_exported_under_the_modules_own_names(workers: Workers, tmp_path: Path) -> None:
+    """The module takes the file whole; and a training starts from it."""
+    run = workers.train(
+        *words_of("SharedNet"), *LAYOUTS["fsdp 2"].split(), f"training.checkpoint_every={STEPS}"
+    )
+    path = tmp_path / "own.safetensors"
+    assert command(["export", str(run.folder), "--output", str(path), "--library-names"]) == 0
+    module = SharedNet().double()
+    load_model(module, path)  # strict: raises for a missing or another name
+    values = module.state_dict()
+    assert {name.removeprefix("blocks.0.") for name in run.weights} == set(values) - {
+        "output.weight",
+        "decay",
+    }
+    for name, weight in run.weights.items():
+        assert torch.equal(values[name.removeprefix("blocks.0.")], weight)
+    again = workers.train(
+        *words_of("SharedNet"),
+        "strategy=single",
+        "training.steps=1",
+        "optimizer.warmup_steps=0",
+        f"weights={path}",
+    )
+    assert again.losses[0] < run.losses[0]
