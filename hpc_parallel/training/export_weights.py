@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from hpc_parallel.problems import ConfigError
+from hpc_parallel.config.class_paths import target_problems
+from hpc_parallel.problems import ConfigError, raise_if_any
 from hpc_parallel.record.checkpoint_index import Checkpoint, sync_folder
 from hpc_parallel.record.credentials import public_part, without_credentials
 from hpc_parallel.record.safe_write import replacing
@@ -38,7 +39,7 @@ def write(checkpoint: Checkpoint, output: Path, *, library_names: bool = False) 
     """
     config: dict[str, Any] = checkpoint.manifest["config"]
     weights = CheckpointWeights(checkpoint)
-    rename = _library_name(config["model"]) if library_names else str
+    rename = library_name(config["model"]) if library_names else str
     ranges = _byte_ranges(weights)
     table: dict[str, Any] = {"__metadata__": _metadata(checkpoint, config)}
     for name, byte_range in ranges.items():
@@ -86,7 +87,9 @@ def _metadata(checkpoint: Checkpoint, config: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _library_name(model: dict[str, Any]) -> Callable[[str], str]:
+def library_name(model: dict[str, Any]) -> Callable[[str], str]:
+    """Full name -> the name in the model's own code or library. Raises ConfigError if the model has none."""
+    raise_if_any(target_problems("model._target_", model["_target_"]))
     layered_model: Any = build_whole(model, seed=0)  # for its names only
     if not hasattr(layered_model, "library_name"):
         raise ConfigError([f"--library-names: {model['_target_']} is not from a library. Try without it."])

@@ -18,6 +18,7 @@ from hpc_parallel.record.checkpoint_index import checksum, publish, unfinished_f
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safetensors_header import read_header
 from hpc_parallel.training import load_weights
+from hpc_parallel.training.export_weights import library_name
 from tests.composed import composed, prepared
 
 MODEL = dict(composed("model=tiny").model)
@@ -231,3 +232,12 @@ def test_two_values_for_a_tied_weight_are_refused(
         ConfigError, match=r"other values in lm_head\.weight than in embed\.weight, which are"
     ):
         load_weights.require_tied(source, aliases, path=tmp_path)
+
+
+def test_names_of_a_model_that_is_not_here_say_where_to_look() -> None:
+    with pytest.raises(ConfigError) as raised:
+        library_name({"_target_": "nothere.Net"})
+    assert [str(problem) for problem in raised.value.problems] == [
+        "model._target_ = nothere.Net names no class: there is no module nothere here, in this folder or on "
+        "PYTHONPATH."
+    ]
