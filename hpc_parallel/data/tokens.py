@@ -60,7 +60,7 @@ class TokensData:
         file = Path(os.path.expanduser(path))
         description = read_description(file)
         tokens = open_tokens(file, count=description["count"])
-        cut = round(len(tokens) * (1 - validation_share))
+        cut, _ = parts_of(len(tokens), validation_share)
         self.vocab_size = description["vocab_size"]
         self.sequence_length = sequence_length
         self.sample_shape = (sequence_length,)
@@ -79,6 +79,12 @@ class TokensData:
             return
         self.train = Windows(tokens[:cut], sequence_length, self.vocab_size, "training")
         self.validation = Windows(tokens[cut:], sequence_length, self.vocab_size, "validation")
+
+
+def parts_of(count: int, validation_share: float) -> tuple[int, int]:
+    """How many of the `count` tokens are trained on, and how many are held out."""
+    cut = round(count * (1 - validation_share))
+    return cut, count - cut
 
 
 def digest_of_tokenizer(content: bytes) -> str:
@@ -116,7 +122,18 @@ def read_description(tokens_file: Path) -> Description:
             raise ValueError(f"{json_file}: {key} = {value!r} must be a whole number above 0. {MAKE_IT}")
     if not isinstance(description["tokenizer"], str):
         raise ValueError(f"{json_file}: tokenizer = {description['tokenizer']!r} must be a name. {MAKE_IT}")
+    size, least = os.stat(tokens_file).st_size, token_bytes(fields["vocab_size"]) * fields["count"]
+    if size < least:
+        raise ValueError(
+            f"{tokens_file} has {size:,} bytes, and its {fields['count']:,} tokens need {least:,}: it is a "
+            f"copy that was cut short. {MAKE_IT}"
+        )
     return description
+
+
+def token_bytes(vocab_size: int) -> int:
+    """The size of one stored token id."""
+    return 2 if vocab_size <= 1 << 16 else 4
 
 
 def open_tokens(file: Path, *, count: int) -> NDArray[Any]:

@@ -17,6 +17,8 @@ import pytest
 from hpc_parallel.__main__ import main as command
 from hpc_parallel.commands import encode_text, tokenize
 from hpc_parallel.data.tokens import TokensData, read_description
+from hpc_parallel.problems import ConfigError
+from tests.composed import prepared
 from tests.security.disk import small_disk
 
 TEXT = "the quick brown fox jumps over the lazy dog; été, 東京, \U0001f40d\n" * 40
@@ -275,6 +277,21 @@ def test_the_end_of_the_tokens_is_held_out(tmp_path: Path) -> None:
     assert TokensData(path=store(tmp_path, tokens), sequence_length=10).digest != data.digest
 
 
+def test_a_start_sees_tokens_that_a_job_could_not_use(tmp_path: Path) -> None:
+    """Of 1,000 tokens 50 are held out: 49 and one more, as the class in the job says."""
+    path = store(tmp_path, np.zeros(1000, dtype=np.uint16))
+    words = ("launcher=local", "data=tokens", f"data.path={path}", "model.vocab_size=500")
+    TokensData(path=path, sequence_length=49)
+    assert prepared(*words, "data.sequence_length=49").config.data["sequence_length"] == 49
+    with pytest.raises(ValueError, match="validation part has 50"):
+        TokensData(path=path, sequence_length=50)
+    with pytest.raises(ConfigError, match=r"validation has 50\. Try data\.sequence_length=49\."):
+        prepared(*words, "data.sequence_length=50")
+    os.truncate(path, 1500)  # as by a copy that was ended
+    with pytest.raises(ConfigError, match=r"t\.npy has 1,500 bytes, and its 1,000 tokens need 2,000"):
+        prepared(*words, "data.sequence_length=49")
+
+
 def test_ids_beyond_uint16_fit(tmp_path: Path) -> None:
     path = store(tmp_path, np.arange(70_000, 71_000, dtype=np.uint32), vocab_size=128_256)
     inputs, _ = TokensData(path=path, sequence_length=10).train.batch(np.array([2]))
@@ -293,7 +310,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         TokensData(path=store(tmp_path, tokens), sequence_length=10_000)
     with pytest.raises(ValueError, match="1 dims of float32"):
         TokensData(path=store(tmp_path, tokens.astype(np.float32)))
-    (tmp_path / "t.npy").write_bytes(b"not an array")
+    (tmp_path / "t.npy").write_bytes(b"not an array" * 200)
     with pytest.raises(ValueError, match="can't be read as an array"):
         TokensData(path=str(tmp_path / "t.npy"))
     (tmp_path / "t.json").write_text("{}")

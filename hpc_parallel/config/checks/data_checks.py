@@ -75,11 +75,13 @@ def find_problems(config: RunConfig) -> Problems:
 
 
 def packing_problems(config: RunConfig) -> Problems:
-    """What `data.packing` needs of the data, and of our models (others: `strategies/packed_documents.py`)."""
+    """What `data.packing` needs of the data, and of our models (others: `strategies/packed_documents.py`); a
+    sample of tokens without it.
+    """
     data, model = config.data, class_path(config.model)
     target = class_path(data)
     if target == TokensDataConfig._target_:
-        yield from _separator(data)
+        yield from _of_tokens(data)
     elif target == DatasetDataConfig._target_ and data["packing"]:
         for key, legal in (("sequence_length", 1024), ("vocab_size", 50257)):
             if data[key] is None:
@@ -100,13 +102,21 @@ def packing_problems(config: RunConfig) -> Problems:
         yield Problem("model.balance", config.model["balance"], rule, (0.0,))
 
 
-def _separator(data: dict[str, Any]) -> Problems:
-    """The token that ends a document must be one of the vocabulary, and is needed for packing only."""
-    separator = data["separator"]
+def _of_tokens(data: dict[str, Any]) -> Problems:
+    """The token that ends a document must be one of the vocabulary, and is needed for packing only.
+
+    Without packing, a sample must fit the smaller part of the tokens.
+    """
+    separator, length = data["separator"], data["sequence_length"]
     try:
-        most = tokens.read_description(Path(os.path.expanduser(data["path"])))["vocab_size"] - 1
+        description = tokens.read_description(Path(os.path.expanduser(data["path"])))
     except (ValueError, OSError):  # find_problems reports it
         return
+    most = description["vocab_size"] - 1
+    least = min(tokens.parts_of(description["count"], data["validation_share"]))
+    if least <= length and not data["packing"]:
+        rule = f"needs {length + 1:,} tokens, and the smaller of training and validation has {least:,}"
+        yield Problem("data.sequence_length", length, rule, (least - 1,) if least > 1 else ())
     if not data["packing"]:
         if separator is not None:
             yield Problem("data.separator", separator, "is used with data.packing=true only", (None,))
