@@ -637,8 +637,13 @@ def test_a_sweep_starts_nothing_unless_all_its_runs_are_right(
     assert not (here / "runs").exists()
 
 
+def write_tokens(folder: Path) -> None:
+    (folder / "bare.json").write_text('{"vocab_size": 5000, "tokenizer": "x", "count": 40000}')
+    os.truncate(folder / "bare.npy", 80_128)
+
+
 def test_tokens_are_too_many_for_the_vocabulary(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "bare.json").write_text('{"vocab_size": 5000, "tokenizer": "x", "count": 10}')
+    write_tokens(here)
     told = refused(["data=tokens", "data.path=bare.npy"], capsys)
     assert "model.vocab_size = 256 is too small for the data" in told
     assert "Try model.vocab_size=5000." in told
@@ -648,7 +653,7 @@ def test_tokens_are_too_many_for_the_vocabulary(here: Path, capsys: pytest.Captu
 def test_prompts_for_other_tokens_are_ids(
     prompt: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "bare.json").write_text('{"vocab_size": 5000, "tokenizer": "x", "count": 10}')
+    write_tokens(here)
     words = ["data=tokens", "data.path=bare.npy", "model.vocab_size=5000", "task=generate", "launcher=script"]
     assert main([*words, "task.prompts=['4999 0']", "dry_run=true"]) == 0
     capsys.readouterr()
