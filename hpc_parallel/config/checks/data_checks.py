@@ -75,7 +75,7 @@ def find_problems(config: RunConfig) -> Problems:
 
 
 def packing_problems(config: RunConfig) -> Problems:
-    """What samples of tokens need of the data and of our models (others: `strategies/packed_documents.py`)."""
+    """What samples of tokens need of data, and of our models (others: `strategies/packed_documents.py`)."""
     data, model = config.data, class_path(config.model)
     target = class_path(data)
     if target == TokensDataConfig._target_:
