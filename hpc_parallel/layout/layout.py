@@ -132,9 +132,10 @@ def layout_of(strategy: StrategyConfig, *, devices: int) -> Layout:
 
 
 def legal_layout(strategy: StrategyConfig, *, devices: int) -> Layout | None:
-    """The layout of a strategy; None where the degrees are wrong, which `checks/layout_checks.py` reports."""
+    """The layout of a strategy; None where `checks/layout_checks.py` reports its degrees or a lone server."""
     try:
-        return layout_of(strategy, devices=devices)
+        layout = layout_of(strategy, devices=devices)
+        return layout if layout.data else None
     except (ValueError, ZeroDivisionError):
         return None
 

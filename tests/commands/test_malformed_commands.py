@@ -268,6 +268,7 @@ LAYOUTS = [
     wrong("strategy=context nodes=4 strategy.context=3", "strategy.context = 3", offers="strategy.context=4"),
     wrong("strategy=tensor nodes=2 model.vocab_size=257", "model.vocab_size = 257",
           offers="model.vocab_size=258"),
+    wrong("strategy=parameter_server training.weights=bfloat16", "leaves the server alone", "training.weights = "),
     wrong("strategy=tensor nodes=2 model.ffn_dim=345", "model.ffn_dim = 345", "columns",
           offers="model.ffn_dim=346"),
     wrong("strategy=dataparallel nodes=2 gpus_per_node=2", "nodes = 2", "one node", offers="nodes=1"),
