@@ -237,7 +237,7 @@ def is_awaited(problem: Problem | str, awaited: Container[Path]) -> bool:
     if isinstance(problem, str) or not isinstance(problem.value, str):
         return False
     path = absolute(problem.value)
-    return not path.exists() and path in awaited
+    return path in awaited and not os.path.exists(path)
 
 
 def _hardware(config: RunConfig, user_folder: Path | None, problems: list[Problem | str]) -> Hardware | None:

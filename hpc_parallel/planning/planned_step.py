@@ -75,7 +75,8 @@ def gradients_before_last(division: Division, holding: Holding, *, of_all: int) 
     last |= {HEAD} if division.layout.by_fully_shard else set()
     sizes = [(weight.part, math.prod(division.gradient_shape(weight, holding))) for weight in weights]
     left = sum(size for part, size in sizes if part in last)
-    return of_all - of_all * left // sum(size for _, size in sizes)
+    numbers = sum(size for _, size in sizes)  # 0: the others hold all rows
+    return of_all - of_all * left // max(numbers, 1)
 
 
 def _numbers(division: Division, holding: Holding, part: str) -> int:

@@ -23,6 +23,9 @@ from hpc_parallel.record.metrics_file import MetricsLine, last_line, read_metric
 from hpc_parallel.record.owner import Owner
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_read import (
+    LINES_BYTES,
+    MAX_LINES,
+    MIB,
     YAML_BYTES,
     DamagedError,
     is_real_folder,
@@ -32,6 +35,7 @@ from hpc_parallel.record.safe_read import (
     read_lines,
     read_text,
     read_yaml,
+    size_of,
 )
 from hpc_parallel.record.sweep_folder import MANIFEST, sweep_of
 from hpc_parallel.record.time_use import Interval, intervals, time_use, useful_share
@@ -169,8 +173,13 @@ class RecordedRun:
 
     @cached_property
     def logged(self) -> list[dict[str, Any]]:
-        """Every whole line of `metrics.jsonl`."""
-        return self._read(self.folder.metrics, read_metrics) or []
+        """Every whole line of `metrics.jsonl`; of a file that is too long, the last ones (see `damaged`)."""
+        path = self.folder.metrics
+        lines = self._read(path, read_metrics) or []
+        if lines and (size_of(path) > LINES_BYTES or len(lines) >= MAX_LINES):
+            limit = f"it has more than {LINES_BYTES // MIB} MiB or {MAX_LINES:,} lines"
+            self._damage[path.name] = f"lines before step {lines[0]['step']}, because {limit}"
+        return lines
 
     @cached_property
     def last_metrics(self) -> dict[str, Any] | None:

@@ -179,7 +179,7 @@ def collecting(every: int | None) -> Iterator[Callable[[int], object]]:
     gc.collect()
     gc.disable()
     try:
-        # Generation 1: the objects of the last steps. The oldest generation is large and changes little.
-        yield lambda step: None if step % every else gc.collect(1)
+        # Mostly generation 1, the objects of the last steps: the oldest one is large and changes little.
+        yield lambda step: None if step % every else gc.collect(1 if step % (20 * every) else 2)
     finally:
         gc.enable()

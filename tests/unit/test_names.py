@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
 import pytest
 
 from hpc_parallel.launch import slurm_launcher
+from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.record import owner
 from hpc_parallel.record.find import NoRunError, find_all, find_run
 from hpc_parallel.record.names import command_on
@@ -53,6 +55,24 @@ def test_a_sweep_is_named_wherever_it_lies(place: str, here: Path) -> None:
     write_sweep(folder, Sweep(("-m",), "2026-11-22T01:00:00+00:00", None, runs, ()))
     (named,) = find_all([shlex.split(command_on(folder, "cancel"))[4]])
     assert (named.path, [each.path for each in named.runs]) == (folder, [run, gone])
+
+
+@pytest.mark.parametrize(
+    ("key", "longest", "too_long"),
+    [("name", "a" * 100, "a" * 300), ("name", "運" * 85, "運" * 86), ("run_dir", "a" * 255, "a" * 256),
+     ("run_dir", "/tmp" + "/aaa" * 949, "/tmp" + "/aaa" * 949 + "b")],
+    ids=["the rule", "three bytes", "a part", "a path"],
+)  # fmt: skip
+def test_names_that_linux_can_not_hold_are_refused(key: str, longest: str, too_long: str) -> None:
+    assert max(map(len, longest.encode().split(b"/"))) <= os.pathconf("/", "PC_NAME_MAX") == 255
+    words = ("launcher=local", "launcher.snapshot=false")
+    prepared(f"{key}='{longest}'", *words)
+    with pytest.raises(ConfigError) as raised:
+        prepared(f"{key}='{too_long}'", *words)
+    (problem,) = raised.value.problems
+    assert isinstance(problem, Problem)
+    assert (problem.key, problem.value) == (key, too_long)
+    prepared(f"{key}='{problem.legal[0]}'", *words)
 
 
 def test_a_submission_prints_these_lines(

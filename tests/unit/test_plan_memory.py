@@ -131,6 +131,16 @@ def test_fully_shard_gathers_blocks_and_ends() -> None:
     ]  # fmt: skip
 
 
+def test_devices_without_a_row_of_any_weight_hold_nothing() -> None:
+    """The longest weight has 344 rows: each of the first devices has a row, and the last ones have none."""
+    block, ends = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 344 + 2 * 128, 256 * 128 + 128
+    found = planned("strategy=fsdp", "nodes=100", "gpus_per_node=4", "training.global_batch_size=400", *SMALL)
+    held = [device.kinds["parameters"] for device in found.devices]
+    assert sum(held) == 4 * (4 * block + ends)
+    assert held[343:] == [4 * 4 * 2 * 128, *[0] * 56]
+    assert found.devices[-1].kinds["gradients"] == 0
+
+
 def test_a_compiled_model_is_cast_once_too() -> None:
     words = ("strategy=data", "nodes=2", *SMALL, "training.precision=bfloat16")
     cast, compiled = (

@@ -151,3 +151,15 @@ def test_runs_of_a_sweep(tmp_path: Path) -> None:
     assert [run.path for run in find_runs(tmp_path)] == [first.path, second.path]  # each once
     (sweep / MANIFEST).write_text("{")
     assert find_runs(sweep) == []
+
+
+def test_lines_that_are_too_many_to_read_are_announced(tmp_path: Path) -> None:
+    run = read_run(tmp_path)
+    text = "x" * 2**20
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {n}, "x": "{text}"}}\n' for n in range(1, 41))
+    )
+    steps = [line["step"] for line in run.logged]
+    assert steps == list(range(10, 41))  # 31 lines of a little more than 1 MiB are in the last 32 MiB
+    assert "before step 10," in run.damaged["metrics.jsonl"]
+    assert "32 MiB" in run.damaged["metrics.jsonl"]

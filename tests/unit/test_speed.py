@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,22 @@ def test_garbage_is_collected_on_fixed_steps(monkeypatch: pytest.MonkeyPatch) ->
         assert gc.isenabled()
         collect(3)
     assert len(generations) == 3
+
+
+def test_garbage_that_was_alive_in_a_collection_goes_too() -> None:
+    class Kept: ...
+
+    kept = Kept()
+    kept.itself = kept  # type: ignore[attr-defined]
+    alive = weakref.ref(kept)
+    with collecting(1) as collect:
+        collect(1)
+        del kept
+        for step in range(2, 20):
+            collect(step)
+        assert alive() is not None
+        collect(20)
+        assert alive() is None
 
 
 def test_the_collector_is_on_again_after_an_error() -> None:

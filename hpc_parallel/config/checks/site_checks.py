@@ -19,7 +19,11 @@ from hpc_parallel.record.run_folder import is_run_folder, unreadable
 from hpc_parallel.record.safe_read import DamagedError, list_folder, read_text
 from hpc_parallel.slurm.short_forms import minutes_of
 
-PATH_RULE = "must be a printable path without % or backslash (Slurm's patterns) or colon (ends a path)"
+MOST_BYTES = 3800  # of a run folder's path: Linux allows 4,095, with the files inside
+PATH_RULE = (
+    "must be a printable path without % or backslash (Slurm's patterns) or colon (ends a path), of at most "
+    f"{MOST_BYTES:,} bytes, and 255 in each name"
+)
 MOST_FEWER = 64  # than `nodes`: each number of nodes is checked as a run of its own
 # Flags of sbatch that the launchers set, with their configuration key (None: there is no key).
 LAUNCHER_FLAGS = {
@@ -47,9 +51,12 @@ def _names(config: RunConfig) -> Problems:
     """Names that become part of a path or of a line of shell code."""
     name, current = config.name, Path.cwd()
     if name[:1] in ("", ".") or not is_path(name) or "/" in name or len(name) > 100:
-        suggestion = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100] or "run"
+        suggestion = (
+            re.sub(r"[^\w.-]+", "-", name).strip("-.").encode()[:100].decode(errors="ignore") or "run"
+        )
         rule = (
-            "can't name a folder: use up to 100 printable characters without / \\ : and % (Slurm's patterns)"
+            "can't name a folder: use up to 100 printable characters (255 bytes in UTF-8) "
+            "without / \\ : and % (Slurm's patterns)"
         )
         if name[:1] == "." and name.strip("."):
             rule = "would name a hidden folder, which status does not list"
@@ -76,8 +83,11 @@ def _names(config: RunConfig) -> Problems:
 
 
 def is_path(text: str) -> bool:
-    """Whether Slurm and PYTHONPATH take the text literally, and it fits in one line of a script."""
-    return text.isprintable() and not set(text) & set("%\\:")
+    """Whether Slurm and PYTHONPATH take the text literally, and Linux and a line of a script can hold it."""
+    if not text.isprintable() or set(text) & set("%\\:"):
+        return False
+    path = os.fsencode(text)
+    return len(path) <= MOST_BYTES and max(map(len, path.split(b"/"))) <= 255
 
 
 def _free(folder: str) -> Path | None:
