@@ -47,11 +47,12 @@ Problems = Iterator[Problem | str]
 
 
 class ConfigError(ValueError):
-    """Raised for a configuration that can't run; `problems` lists all problems."""
+    """Raised for a configuration that can't run; `problems` lists all problems, each once."""
 
     def __init__(self, problems: Sequence[Problem | str]) -> None:
-        self.problems = list(problems)
-        super().__init__("\n".join(map(str, problems)))
+        # By its text: a problem whose value is a list has no hash.
+        self.problems = list({str(problem): problem for problem in problems}.values())
+        super().__init__("\n".join(map(str, self.problems)))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem | str]]]:
         return type(self), (self.problems,)  # pickle the problems, not the text

@@ -1,6 +1,7 @@
 """`python -m hpc_parallel export RUN`: the weights of a run's checkpoint as one safetensors file.
 
 Exports the weights and running statistics of the newest sound checkpoint, or of `--step`, by full name.
+`--step best` is the checkpoint that the callback KeepBest has kept.
 Exit codes: 0 done, 1 the file can't be written, 2 what was asked for is wrong or damaged.
 """
 
@@ -13,9 +14,10 @@ from pathlib import Path
 
 from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.problems import ConfigError, Problem, as_override, raise_if_any, tried
-from hpc_parallel.record.checkpoint_index import Checkpoint, complete, skipped
+from hpc_parallel.record.checkpoint_index import OF_BEST, Checkpoint, best_step, complete, skipped
 from hpc_parallel.record.find import path_of
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
+from hpc_parallel.record.safe_read import DamagedError
 from hpc_parallel.record.trust import UntrustedError, require_private
 from hpc_parallel.shell import command_parser, output_problems
 from hpc_parallel.terminal import say, warn
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) ->
         from hpc_parallel.training.export_weights import write  # the import of torch is slow
 
         size = write(checkpoint, output, library_names=options.library_names)
-    except UntrustedError as error:
+    except (UntrustedError, DamagedError) as error:
         raise ConfigError([str(error)]) from error
     except OSError as error:
         warn(f"{options.output or options.run} can't be written: {error.strerror or error}.")
@@ -50,14 +52,16 @@ def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) ->
     return DONE
 
 
-def find(folder: RunFolder, *, step: int | None, reads: bool = True) -> Checkpoint:
+def find(folder: RunFolder, *, step: int | str | None, reads: bool = True) -> Checkpoint:
     """The checkpoint of `step`, or the newest that is not damaged. Warn of the damaged ones that are skipped.
+
+    step: a number, or OF_BEST, which is never replaced by another checkpoint.
 
     Refuse a folder that other users can write to, because the index of a checkpoint is a pickle.
 
     reads: whether to read all files, which takes long, to see if they are damaged.
 
-    Raises ConfigError, UntrustedError.
+    Raises ConfigError, UntrustedError, DamagedError.
     """
     if refusal := unreadable(folder.path):
         raise ConfigError([refusal])
@@ -70,6 +74,9 @@ def find(folder: RunFolder, *, step: int | None, reads: bool = True) -> Checkpoi
     if not checkpoints:
         raise ConfigError([f"{folder.path} has no checkpoint (training.checkpoint_every)."])
     steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints)
+    if isinstance(step, str) and (step := best_step(folder.checkpoints)) is None:
+        rule = "records no best checkpoint (the callback KeepBest)"
+        raise ConfigError([f"{folder.path} {rule}. It has: {steps}."])
     if step is not None and all(checkpoint.step != step for checkpoint in checkpoints):
         raise ConfigError([f"{folder.path} has no checkpoint of step {step}. It has: {steps}."])
     damaged: list[str] = []
@@ -93,10 +100,20 @@ def _output_problems(output: Path, awaited: Container[Path]) -> Iterator[str]:
         yield f"{output} exists already, and a job may be reading it. Try another --output."
 
 
+def _step(text: str) -> int | str:
+    if text == OF_BEST or text.isdecimal():
+        return text if text == OF_BEST else int(text)
+    raise argparse.ArgumentTypeError(f"{text} is no step. Try a number, or {OF_BEST}")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("export", __doc__)
     parser.add_argument("run", help="a run folder, a run id, a job id or a part of a name")
-    parser.add_argument("--step", type=int, help="of which checkpoint (default: the newest that is sound)")
+    parser.add_argument(
+        "--step",
+        type=_step,
+        help="of which checkpoint: a number, or `best` (default: the newest that is sound)",
+    )
     parser.add_argument("--output", type=Path, help="the file (default: RUN/step-<n>.safetensors)")
     parser.add_argument(
         "--library-names", action="store_true", help="use the names of the model's own code or library"

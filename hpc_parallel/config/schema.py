@@ -221,7 +221,7 @@ class SweepConfig:
     runs_per_gpu: int = key(1, count())  # Packed runs of one GPU that share it and its CPUs.
     wait: bool = False  # Follow all runs until they end, and exit with their outcome.
     resume: str | None = None  # A sweep folder: start only the runs that are missing or failed.
-    # The figure of `summary.json` that another sweeper optimises; a list names several figures.
+    # What another sweeper optimises: a figure of `summary.json` or `validation_<name>`; a list names several.
     objective: Any = "final_loss"
     # `median` ends a training whose best loss is worse than the median of the other runs' at the same step
     # ([Sweep](sweep.md#end-runs-that-are-behind)).

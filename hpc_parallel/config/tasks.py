@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from hpc_parallel.config.task_schema import (
 )
 from hpc_parallel.data.codec import encode, reads_bytes
 from hpc_parallel.layout.layout import layout_of
+from hpc_parallel.layout.model_data_schema import ConvNetConfig, SegmenterConfig, UNetConfig
 from hpc_parallel.problems import Problem, Problems, nearest
+from hpc_parallel.record.metrics_file import VALIDATION
 
 # Numbers of `summary.json` that `sweep.objective` may name; the measured steps of a training give _WATCHED.
 _WATCHED = ("exposed_communication_share", "bubble_share", "traffic_bytes", "busiest_rank_traffic_bytes")
@@ -31,6 +34,7 @@ FIGURES = {
     "generate": ("tokens_per_s", "step_time_s", "prompt_time_s", "peak_memory_bytes"),
 }
 
+_OF_IMAGES = [schema._target_ for schema in (ConvNetConfig, SegmenterConfig, UNetConfig)]
 LEAST_OTHERS = 3  # runs that must have reached a step before `sweep.prune` compares with them
 # Settings that decide whether losses at the same step can be compared.
 OF_LOSSES = (
@@ -45,23 +49,38 @@ def objectives(value: Any) -> list[str]:
     return list(map(str, value)) if several else [str(value)]
 
 
+def figures_of(config: RunConfig) -> tuple[tuple[str, ...], bool]:
+    """The figures that the run will have, and whether it may have `validation_<name>` of any other name."""
+    task, script = config.task.name, config.script
+    if task == TASK:
+        may_log = not script.file or may_mention(Path(script.file), LOGS)
+        groups = ["loss"] * may_log + re.findall(rf"\(\?P<(loss|{VALIDATION}\w+)>", script.metrics or "")
+        return tuple("final_loss" if name == "loss" else name for name in dict.fromkeys(groups)), may_log
+    figures, model = FIGURES.get(task, _TRAINED), str(config.model["_target_"])
+    if "validation_loss" not in figures:
+        return figures, False
+    return (*figures, *["validation_accuracy"] * (model in _OF_IMAGES)), not model.startswith("hpc_parallel.")
+
+
 def objective_problems(config: RunConfig) -> Problems:
     """Find objectives of the sweep that the run will not have."""
     task, training = config.task.name, config.training
-    figures = FIGURES.get(task, _TRAINED)
+    figures, has_others = figures_of(config)
     requested = objectives(config.sweep.objective)
-    for name in requested or [""]:
-        if name not in figures:
-            near = nearest(name, figures) or figures[:1]
-            rule = f"is not a figure of task={task}, which has {', '.join(figures) or 'none'}"
-            yield Problem("sweep.objective", name, rule, tuple(near))
-    script = config.script
-    if task == TASK and not script.metrics and script.file and not may_mention(Path(script.file), LOGS):
+    if task == TASK and not config.script.metrics and not has_others:
         yield "sweep.objective needs a loss: set script.metrics, or call job_context.log in the script."
-    if figures is not _TRAINED:
         return
-    if "validation_loss" in requested and training.validate_every is None:
-        rule = "leaves no validation_loss for sweep.objective"
+    others = f", and {VALIDATION}<name> for each of its own metrics" * has_others
+    for name in requested or [""]:
+        if name not in figures and not (has_others and name.startswith(VALIDATION)):
+            near = nearest(name, figures) or figures[:1]
+            rule = f"is not a figure of task={task}, which has {', '.join(figures) or 'none'}{others}"
+            yield Problem("sweep.objective", name, rule, tuple(near))
+    if task in FIGURES:
+        return
+    validated = [name for name in requested if name.startswith(VALIDATION)]
+    if validated and training.validate_every is None:
+        rule = f"leaves no {validated[0]} for sweep.objective"
         yield Problem("training.validate_every", None, rule, (100,))
     if training.measure_steps == 0 and (watched := [name for name in requested if name in _WATCHED]):
         yield Problem("training.measure_steps", 0, f"leaves no {watched[0]} for sweep.objective", (2,))

@@ -331,8 +331,10 @@ def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:
         line = str(summary.ended_early)
     notify.tell(folder, f"{event}: {line}", about=notify.ENDED, waits=decision.action not in restart.IN_JOB)
     ended = Failure.read(folder)
-    if ended is not None and ended.kind == failure.CONFIGURATION and _is_first(folder):
-        folder.take_line_back()  # the next `resume=` goes on from a line that worked
+    is_refused = ended is not None and ended.kind == failure.CONFIGURATION and _is_first(folder)
+    if is_refused and folder.take_line_back():  # the next `resume=` goes on from a line that worked
+        rule = "the run had completed, and its training is unchanged"
+        _add_to_line(folder, f"{rule}: {as_override('resume', folder.path)} records that again")
 
 
 def _is_first(folder: RunFolder) -> bool:

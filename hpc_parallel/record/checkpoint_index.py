@@ -41,6 +41,7 @@ from hpc_parallel.record.values import integer, table, text
 
 MANIFEST, MARKER, CHECKSUM = "manifest.json", "complete", "xxh3_128"
 BEST = "best.json"
+OF_BEST = "best"  # names the best checkpoint where a step is asked for
 _DAMAGED = "damaged-step-"
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _DAMAGED_NAME = re.compile(rf"{_DAMAGED}([0-9]{{1,18}})")

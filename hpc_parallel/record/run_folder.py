@@ -172,8 +172,10 @@ class RunFolder:
             if (kept := _numbered(path, number)).exists():
                 kept.replace(path)
 
-    def take_line_back(self) -> None:
+    def take_line_back(self) -> bool:
         """Take again the configuration and the record of the start before; the kept source stays.
+
+        Returns whether that start had completed.
 
         Without effect if this folder has had one start, or if a file can't be read or written.
         """
@@ -184,6 +186,8 @@ class RunFolder:
             now = read_json(self.environment) or {}
             write_text(self.config, config)
             write_json(self.environment, earlier | {key: now[key] for key in _SOURCE if key in now})
+            return bool((read_json(_numbered(self.summary, number)) or {}).get("outcome") == "completed")
+        return False
 
     def begin_anew(self) -> None:
         """Remove the records of how an earlier start ended."""

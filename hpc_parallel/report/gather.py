@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.script import KINDS
 from hpc_parallel.config.script import TASK as SCRIPT
 from hpc_parallel.failure.run_state import states
 from hpc_parallel.failure.summary import (
@@ -40,7 +40,7 @@ from hpc_parallel.record.task_files import RankTimeline, StepTimeline
 from hpc_parallel.record.time_use import time_of
 from hpc_parallel.record.values import flatten, table, without
 from hpc_parallel.report.figures import Spread, fullest, is_count, number, throughput_spread
-from hpc_parallel.report.labels import RUN_KEYS, Label, labels_of
+from hpc_parallel.report.labels import RUN_KEYS, Label, defaults, labels_of
 
 COMPLETED = "completed"
 SPEEDS = ("samples_per_s", "step_time_s")  # figures with a spread
@@ -155,7 +155,13 @@ class Row:
     def workload(self) -> tuple[str, ...]:
         """What the run computes: figures of the same workload are comparable."""
         sections = (self.config.get(key) for key in ("task", "model", "data"))
-        return tuple(repr(flatten(part) if isinstance(part, dict) else part) for part in sections)
+        parts = (*sections, self.program)
+        return tuple(repr(flatten(part) if isinstance(part, dict) else part) for part in parts)
+
+    @property
+    def program(self) -> dict[str, Any]:
+        """The user's own script, without its arguments; all null for another task."""
+        return {kind: self.section("script").get(kind) for kind in KINDS}
 
     def is_alike(self, other: Row) -> bool:
         """Whether two strategies resulted in the same degrees of all axes and the same options."""
@@ -202,6 +208,7 @@ class Row:
         """
         return {
             **{key: self.config.get(key) for key in ("task", "model", "data")},
+            "script": self.program,
             "training": without(self.section("training"), (*SPEEDLESS, *SAME_RESULT)),
             "optimizer": without(self.section("optimizer"), optimizer_without),
         }
@@ -232,15 +239,10 @@ def identity(config: Mapping[Any, Any]) -> str:
 
     It omits defaults, because a run that is older than a key lacks it.
     """
-    values, defaults = flatten(config), _defaults()
+    values, usual = flatten(config), defaults()
     return repr(sorted(
-        (key, repr(value)) for key, value in values.items() if key not in defaults or defaults[key] != value
+        (key, repr(value)) for key, value in values.items() if key not in usual or usual[key] != value
     ))  # fmt: skip
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    return flatten(asdict(RunConfig()))
 
 
 def gather(folders: Sequence[Path]) -> Gathered:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import product
 from typing import Any
 
+from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.script import KINDS
 from hpc_parallel.failure.summary import SPEEDLESS
 from hpc_parallel.layout.axes import AXES
 from hpc_parallel.problems import printable, spell
@@ -16,6 +19,7 @@ from hpc_parallel.record.values import flatten
 
 # Keys that may differ between runs of one command although the runs compute the same.
 RUN_KEYS = ("name", "run_dir", "resume", "dry_run", "launcher", "sweep", "nodes", "gpus_per_node", "jobs")
+PROGRAM = tuple(f"script.{kind}" for kind in KINDS)
 CLASS = "._target_"
 STRATEGY = ("name", "execution", *AXES)
 ROOM = 48  # characters of a label in a legend
@@ -72,6 +76,14 @@ def _equal(labels: Sequence[Label], suffixes: Sequence[str]) -> list[int]:
 def _differences(runs: Sequence[RecordedRun]) -> list[Sequence[str]]:
     """The options in which each run differs from most runs of its strategy and of the section's class."""
     run_options = [_options_of(run) for run in runs]
+    places = {
+        (run.strategy, _class_of(key, options), key)
+        for run, options in zip(runs, run_options, strict=True)
+        for key in options
+    }
+    for (run, options), (strategy, of_class, key) in product(zip(runs, run_options, strict=True), places):
+        if run.strategy == strategy and key not in options and _class_of(key, options) == of_class:
+            options[key] = defaults().get(key)  # only other runs have it
     counts: dict[tuple[str | None, ...], Counter[str]] = defaultdict(Counter)
     for run, options in zip(runs, run_options, strict=True):
         for key, value in options.items():
@@ -120,6 +132,12 @@ def _options_of(run: RecordedRun) -> dict[str, Any]:
     return {key: value for key, value in flatten(config).items() if key not in excluded}
 
 
+@cache
+def defaults() -> dict[str, Any]:
+    """The values of the keys that have one in every run; a run that is older than a key lacks it."""
+    return flatten(asdict(RunConfig()))
+
+
 def titles_of_work(runs: Sequence[RecordedRun], *, with_batch: bool = True) -> list[str]:
     """What differs between runs of different work: `task=infer`, `layers=12, width=768`.
 
@@ -130,6 +148,7 @@ def titles_of_work(runs: Sequence[RecordedRun], *, with_batch: bool = True) -> l
             key: value
             for key, value in flatten(run.config or {}).items()
             if key.partition(".")[0] in ("task", "model", "data")
+            or key in PROGRAM
             or (with_batch and key == "training.global_batch_size")
         }
         for run in runs

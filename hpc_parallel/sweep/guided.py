@@ -25,7 +25,7 @@ from hpc_parallel.config.diagnose import diagnose, try_each
 from hpc_parallel.config.hydra_internals import composing, current_loader, load
 from hpc_parallel.config.resolve import UnresolvedError, resolve
 from hpc_parallel.config.schema import RunConfig, SweepConfig, register
-from hpc_parallel.config.tasks import OF_LOSSES, objective_problems, objectives
+from hpc_parallel.config.tasks import OF_LOSSES, figures_of, objective_problems, objectives
 from hpc_parallel.exit_codes import DONE, FAILED, REFUSED
 from hpc_parallel.launch.launcher import launcher_of
 from hpc_parallel.launch.prepare import PreparedRun, prepare
@@ -182,8 +182,7 @@ def guide(
         others = diagnose(
             words, config_dir=config_dir, config_name=config_name, extra_dir=extra_dir, sweep=True
         )
-        unique = {str(problem): problem for problem in [*problems, *others]}
-        raise ConfigError(in_order(list(unique.values()), words))
+        raise ConfigError(in_order([*problems, *others], words))
     open_folder(scope.folder)
     started = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
     write_sweep(scope.folder, Sweep(tuple(command), started, None, (), ()))
@@ -233,6 +232,9 @@ def _check(
     with suppress(UnresolvedError):  # the sweeper may provide what is missing
         config = resolve(composer.compose(first)).config
         problems += _problems(config, words=words, scope=scope, earlier=earlier)
+        unchecked = [] if problems else [name for name in names if name not in figures_of(config)[0]]
+        rule = "can't be checked before the first run ends: it is a metric of your own"
+        complain(f"sweep.objective={name} {rule}" for name in unchecked)
     return scope, problems
 
 
@@ -327,7 +329,7 @@ def _report_nothing(folder: Path, skipped: Sequence[SkippedRun], stopped: Except
     reasons: list[Problem | str] = [problem for run in skipped for problem in run.problems]
     if stopped is not None and not reasons:
         reasons = [_line(stopped)]
-    raise ConfigError(list(dict.fromkeys(reasons)) or ["the sweeper started no run"])
+    raise ConfigError(reasons or ["the sweeper started no run"])
 
 
 def _line(error: Exception) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from hpc_parallel.config.checks.training_checks import CALLBACKS, KEEP_BEST
 from hpc_parallel.config.command_line import CommandLine
 from hpc_parallel.config.compose import compose_run
 from hpc_parallel.config.script import PLACEHOLDERS, TASK, absolute
@@ -27,6 +28,7 @@ from hpc_parallel.failure.run_state import states
 from hpc_parallel.launch.checked_run import prepared, reporting_all_problems
 from hpc_parallel.launch.prepare import PreparedRun, is_awaited
 from hpc_parallel.problems import ConfigError, Problem, hydra_value, raise_if_any
+from hpc_parallel.record.checkpoint_index import OF_BEST
 from hpc_parallel.record.endings import COMPLETED
 from hpc_parallel.record.names import RUNS, command_on, from_here, label
 from hpc_parallel.record.recorded import RecordedRun, read_run
@@ -240,16 +242,25 @@ class _Planner:
     def _require_checkpoints(self) -> None:
         """A training that saves nothing leaves nothing to a stage that starts from its weights."""
         main = next((planned.run.config for planned in self.planned if planned.name == MAIN), None)
-        if main is None or main.task.name != "train" or main.training.checkpoint_every is not None:
+        if main is None or main.task.name != "train":
             return
         folder = str(self._folders[MAIN])
+        words = {planned.name: planned.run.config.script.words for planned in self.planned}
         users = [
             planned.name for planned in self.planned
-            if planned.run.config.weights == folder or planned.run.config.script.words[:1] == ["export"]
+            if planned.run.config.weights == folder
+            or (words[planned.name][:1] == ["export"] and folder in words[planned.name])
         ]  # fmt: skip
-        if users:
+        if users and main.training.checkpoint_every is None:
             rule = f"leaves no checkpoint for {' and '.join(users)}"
             self.problems.append(Problem("training.checkpoint_every", None, rule, (500,)))
+        of_best = [name for name in users if {OF_BEST, f"--step={OF_BEST}"} & {*words[name]}]
+        callbacks = main.training.callbacks
+        classes = [str(callback["_target_"]) for callback in callbacks]
+        if of_best and all(name != KEEP_BEST and name.startswith(CALLBACKS) for name in classes):
+            rule = f"leaves no best checkpoint for {' and '.join(of_best)}"
+            near = [*callbacks, {"_target_": KEEP_BEST}]
+            self.problems.append(Problem("training.callbacks", callbacks, rule, (near,)))
 
     def _stage_problems(self) -> Iterator[Problem | str]:
         """Yields what is wrong with each stage, but not again what it has from the words of the run."""
@@ -276,7 +287,7 @@ class _Planner:
             if launcher.kind == "slurm" and launcher.resubmit and planned.name in followed:
                 rule = "gives the run a new job, which later stages would not wait for"
                 self.problems.append(Problem("launcher.resubmit", True, rule, (False,)))
-        raise_if_any(dict.fromkeys(self.problems))
+        raise_if_any(self.problems)
 
 
 def _prepared(line: CommandLine, *, folders: Mapping[str, Path], awaited: Container[Path]) -> PreparedRun:

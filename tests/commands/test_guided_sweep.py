@@ -56,6 +56,7 @@ class StandIn:
             "ended_early": "pruned at step 4" if run.config.seed == 55 else None,
             "final_loss": run.config.optimizer.learning_rate,
             "samples_per_s": 100 * run.config.seed,
+            **({"validation_top3": 0.75} if run.config.model["_target_"] == "own_digits.Digits" else {}),
         }
         write_json(run.folder.summary, summary)
         if failed:
@@ -135,6 +136,51 @@ def test_a_failed_run_is_the_sweepers_to_deal_with(here: Path, capsys: pytest.Ca
 def test_a_run_without_the_figure_failed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", "seed=1,2", "sweep.objective=bubble_share", CALLED, *HERE]) == 1
     assert "completed without bubble_share" in capsys.readouterr().err
+
+
+def own_model(*words: str) -> list[str]:
+    """Words of a training of `Digits` of docs/training.md, which has metrics of its own."""
+    return ["model=convnet", "data=digits", "model._target_=own_digits.Digits", *words]
+
+
+def test_a_metric_of_the_users_model_is_announced_and_returned(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "own_digits.py").write_text("from hpc_parallel.models.convnet import ConvNet as Digits\n")
+    words = own_model("seed=1,55", "sweep.objective=[validation_top3,final_loss]")
+    assert main(["-m", *words, CALLED, *HERE]) == 0
+    assert [done.return_value for done in NOTED] == [[0.75, 0.003], [0.75, 0.003]]
+    announced = "sweep.objective=validation_top3 can't be checked before the first run ends"
+    assert capsys.readouterr().err.count(announced) == 1
+    assert main(["-m", *words, "sweep.objective=validation_top5", CALLED, *HERE, "hydra.sweep.dir=b"]) == 1
+    assert "completed without validation_top5 " in capsys.readouterr().err
+
+
+def test_metrics_are_refused_where_no_run_can_have_them(tmp_path: Path) -> None:
+    def told(*words: str) -> list[str]:
+        return list(map(str, objective_problems(prepared(*words).config)))
+
+    images = ("model=convnet", "data=digits", "training.global_batch_size=16")
+    assert told(*images, "sweep.objective=validation_accuracy") == []
+    assert told("task=infer", *images, "sweep.objective=validation_accuracy") == []
+    (wrong,) = told(*images, "sweep.objective=validation_acuracy")
+    assert wrong.endswith("Try sweep.objective=validation_accuracy.")
+    (wrong,) = told("sweep.objective=validation_accuracy")  # a language model of ours
+    assert wrong.endswith("busiest_rank_traffic_bytes. Try sweep.objective=validation_loss.")
+    assert told(*images, "sweep.objective=validation_accuracy", "training.validate_every=null") == [
+        "training.validate_every = null leaves no validation_accuracy for sweep.objective. "
+        "Try training.validate_every=100."
+    ]
+    script = tmp_path / "train.py"
+    script.write_text("print(1)\n")
+    words = ["task=script", f"script.file={script}", r"script.metrics='(?P<step>\d+) (?P<validation_f1>\S+)'"]
+    assert told(*words, "sweep.objective=validation_f1") == []
+    assert told(*words) == [
+        "sweep.objective = final_loss is not a figure of task=script, which has validation_f1. "
+        "Try sweep.objective=validation_f1."
+    ]
+    script.write_text("import job_context\n")  # it may log anything
+    assert told(*words, "sweep.objective=validation_f2") == []
 
 
 def test_an_impossible_run_is_reported_and_the_others_stay(

@@ -27,6 +27,7 @@ from hpc_parallel.report.gather import Gathered, Row, gather, timeline
 from hpc_parallel.report.labels import titles_of_work
 from hpc_parallel.report.measures import BACKED, CONTRADICTED, EVEN, NO_FIGURE, NO_VERDICT, OPEN, Runs
 from hpc_parallel.report.page import table
+from hpc_parallel.report.picture import kinds
 from hpc_parallel.report.tables import (
     COLUMNS,
     STRONG,
@@ -449,6 +450,36 @@ def test_a_label_names_the_settings_that_differ_between_runs(tmp_path: Path, new
         "pipeline 2 x 1, microbatches=4", "pipeline 2 x 1, microbatches=8", "single 1 x 1 (002)",
         "single 1 x 1 (003)", "single 1 x 1, model=ConvNet, data=DigitsData",
     ]  # fmt: skip
+
+
+def test_a_label_names_a_key_that_only_some_runs_have(tmp_path: Path, new: Callable[[], Path]) -> None:
+    """A key of the schema that an older run lacks has its default there, and is not named."""
+    for options in ({}, {"fused": True}, {}):
+        folder = ended(new(), "strategy=single")
+        config = folder.read_config()
+        config["optimizer"]["options"] = options
+        folder.config.write_text(yaml.safe_dump(config))
+    del config["training"]["clip_norm"], config["cluster"]["hang_timeout_s"]
+    folder.config.write_text(yaml.safe_dump(config))
+    assert [row.label for row in rows(tmp_path)] == [
+        "single 1 x 1 (000)", "single 1 x 1, fused=true", "single 1 x 1 (002)"
+    ]  # fmt: skip
+
+
+def test_figures_of_different_scripts_are_no_rivals(tmp_path: Path, new: Callable[[], Path]) -> None:
+    """Neither their losses nor their speeds: they have two panels, each with its own best."""
+    for file, rate, loss in (("a.py", 100.0, 3.0), ("b.py", 900.0, 0.5), ("a.py", 300.0, 2.0)):
+        folder = ended(new(), final_loss=loss, samples_per_s=rate)
+        config = folder.read_config()
+        config |= {"task": {"name": "script"}, "script": config["script"] | {"file": file}}
+        folder.config.write_text(yaml.safe_dump(config))
+    found = rows(tmp_path)
+    assert [kind.title for kind in kinds(found, most=9)] == ["file=a.py", "file=b.py"]
+    assert [[row.label for row in kind.rows] for kind in kinds(found, most=9)] == [
+        ["data 1 x 1 (000)", "data 1 x 1 (002)"], ["data 1 x 1, file=b.py"]
+    ]  # fmt: skip
+    assert compare(found).settings == 2
+    assert 1 not in best(tmp_path)["final_loss"] + best(tmp_path)["samples_per_s"]
 
 
 def test_classes_and_their_keys_are_both_named(tmp_path: Path, new: Callable[[], Path]) -> None:

@@ -26,6 +26,7 @@ from hpc_parallel.launch.run_files import write
 from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
 from hpc_parallel.record import attempts, owner
+from hpc_parallel.record.endings import Failure
 from hpc_parallel.record.provenance import read_environment
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
@@ -250,6 +251,7 @@ def test_a_start_that_the_job_refuses_leaves_the_line_of_the_run(started: RunFol
     (started.path.parent / "texts").mkdir()
     (started.path.parent / "texts" / "a.py").write_text("a text\n" * 1000)
     config, before = started.config.read_text(), resumed(["resume=run"])
+    write_json(started.summary, {"outcome": "completed"})
     words = resumed(["resume=run", "data.path=texts", "training.steps=900"])
     run = prepared(*words)
     write(run)
@@ -264,6 +266,12 @@ def test_a_start_that_the_job_refuses_leaves_the_line_of_the_run(started: RunFol
     assert [end.line for end in attempts.ends(started)] == [
         line
     ]  # the end is recorded, with the line that was refused
+    ended = Failure.read(started)
+    assert ended is not None
+    unchanged = (
+        f"; the run had completed, and its training is unchanged: resume={started.path} records that again"
+    )
+    assert ended.line == f"{line}{'' if begun else unchanged}"
     record = read_environment(started)
     assert [record.get("ranks"), record["import_path"]] == [refused["ranks"] if begun else None, ["code"]]
     started.owner.unlink()

@@ -325,6 +325,19 @@ def test_a_stage_that_needs_weights_needs_a_checkpoint() -> None:
     assert starting(planned("training.checkpoint_every=5")) == ORDER
 
 
+def test_an_export_of_the_best_checkpoint_needs_a_callback_that_keeps_it() -> None:
+    Path("corpus.txt").write_text("words")
+    then = FIVE | {"export": "export {run} --step best"}
+    stops = "{_target_:hpc_parallel.training.callbacks.EarlyStopping}"
+    keeps = "{_target_:hpc_parallel.training.callbacks.KeepBest}"
+    every = ("training.steps=4", "training.checkpoint_every=2", "training.validate_every=2")
+    (problem,) = refusal(*every, f"training.callbacks=[{stops}]", then=then)
+    assert "leaves no best checkpoint for export. Try " in problem
+    legal = problem.partition(" Try ")[2].rstrip(".").strip("'")
+    assert legal == f"training.callbacks=[{stops},{keeps}]"
+    assert starting(planned(*every, legal, then=then)) == ORDER
+
+
 def test_a_folder_of_a_later_stage_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"\{report\} is the folder of a stage that does not come before"):
         planned(then={"export": "export {report}", "report": None})

@@ -14,11 +14,10 @@ from safetensors.numpy import save_file
 
 from hpc_parallel.__main__ import main as command
 from hpc_parallel.problems import ConfigError
-from hpc_parallel.record.checkpoint_index import checksum, publish, unfinished_folder
+from hpc_parallel.record.checkpoint_index import checksum, keep_best, publish, unfinished_folder
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safetensors_header import read_header
-from hpc_parallel.training import load_weights
-from hpc_parallel.training.export_weights import library_name
+from hpc_parallel.training import export_weights, load_weights
 from tests.composed import composed, prepared
 
 MODEL = dict(composed("model=tiny").model)
@@ -185,6 +184,9 @@ def test_an_export_that_can_not_be(
     for words, said in {
         (str(tmp_path),): f"{tmp_path} is not a run folder (no config.yaml and rendezvous in it).",
         (str(run.path), "--step", "7"): f"{run.path} has no checkpoint of step 7. It has: 10, 5.",
+        (str(run.path), "--step", "best"): (
+            f"{run.path} records no best checkpoint (the callback KeepBest). It has: 10, 5."
+        ),
         (str(run.path), "--output", str(file)): (
             f"{file} exists already, and a job may be reading it. Try another --output."
         ),
@@ -214,6 +216,30 @@ def test_an_export_that_can_not_be(
     assert set(tmp_path.rglob("*")) <= before
 
 
+def test_the_best_checkpoint_is_exported_and_never_another(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[Path] = []
+    monkeypatch.setattr(
+        export_weights, "write", lambda checkpoint, output, **names: written.append(checkpoint.path) or 7
+    )
+    keep_best(run.checkpoints, step=5, loss=1.0)
+    for words in (["--step", "best"], ["--step=best"], []):
+        assert command(["export", str(run.path), *words]) == 0
+    assert [path.name for path in written] == ["step-5", "step-5", "step-10"]
+    assert f"{run.path / 'step-5.safetensors'}: the weights of step 5, 7 bytes." in capsys.readouterr().out
+    keep_best(run.checkpoints, step=10, loss=0.5)
+    (run.checkpoints / "step-10" / "part").write_bytes(b"letters")
+    assert command(["export", str(run.path), "--step", "best"]) == 2
+    assert capsys.readouterr().err.strip().endswith("(its checksum differs)). Try --step 5.")
+    (run.checkpoints / "best.json").write_text("{")
+    assert command(["export", str(run.path), "--step", "best"]) == 2
+    assert "best.json can't be read: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command(["export", str(run.path), "--step", "bests"])
+    assert "bests is no step. Try a number, or best" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("head", [0.0, 1e-3])
 def test_two_values_for_a_tied_weight_are_refused(
     head: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -236,7 +262,7 @@ def test_two_values_for_a_tied_weight_are_refused(
 
 def test_names_of_a_model_that_is_not_here_say_where_to_look() -> None:
     with pytest.raises(ConfigError) as raised:
-        library_name({"_target_": "nothere.Net"})
+        export_weights.library_name({"_target_": "nothere.Net"})
     assert [str(problem) for problem in raised.value.problems] == [
         "model._target_ = nothere.Net names no class: there is no module nothere here, in this folder or on "
         "PYTHONPATH."
