@@ -153,7 +153,7 @@ def test_a_metric_of_the_users_model_is_announced_and_returned(
     announced = "sweep.objective=validation_top3 can't be checked before the first run ends"
     assert capsys.readouterr().err.count(announced) == 1
     assert main(["-m", *words, "sweep.objective=validation_top5", CALLED, *HERE, "hydra.sweep.dir=b"]) == 1
-    assert "completed without validation_top5 " in capsys.readouterr().err
+    assert "completed without validation_top5: " in capsys.readouterr().err
 
 
 def test_metrics_are_refused_where_no_run_can_have_them(tmp_path: Path) -> None:
