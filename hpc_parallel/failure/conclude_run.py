@@ -333,8 +333,7 @@ def tell_end(folder: RunFolder, *, line: str, decision: Decision) -> None:
     ended = Failure.read(folder)
     is_refused = ended is not None and ended.kind == failure.CONFIGURATION and _is_first(folder)
     if is_refused and folder.take_line_back():  # the next `resume=` goes on from a line that worked
-        rule = "the run had completed, and its training is unchanged"
-        _add_to_line(folder, f"{rule}: {as_override('resume', folder.path)} records that again")
+        _add_to_line(folder, "the training that the run had completed is unchanged")
 
 
 def _is_first(folder: RunFolder) -> bool:

@@ -268,9 +268,7 @@ def test_a_start_that_the_job_refuses_leaves_the_line_of_the_run(started: RunFol
     ]  # the end is recorded, with the line that was refused
     ended = Failure.read(started)
     assert ended is not None
-    unchanged = (
-        f"; the run had completed, and its training is unchanged: resume={started.path} records that again"
-    )
+    unchanged = "; the training that the run had completed is unchanged"
     assert ended.line == f"{line}{'' if begun else unchanged}"
     record = read_environment(started)
     assert [record.get("ranks"), record["import_path"]] == [refused["ranks"] if begun else None, ["code"]]
