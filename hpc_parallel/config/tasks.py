@@ -20,7 +20,7 @@ from hpc_parallel.data.codec import encode, reads_bytes
 from hpc_parallel.layout.layout import layout_of
 from hpc_parallel.layout.model_data_schema import ConvNetConfig, SegmenterConfig, UNetConfig
 from hpc_parallel.problems import Problem, Problems, nearest
-from hpc_parallel.record.metrics_file import VALIDATION
+from hpc_parallel.record.values import VALIDATION
 
 # Numbers of `summary.json` that `sweep.objective` may name; the measured steps of a training give _WATCHED.
 _WATCHED = ("exposed_communication_share", "bubble_share", "traffic_bytes", "busiest_rank_traffic_bytes")

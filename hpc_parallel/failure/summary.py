@@ -12,10 +12,9 @@ from typing import Any
 
 from hpc_parallel.layout.layout import layout_of, processes_per_node, recorded_strategy
 from hpc_parallel.record.endings import INITIAL
-from hpc_parallel.record.metrics_file import VALIDATION
 from hpc_parallel.record.provenance import PREDICTED
 from hpc_parallel.record.time_use import useful_share
-from hpc_parallel.record.values import integer, table, without
+from hpc_parallel.record.values import VALIDATION, integer, table, without
 
 MEASURED = (
     "exposed_communication_share",

@@ -11,12 +11,11 @@ from typing import Annotated, Any
 from hpc_parallel.problems import printable
 from hpc_parallel.record.safe_read import LINES_BYTES, MAX_LINES, MIB, open_regular, parse_line, read_tail
 from hpc_parallel.record.typed import build, first
-from hpc_parallel.record.values import integer, number, text
+from hpc_parallel.record.values import VALIDATION, integer, number, text
 
 _TAIL_BYTES = 2048  # holds a line or two
 SEPARATOR = "  "  # between the parts of a described line
 MOST_CELLS = 16  # of a measured row
-VALIDATION = "validation_"  # begins the keys of a validation
 _MAX_TAIL_BYTES = MIB  # the last whole line is searched in this many bytes
 
 

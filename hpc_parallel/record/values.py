@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
+VALIDATION = "validation_"  # begins the keys of a validation
 _JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,18})?")
 _STEP_ID = re.compile(r"\d+\.\d+", re.ASCII)
 

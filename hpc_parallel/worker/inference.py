@@ -21,9 +21,9 @@ from hpc_parallel.layout.schedules import schedule_of
 from hpc_parallel.record.checkpoint_index import Checkpoint
 from hpc_parallel.record.checkpoint_index import complete as complete_in
 from hpc_parallel.record.endings import has_final_summary
-from hpc_parallel.record.metrics_file import VALIDATION
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import append_line
+from hpc_parallel.record.values import VALIDATION
 from hpc_parallel.start.start_times import synchronize
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.exchange import all_gather_numbers

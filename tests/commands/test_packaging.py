@@ -112,7 +112,7 @@ def test_the_console_script_is_the_command(installed: Path, tmp_path: Path) -> N
 
 
 def test_tokens_can_be_made(installed: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("to be or not to be")
+    (tmp_path / "text.txt").write_text("to be or not to be" * 2000)
     done = command(
         installed, tmp_path, "-m", "hpc_parallel", "tokenize", "text.txt", "--output", "tokens.npy"
     )

@@ -216,7 +216,7 @@ def test_tokens_that_the_weights_do_not_know_are_named(tmp_path: Path) -> None:
     assert other_tokens(text, vocabulary=256, beside=beside) is None
     told = str(other_tokens(text, vocabulary=50257, beside=beside))
     assert told.startswith("the data has bytes, but the weights know 50,257 tokens")
-    file.touch()
+    file.write_bytes(bytes(18))
     content = b'{"model": {}}'
     made_by = f"tokenizer.json {hashlib.sha256(content).hexdigest()[:12]}"
     described = {"vocab_size": 50257, "tokenizer": made_by, "count": 9}
