@@ -19,13 +19,7 @@ from numpy.lib import format as npy
 
 from hpc_parallel.commands.encode_text import encode_text, tokenizer_failures
 from hpc_parallel.data.folder_files import list_files, name_matcher
-from hpc_parallel.data.tokens import (
-    TOKENIZER_BYTES,
-    Description,
-    description_file,
-    digest_of_tokenizer,
-    token_bytes,
-)
+from hpc_parallel.data.tokens import TOKENIZER_BYTES, Description, description_file, digest_of_tokenizer
 from hpc_parallel.exit_codes import DONE, FAILED
 from hpc_parallel.problems import as_override, nearest, raise_if_any, shell_word
 from hpc_parallel.record.safe_read import DamagedError, list_folder, open_regular, read_bytes
@@ -79,7 +73,7 @@ class Encoder:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return np.dtype(f"<u{token_bytes(self.vocab_size)}")
+        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
     def encode(self, file: Path) -> Iterator[np.ndarray[Any, Any]]:
         """Yields arrays of ids.

@@ -61,10 +61,6 @@ class CommandLine:
         line = cls(plain, flags)
         if line.extra_dir and not Path(line.extra_dir).is_dir():
             raise ConfigError([f"--config-dir {line.extra_dir}: this folder does not exist."])
-        path = line.flags.config_path
-        if path and not Path(path, f"{line.places['config_name']}.yaml").is_file():
-            rule = "replaces all our files, and has no config.yaml"
-            raise ConfigError([f"--config-path {path}: {rule}. Try --config-dir {path}."])
         if line.flags.experimental_rerun:
             rule = "would run a pickled configuration. Try python -m hpc_parallel rerun RUN."
             raise ConfigError([f"--experimental-rerun {rule}"])

@@ -40,8 +40,9 @@ from hpc_parallel.config.hydra_internals import (
     selects_group,
     set_values,
 )
+from hpc_parallel.config.places import find_folder
 from hpc_parallel.config.resolve import with_values
-from hpc_parallel.problems import ConfigError, Problem, nearest, raise_if_any
+from hpc_parallel.problems import ConfigError, Problem, nearest, raise_if_any, shell_word
 
 # Hydra raises ValueError for `strategy=null`, and lets the errors of YAML through.
 # AssertionError: of OmegaConf, for a key below one that is null.
@@ -185,7 +186,7 @@ def compose_run(
         whole = load(current_loader(), config_name, words, RunMode.RUN)
         HydraConfig.instance().set_config(whole)
         overrides = _overrides(whole.hydra.overrides.task)
-        problems = [*_only_of_sweeps(whole, overrides), *_without_effect(whole)]
+        problems = [*_only_of_sweeps(whole, overrides), *_without_effect(whole, folder_key="run_dir")]
         problems += wrong_choices(whole, overrides).values()
         if extra_dir:
             problems += problems_of_files(whole.hydra.runtime.choices, folder=extra_dir)
@@ -221,16 +222,20 @@ def params(whole: DictConfig) -> list[str]:
     return [f"{key}={value}" for key, value in (whole.hydra.sweeper.get("params") or {}).items()]
 
 
-def _without_effect(whole: DictConfig) -> Iterator[str]:
-    """Problems of settings that only Hydra's `main` uses, which starts no run here."""
+def _without_effect(whole: DictConfig, *, folder_key: str) -> Iterator[str]:
+    """Problems of settings that only Hydra's `main` uses, which starts no run here.
+
+    folder_key: names the folder of the run or of the sweep.
+    """
     if whole.hydra.job.env_set:
         yield "hydra.job.env_set has no effect here. Try cluster.environment={NAME: value}."
     if whole.hydra.job.chdir:
         yield "hydra.job.chdir has no effect here: a run stays in the folder where it was started."
     for override in _overrides(whole.hydra.overrides.hydra):
-        if override.startswith("hydra.run.dir="):
-            yield f"{override} has no effect here. Try {override.replace('hydra.run.dir', 'run_dir', 1)}."
-        if override.startswith("hydra.sweep.subdir="):
+        key, _, value = override.partition("=")
+        if key == "hydra.run.dir":
+            yield f"{override} has no effect here. Try {shell_word(f'{folder_key}={value}')}."
+        if key == "hydra.sweep.subdir":
             yield f"{override} has no effect here: a sweep numbers the folders of its runs."
 
 
@@ -238,11 +243,12 @@ def wrong_choices(whole: DictConfig, overrides: Sequence[str]) -> dict[str, str]
     """Overrides that choose no file, or two that Hydra would merge, with what is wrong with each."""
     named = filter(re.compile(r"(strategy|optimizer)\.name=").match, overrides)
     wrong = {override: text for override in named if (text := _only_a_name(override, whole, overrides))}
-    for override in overrides:
+    for override in (text for text in overrides if "=[" in text):
         group, _, names = override.replace("]", "").partition("=[")
-        if "," in names and group.isidentifier() and OmegaConf.is_dict(whole.get(group)):
-            legal = f"{group}={names.partition(',')[0]}, or a sweep: run -m {group}={names}"
-            wrong[override] = f"{override}: a run has one {group}. Try {legal}."
+        files = [find_folder("conf") / group / f"{name}.yaml" for name in names.split(",")]
+        if len(files) > 1 and all(file.is_file() for file in files):  # a file of the user's may add to ours
+            legal = f"{group}={files[0].stem}" + f", or a sweep: run -m {group}={names}" * (group in whole)
+            wrong[override] = f"{override}: a run has one file of {group}/. Try {legal}."
     return wrong
 
 
@@ -277,7 +283,7 @@ def compose_cells(
         batch = _combinations(sweep, also=settings["also"])
         if batch is None:
             return None
-        raise_if_any(_without_effect(sweep))
+        raise_if_any(_without_effect(sweep, folder_key="hydra.sweep.dir"))
         fixed = set(batch[0]).intersection(*batch) if len(batch) > 1 else set()
         cells = (
             Cell(overrides, [override for override in overrides if override not in fixed], config)

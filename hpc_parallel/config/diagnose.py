@@ -97,7 +97,7 @@ def try_each(
                 in_file = [
                     _refused_in_file(refusal, plain=plain)
                     for refusal in refused_keys(error, plain)
-                    if refusal.key != single.partition("=")[0].lstrip("+")
+                    if refusal.key != re.split("[/=]", single.lstrip("+"))[0]
                 ]
                 problems += in_file
                 if not in_file:
@@ -187,7 +187,7 @@ def _explain(
     key = key.lstrip("+")
     text = str(error.__cause__ or error)
     choices = _choices(key)
-    known = not choices or key in composer.defaults()  # not a group of the user's own, which + chooses
+    known = not choices or key.partition("@")[0] in composer.defaults()  # else + chooses the user's group
     if override.startswith("+") and known and (value in choices or "An item is already at" in text):
         legal = shell_word(override.lstrip("+"))
         return f"{override}: {key} has a place already, and + adds a new key. Try {legal}."

@@ -21,7 +21,7 @@ from hpc_parallel.problems import as_override, shell_word
 from hpc_parallel.record.safe_read import is_file, is_folder, is_real_folder, list_folder
 
 _REFUSED = re.compile(r"In '([^']+)': (\w+) raised while composing config:\n(.*)\n\s+full_key: ?(\S*)\n")
-_WHOLE = re.compile(r"^# *@package +_global_ *$", re.MULTILINE)
+_WHOLE = re.compile(r"\s*# *@package +_global_ *$", re.MULTILINE)
 _MOST_FILES = 3  # that a message proposes
 _READERS = {".npy": "tokens", ".bin": "tokens", ".parquet": "parquet", ".arrow": "parquet", ".txt": "text"}
 
@@ -47,16 +47,18 @@ def unusable_file(error: Exception, group: str, name: str, *, plain: DictConfig)
 
     plain: the configuration without this file.
     """
-    path = _path(f"{group}/{name}")
-    if path is not None and group not in plain and not _WHOLE.search(path.read_text()):
+    path, top = _path(f"{group}/{name}"), group.partition("/")[0]
+    if path is not None and top not in (*plain, "hydra") and not _WHOLE.match(path.read_text()):
         return f"the first line of {name}.yaml must be '# @package _global_', and its keys those of a run."
     match = _REFUSED.match(str(error))
     if match is not None and (path := _path(match[1])) is not None:
         return f"{path} must be a table of keys ({match[3]})."
     line = re.sub(r"^In '[^']*': |\.? To override a value.*|\.$", "", str(error).splitlines()[0])
-    wrong = "Could not override" in line or "Multiple values" in line
-    advice = " Its defaults choose a file by '- override /strategy: fsdp'." * wrong
-    return f"{path or name}: {line}.{advice}"
+    if path is None:
+        return f"{line}."
+    wrong = re.match(rf"Could not override|Multiple values|Could not find '{re.escape(group)}/", line)
+    advice = " Its defaults choose a file by '- override /strategy: fsdp'." * bool(wrong)
+    return f"{path}: {line}.{advice}"
 
 
 def misplaced_file(group: str, name: str) -> str | None:

@@ -73,7 +73,7 @@ def load(loader: ConfigLoaderImpl, config_name: str, overrides: Sequence[str], m
     except TypeError as error:  # Hydra expects a group's list to have texts
         raise HydraException(str(error)) from error
     if OmegaConf.get_type(composed) is dict:
-        raise HydraException(f"--config-name {config_name}: its defaults must have config: [config, _self_]")
+        raise HydraException(f"--config-name {config_name}: its defaults need ours: [config, _self_].")
     return composed
 
 

@@ -122,18 +122,13 @@ def read_description(tokens_file: Path) -> Description:
             raise ValueError(f"{json_file}: {key} = {value!r} must be a whole number above 0. {MAKE_IT}")
     if not isinstance(description["tokenizer"], str):
         raise ValueError(f"{json_file}: tokenizer = {description['tokenizer']!r} must be a name. {MAKE_IT}")
-    size, least = os.stat(tokens_file).st_size, token_bytes(fields["vocab_size"]) * fields["count"]
+    size, least = os.stat(tokens_file).st_size, 2 * fields["count"]  # uint16 or uint32
     if size < least:
         raise ValueError(
-            f"{tokens_file} has {size:,} bytes, and its {fields['count']:,} tokens need {least:,}: it is a "
-            f"copy that was cut short. {MAKE_IT}"
+            f"{tokens_file} has {size:,} bytes, and its {fields['count']:,} tokens need {least:,} or more: "
+            f"it is a copy that was cut short. {MAKE_IT}"
         )
     return description
-
-
-def token_bytes(vocab_size: int) -> int:
-    """The size of one stored token id."""
-    return 2 if vocab_size <= 1 << 16 else 4
 
 
 def open_tokens(file: Path, *, count: int) -> NDArray[Any]:

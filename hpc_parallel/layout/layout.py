@@ -132,10 +132,9 @@ def layout_of(strategy: StrategyConfig, *, devices: int) -> Layout:
 
 
 def legal_layout(strategy: StrategyConfig, *, devices: int) -> Layout | None:
-    """The layout of a strategy; None where `checks/layout_checks.py` reports its degrees or a lone server."""
+    """The layout of a strategy; None where the degrees are wrong, which `checks/layout_checks.py` reports."""
     try:
-        layout = layout_of(strategy, devices=devices)
-        return layout if layout.data else None
+        return layout_of(strategy, devices=devices)
     except (ValueError, ZeroDivisionError):
         return None
 

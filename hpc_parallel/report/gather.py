@@ -6,6 +6,7 @@ A folder may be half-written, running, failed or damaged. A missing value is Non
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -160,8 +161,9 @@ class Row:
 
     @property
     def program(self) -> dict[str, Any]:
-        """The user's own script, without its arguments; all null for another task."""
-        return {kind: self.section("script").get(kind) for kind in KINDS}
+        """The user's own script, without its arguments and the name of the folder of its copy."""
+        values = {key: self.section("script").get(key) for key in KINDS}
+        return {key: re.sub("^code/[^/]*/", "", str(value)) for key, value in values.items() if value}
 
     def is_alike(self, other: Row) -> bool:
         """Whether two strategies resulted in the same degrees of all axes and the same options."""

@@ -19,6 +19,7 @@ from hpc_parallel.record.values import flatten
 
 # Keys that may differ between runs of one command although the runs compute the same.
 RUN_KEYS = ("name", "run_dir", "resume", "dry_run", "launcher", "sweep", "nodes", "gpus_per_node", "jobs")
+_ABSENT = object()
 PROGRAM = tuple(f"script.{kind}" for kind in KINDS)
 CLASS = "._target_"
 STRATEGY = ("name", "execution", *AXES)
@@ -83,7 +84,7 @@ def _differences(runs: Sequence[RecordedRun]) -> list[Sequence[str]]:
     }
     for (run, options), (strategy, of_class, key) in product(zip(runs, run_options, strict=True), places):
         if run.strategy == strategy and key not in options and _class_of(key, options) == of_class:
-            options[key] = defaults().get(key)  # only other runs have it
+            options[key] = defaults().get(key, _ABSENT)  # only other runs have it
     counts: dict[tuple[str | None, ...], Counter[str]] = defaultdict(Counter)
     for run, options in zip(runs, run_options, strict=True):
         for key, value in options.items():
@@ -98,7 +99,8 @@ def _differences(runs: Sequence[RecordedRun]) -> list[Sequence[str]]:
         {
             key: value
             for key, value in options.items()
-            if usual.get((run.strategy, _class_of(key, options), key)) != spell(value)
+            if value is not _ABSENT
+            and usual.get((run.strategy, _class_of(key, options), key)) != spell(value)
         }
         for run, options in zip(runs, run_options, strict=True)
     ])  # fmt: skip

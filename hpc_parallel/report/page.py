@@ -253,8 +253,8 @@ def _best_note(comparison: Comparison) -> str:
     )
     if comparison.settings > 1:
         text += (
-            f" The runs have {comparison.settings} different settings (model, data, task, global batch, "
-            "precision, optimizer, device), and each has its own best figure. Losses, restarts and "
+            f" The runs have {comparison.settings} different settings (script, model, data, task, global "
+            "batch, precision, optimizer, device), and each has its own best figure. Losses, restarts and "
             "device-hours are compared after equal samples."
         )
     return text

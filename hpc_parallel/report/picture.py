@@ -131,7 +131,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class WorkKind:
-    """The runs of one kind of work (model, data, task, global batch), which are comparable."""
+    """The runs of one kind of work (script, model, data, task, global batch), which are comparable."""
 
     title: str  # what differs from the other kinds; empty if it is the only one
     rows: Sequence[Row]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
+from hydra.utils import get_object
 from torch import Tensor, nn
 
 from hpc_parallel.config.build import build
@@ -132,7 +132,7 @@ def _built_on_meta(table: Mapping[str, Any]) -> Any:
 def _imported(target: str) -> Any:
     """The class or function at the path `target`; None if it can't be imported, which `build` reports."""
     try:
-        return resolve_name(target)
+        return get_object(target)
     except Exception:  # the user's code may raise any exception
         return None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -244,17 +245,18 @@ class _Planner:
         main = next((planned.run.config for planned in self.planned if planned.name == MAIN), None)
         if main is None or main.task.name != "train":
             return
-        folder = str(self._folders[MAIN])
+        folder = self._folders[MAIN]
         words = {planned.name: planned.run.config.script.words for planned in self.planned}
         users = [
             planned.name for planned in self.planned
-            if planned.run.config.weights == folder
-            or (words[planned.name][:1] == ["export"] and folder in words[planned.name])
+            if planned.run.config.weights == str(folder)
+            or (words[planned.name][:1] == ["export"] and folder in map(Path, words[planned.name]))
         ]  # fmt: skip
         if users and main.training.checkpoint_every is None:
             rule = f"leaves no checkpoint for {' and '.join(users)}"
             self.problems.append(Problem("training.checkpoint_every", None, rule, (500,)))
-        of_best = [name for name in users if {OF_BEST, f"--step={OF_BEST}"} & {*words[name]}]
+        asked = re.compile(rf"--step[= ]{OF_BEST}( |$)")
+        of_best = [name for name in users if asked.search(" ".join(words[name]))]
         callbacks = main.training.callbacks
         classes = [str(callback["_target_"]) for callback in callbacks]
         if of_best and all(name != KEEP_BEST and name.startswith(CALLBACKS) for name in classes):

@@ -78,10 +78,10 @@ UNKNOWN = [
     wrong("~foo", "foo", "deleted"),
     wrong("~strategy", "strategy.name", "no value"),
     wrong("+strategy=data", "has a place already", offers="strategy=data"),
-    wrong("model=[tiny,124m] nodez=2", "a run has one model", "nodez=2", offers="model=tiny"),
+    wrong("model=[tiny,124m] nodez=2", "a run has one file of model/", "nodez=2", offers="model=tiny"),
     wrong(
         "-m strategy=[tensor,pipeline],data",
-        "has one strategy. Try strategy=tensor, or a sweep: run -m strategy=tensor,pipeline,data",
+        "a run has one file of strategy/. Try strategy=tensor, or a sweep: run -m strategy=tensor,pipeline",
     ),
     wrong("jobs=tile", "jobs = tile is not one of batch_latency, ", offers="jobs=tiles"),
     wrong("-m jobs=nope nodes=x", "jobs = nope is not one of", "nodes = x", offers="nodes=1"),

@@ -159,7 +159,7 @@ def test_a_configuration_of_the_users_own_has_ours(here: Path, capsys: pytest.Ca
     (here / "mine").mkdir()
     (here / "mine" / "mine.yaml").write_text("defaults: [_self_, strategy: fsdp]\nnodes: 3\n")
     assert main(["--config-dir", "mine", "--config-name", "mine", "dry_run=true", "launcher=script"]) == 2
-    assert "--config-name mine: its defaults must have config: [config, _self_]" in capsys.readouterr().err
+    assert "--config-name mine: its defaults need ours: [config, _self_]." in capsys.readouterr().err
 
 
 def test_one_run_of_a_study_is_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,7 +112,7 @@ def _of_tokens(data: dict[str, Any]) -> Problems:
         return
     most = description["vocab_size"] - 1
     least = min(tokens.parts_of(description["count"], data["validation_share"]))
-    if least <= length and not data["packing"]:
+    if 0 < least <= length and not data["packing"]:
         rule = f"needs {length + 1:,} tokens, and the smaller of training and validation has {least:,}"
         yield Problem("data.sequence_length", length, rule, (least - 1,) if least > 1 else ())
     if not data["packing"]:

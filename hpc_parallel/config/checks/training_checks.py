@@ -242,7 +242,7 @@ def _added_microbatches(config: RunConfig) -> int:
     layout = legal_layout(config.strategy, devices=config.devices)
     try:
         return 0 if layout is None else batch_of(config, layout).microbatches
-    except ValueError:
+    except (ValueError, ZeroDivisionError):  # a server without a worker has no replica
         return 0
 
 
