@@ -343,8 +343,9 @@ def _legal_override(override: str, *, plain: DictConfig) -> str:
 
 def _several_values(override: str, plain: DictConfig) -> str:
     key, _, value = override.partition("=")
-    if key.startswith("launcher.") and not types_of(key):
-        return _unknown(override, key=key, value=value, plain=plain)
+    name = key.lstrip("+")
+    if name.startswith("launcher.") and not key.startswith("+launcher.extra.") and not types_of(name):
+        return _unknown(override, key=name, value=value, plain=plain)
     sweep, one = shell_word(override), shell_word(f"{key}={value.partition(',')[0]}")
     advice = f"Try run -m {sweep}, or one value: {one}"
     if any(get_origin(hint) is list for hint in types_of(key)):

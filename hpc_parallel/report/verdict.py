@@ -88,8 +88,8 @@ def scope(rows: Sequence[Row]) -> str:
         return incomparable
     about = (
         f"The verdict is about {len(same)} of {completed} completed runs: those with the same settings "
-        "(script, model, data, task, global batch, precision, optimizer, device). For a verdict on others, make "
-        "a report on their folders only."
+        "(script, model, data, task, global batch, precision, optimizer, device). For a verdict on others, "
+        "make a report on their folders only."
     )
     return f"{about} {incomparable}".strip()
 
