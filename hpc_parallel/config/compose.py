@@ -246,7 +246,7 @@ def wrong_choices(whole: DictConfig, overrides: Sequence[str]) -> dict[str, str]
     for override in (text for text in overrides if "=[" in text):
         group, _, names = override.replace("]", "").partition("=[")
         files = [find_folder("conf") / group / f"{name}.yaml" for name in names.split(",")]
-        if len(files) > 1 and all(file.is_file() for file in files):  # a file of the user's may add to ours
+        if len(files) > 1 and all(map(os.path.isfile, files)):  # a file of the user's may add to ours
             legal = f"{group}={files[0].stem}" + f", or a sweep: run -m {group}={names}" * (group in whole)
             wrong[override] = f"{override}: a run has one file of {group}/. Try {legal}."
     return wrong

@@ -6,6 +6,7 @@ override alone, and runs the other checks on the configuration without the refus
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -229,7 +230,7 @@ def _no_such_file(key: str, value: str, *, choices: Sequence[str], default: str 
 
 def _no_such_site(value: str, *, choices: Sequence[str]) -> Problem | str | None:
     """How to use or write a profile of the user's site; None if one of our profiles has a similar name."""
-    if Path(OWN_SITES, "cluster", f"{value}.yaml").is_file():
+    if os.path.isfile(Path(OWN_SITES, "cluster", f"{value}.yaml")):
         return Problem(
             "cluster", value, f"is in {OWN_SITES}/", (value,), along=(f"--config-dir {OWN_SITES}",)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -67,10 +68,10 @@ def misplaced_file(group: str, name: str) -> str | None:
         if source.scheme() != "file":
             continue
         folder = Path(source.path)
-        if (path := folder / group / f"{name}.yml").is_file():
+        if os.path.isfile(path := folder / group / f"{name}.yml"):
             names = f"{shell_word(path)} {shell_word(path.with_suffix('.yaml'))}"
             return f"{path} must end in .yaml. Try mv {names}."
-        if folder.name == group and (folder / f"{name}.yaml").is_file():
+        if folder.name == group and os.path.isfile(folder / f"{name}.yaml"):
             parent = shell_word(folder.parent)
             return f"{name}.yaml is in {folder} itself. Try --config-dir {parent} {group}={name}."
     return None
@@ -119,7 +120,7 @@ def _each_refused(path: Path, *, group: str, plain: DictConfig) -> dict[str, boo
 def _path(name: str) -> Path | None:
     sources = current_loader().get_sources()
     paths = [Path(source.path, f"{name}.yaml") for source in sources if source.scheme() == "file"]
-    return next((path for path in paths if path.is_file()), None)
+    return next(filter(os.path.isfile, paths), None)
 
 
 def _place(path: Path, key: str) -> str:

@@ -123,7 +123,7 @@ def print_by_flag(flags: Namespace, main: Callable[..., Any], *, config_dir: str
         if not flags.resolve or error.full_key is None:
             raise
         raise HydraException(
-            f"--resolve: only a start knows {error.full_key}. Leave --resolve out"
+            f"--resolve: only a start knows {error.full_key}. Leave --resolve out."
         ) from error
 
 

@@ -73,6 +73,7 @@ UNKNOWN = [
     wrong("launcher=slrum", "launcher", offers="launcher=slurm"),
     wrong("data=imagenet", "data", offers="data=text"),
     wrong("strategy=null", "strategy", offers="strategy=data"),
+    wrong(f"model=[{'a' * 300},tiny]", "model = [aaa", "is not one of", "Try model="),
     wrong("model=[1,2]", "model = [1,2]", "is not one of", "Try model="),
     wrong("hydra/launcher=submitit", "hydra/launcher", offers="hydra/launcher=basic"),
     wrong("~training.steps", "training.steps", "deleted"),

@@ -44,6 +44,12 @@ def test_cfg_job_prints_the_full_configuration(here: Path, capsys: pytest.Captur
     assert list(here.iterdir()) == []
 
 
+def test_a_list_of_long_texts_is_no_list_of_files(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is longer than a path may be."""
+    prompts = f"task.prompts=['{'to be or not ' * 500}','{'that is ' * 700}']"
+    assert main(["task=generate", prompts, "launcher=script", "dry_run=true"]) == 0
+
+
 def test_resolve_says_which_value_only_a_start_knows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--cfg", "job", "--resolve"]) == 2
     assert "--resolve: only a start knows launcher.cpus_per_device." in capsys.readouterr().err
