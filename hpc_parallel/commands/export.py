@@ -101,8 +101,10 @@ def _output_problems(output: Path, awaited: Container[Path]) -> Iterator[str]:
 
 
 def _step(text: str) -> int | str:
-    if text == OF_BEST or text.isdecimal():
-        return text if text == OF_BEST else int(text)
+    if text == OF_BEST:
+        return text
+    if text.isdecimal():
+        return int(text)
     raise argparse.ArgumentTypeError(f"{text} is no step. Try a number, or {OF_BEST}")
 
 

@@ -57,8 +57,8 @@ def unusable_file(error: Exception, group: str, name: str, *, plain: DictConfig)
     line = re.sub(r"^In '[^']*': |\.? To override a value.*|\.$", "", str(error).splitlines()[0])
     if path is None:
         return f"{line}."
-    wrong = re.match(rf"Could not override|Multiple values|Could not find '{re.escape(group)}/", line)
-    advice = " Its defaults choose a file by '- override /strategy: fsdp'." * bool(wrong)
+    mischosen = re.match(rf"Could not override|Multiple values|Could not find '{re.escape(group)}/", line)
+    advice = " Its defaults choose a file by '- override /strategy: fsdp'." if mischosen else ""
     return f"{path}: {line}.{advice}"
 
 
