@@ -278,6 +278,23 @@ def test_a_run_on_this_machine_is_refused_too_and_leaves_no_folder(
     assert not (here / "runs").exists()
 
 
+def test_a_class_in_the_place_of_ours_is_told_how_to_get_its_own_arguments(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "points.py").write_text("class Points:\n    def __init__(self, depth=2): ...\n")
+    assert run(["launcher=local", "model._target_=points.Points", "data._target_=points.Points"]) == 2
+    _, model, data = (line.strip() for line in capsys.readouterr().err.splitlines())
+    error = "TypeError: got an unexpected keyword argument '{}', raised by points.Points ({}). "
+    given = "The class gets all keys of the chosen {} file as arguments. "
+    assert model == error.format("layers", "model") + given.format("model") + (
+        "Your own class is chosen by a file site/model/mine.yaml with the line `_target_: points.Points` and "
+        "its arguments. Then try --config-dir site model=mine."
+    )
+    assert data == error.format("path", "data") + given.format("data") + (
+        "Try data=dataset data.dataset._target_=points.Points."
+    )
+
+
 DATA = """
 import time
 import torch
