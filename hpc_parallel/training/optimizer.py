@@ -324,12 +324,13 @@ def build_optimizer(
     *,
     split: bool = False,
     rounding: RandomRounding | None = None,
+    ranks: int | None = None,
 ) -> ModelOptimizer:
     """Build the optimizers of this rank's weights, by full name.
 
-    `split`: other ranks hold other weights or slices. `rounding`: what is kept in bfloat16. All ranks must
-    call it together. Raises ConfigError if a class or its arguments can't be used, or for a pattern that
-    matches no weight on any rank.
+    `split`: other ranks hold other weights or slices. `rounding`: what is kept in bfloat16. `ranks`: their
+    number, before they run. All ranks must call it together. Raises ConfigError if a class or its arguments
+    can't be used, or for a pattern that matches no weight on any rank.
     """
     require_matches(list(parameters), config.groups)
     groups: dict[str, tuple[Settings, dict[str, Parameter]]] = {}
@@ -338,7 +339,10 @@ def build_optimizer(
         groups.setdefault(str(settings), (settings, {}))[1][name] = parameter
     updates: defaultdict[float, list[Update]] = defaultdict(list)
     for settings, weights in groups.values():
-        update = _update(settings, weights, rate=config.learning_rate, split=split, rounding=rounding)
+        update = _update(
+            settings, weights, rate=config.learning_rate, split=split, rounding=rounding,
+            ranks=ranks or number_of_ranks(),
+        )  # fmt: skip
         updates[settings.learning_rate_scale].append(update)
     return ModelOptimizer(parameters, updates)
 
@@ -350,6 +354,7 @@ def _update(
     rate: float,
     split: bool,
     rounding: RandomRounding | None,
+    ranks: int,
 ) -> Update:
     kind = get_class(settings.target)
     options = _arguments(kind, settings, rate=rate)
@@ -366,7 +371,7 @@ def _update(
                 [f"optimizer: {settings.target} keeps nothing in bfloat16. Try optimizer=adamw."]
             )
         device = next(iter(weights.values())).device
-        require_usable(kind, options, device=device, ranks=number_of_ranks(), split=split)
+        require_usable(kind, options, device=device, ranks=ranks, split=split)
         return WholeUpdate(kind, weights, options=options)
     except (ConfigError, MemoryError):
         raise

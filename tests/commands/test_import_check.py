@@ -278,6 +278,35 @@ def test_a_run_on_this_machine_is_refused_too_and_leaves_no_folder(
     assert not (here / "runs").exists()
 
 
+@pytest.mark.processes
+def test_an_optimizer_is_tried_before_the_run_unless_it_is_one_of_ours(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arguments, classes and rules of the user's own were refused by the ranks only, after the queue."""
+    words = ["launcher=local", "training.steps=1", "strategy=fsdp", "nodes=2"]
+    (here / "mine.py").write_text(SUMMING)
+    assert run([*words, "optimizer=custom", "optimizer._target_=mine.Summing"]) == 2
+    assert capsys.readouterr().err.splitlines()[1].strip() == (
+        "optimizer: mine.Summing updates a weight by the gradients of others, which are on other devices. "
+        "Try optimizer=adamw."
+    )
+    assert run([*words, "+optimizer.options.bettas=[0.9,0.95]"]) == 2
+    assert "optimizer: torch.optim.AdamW takes no bettas. Its arguments are" in capsys.readouterr().err
+    monkeypatch.setattr(import_check, "_tried", lambda *arguments: pytest.fail("a process was started"))
+    assert run([*words, "optimizer=muon", "dry_run=true"]) == 0
+
+
+SUMMING = """
+import torch
+
+class Summing(torch.optim.SGD):
+    def step(self):
+        for group in self.param_groups:
+            group["sum"] = float(sum(weight.grad.norm() for weight in group["params"]))
+        super().step()
+"""
+
+
 def test_a_class_in_the_place_of_ours_is_told_how_to_get_its_own_arguments(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
