@@ -53,19 +53,39 @@ class Coupled(Lion):
 
 
 class Counting(Lion):
-    """Keeps its step count in the group."""
+    """Keeps the number of its steps in the group and a factor in each weight's state, and uses both."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        super().step()
 
     def update(self, weight: Parameter, gradient: Tensor, group: dict) -> None:
-        group["step"] = group.get("step", 0) + 1
+        super().update(weight, gradient, group)
+        state = self.state[weight]
+        state["factor"] = state.get("factor", 1.0) * 0.7
+        weight.sub_(group["lr"] * state["factor"] / group["steps"] * gradient)
+
+
+class Summing(Lion):
+    """Keeps a sum over the gradients of all its weights, before it uses it."""
+
+    def update(self, weight: Parameter, gradient: Tensor, group: dict) -> None:
+        group["sum"] = group.get("sum", 0.0) + float(gradient.norm())
         super().update(weight, gradient, group)
 
 
 class Forgetful(Lion):
-    """Keeps its step count as a number."""
+    """Keeps its step count in itself, a list in the state and a tensor in the group."""
+
+    count = 0
 
     def update(self, weight: Parameter, gradient: Tensor, group: dict) -> None:
         super().update(weight, gradient, group)
-        self.state[weight]["step"] = self.state[weight].get("step", 0) + 1
+        self.count += 1
+        self.state[weight]["parts"] = [gradient.norm()]
+        group["norm"] = gradient.norm()
 
 
 def triangle(step: int, steps: int) -> float:

@@ -178,7 +178,7 @@ def of_ones_own(key: str, value: str) -> str | None:
     if suggestion := _configuration(key, value) or (_data(value) if key == "data" else None):
         return f"Try {suggestion}."
     if key in ("model", "data") and (target := _class_path(value)):
-        return _of_class(key, target)
+        return of_class(key, target)
     return None
 
 
@@ -214,7 +214,8 @@ def _class_path(value: str) -> str | None:
     return value if module and all(part.isidentifier() for part in value.split(".")) else None
 
 
-def _of_class(key: str, target: str) -> str:
+def of_class(key: str, target: str) -> str:
+    """How to choose a class of the user's own: a sentence with overrides. `key` is model or data."""
     if key == "data":
         return f"Try data=dataset data.dataset._target_={target}."
     return (

@@ -21,9 +21,13 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
+from hpc_parallel.config.checks.training_checks import CLASSES
 from hpc_parallel.config.class_paths import class_tables
 from hpc_parallel.config.job_python import environment_key, is_chosen, job_python
-from hpc_parallel.config.schema import RunConfig
+from hpc_parallel.config.places import find_folder
+from hpc_parallel.config.schema import OptimizerConfig, RunConfig
 from hpc_parallel.config.script import TASK
 
 if TYPE_CHECKING:
@@ -58,7 +62,8 @@ def check_imports(
 
     snapshot: the source that the run will keep, from which the job imports; None if it keeps none.
     values: the same configuration as plain values. If it is given, the process also builds the user's model
-    without memory, checks the model's hints, builds the user's data and reads a few samples.
+    without memory, checks the model's hints, builds the user's data and reads a few samples. It tries an
+    optimizer with a class, arguments or rules of the user's.
 
     For a resumed run, nothing is imported here: the run has imported its classes before, and its folder may
     belong to another user.
@@ -66,15 +71,16 @@ def check_imports(
     if config.task.name == TASK:
         return _check_module(config)
     tables = [(key, table) for key, table in _tables(config) if not _is_built_in(table)]
-    if not tables or not _may_import(config):
+    tries_optimizer = values is not None and not _is_ours(config.optimizer)
+    if not (tables or tries_optimizer) or not _may_import(config):
         return ImportCheck()
-    paths = ", ".join(str(table["_target_"]) for _, table in tables)
+    paths = ", ".join(str(table["_target_"]) for _, table in tables) or config.optimizer._target_
     if key := environment_key(config):
         return ImportCheck(note=f"not imported here, because {key} changes the environment: {paths}")
     question: dict[str, Any] = {"tables": tables, "advice": "" if _is_local(config) else _SWITCH}
     module = IMPORT
     tries_data = any(not _is_built_in(table) for _, table in class_tables("data", config.data))
-    if values is not None and (tries_data or not _is_built_in(config.model)):
+    if values is not None and (tries_data or tries_optimizer or not _is_built_in(config.model)):
         question |= {"values": [values], "tries_data": tries_data}
         module = MODEL
     source = None if snapshot is None else _TriedSource(snapshot, id(snapshot.files))
@@ -122,6 +128,15 @@ def _python(config: RunConfig) -> str:
 
 def _is_built_in(table: Mapping[str, Any]) -> bool:
     return str(table["_target_"]).startswith(BUILT_IN)
+
+
+def _is_ours(optimizer: OptimizerConfig) -> bool:
+    """Whether the class, its arguments and the rules are those of a file of this package."""
+    file = find_folder("conf") / "optimizer" / f"{optimizer.name}.yaml"
+    if optimizer.name not in CLASSES or not file.is_file():
+        return False
+    ours = yaml.safe_load(file.read_text())
+    return (optimizer.options, optimizer.groups) == (ours.get("options", {}), ours.get("groups", {}))
 
 
 def _tables(config: RunConfig) -> list[tuple[str, dict[str, Any]]]:

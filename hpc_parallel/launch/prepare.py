@@ -190,7 +190,7 @@ def prepare(
     snapshot = _snapshot(config, folder, keep)
     imports = check_imports(config, snapshot=snapshot, values=values if build_model else None)
     if problems := [*_missing_interfaces(config), *imports.problems]:
-        raise ConfigError(problems)
+        raise ConfigError([_with_own_file(str(problem), overrides) for problem in problems])
     plan = Plan.of(config)
     planned = _forecast(config, plan, hardware)
     notes += [] if planned is None else planned.warnings
@@ -207,6 +207,18 @@ def prepare(
         config_dir=user_folder, launcher_reason=launcher_reason, import_note=imports.note,
         predicted=None if planned is None else planned.figures, plan_notes=notes, smaller=smaller,
     )  # fmt: skip
+
+
+def _with_own_file(problem: str, overrides: Sequence[str]) -> str:
+    """`problem`, with the way to arguments of its own for a class that was typed in the place of ours."""
+    for override in overrides:
+        key, typed, target = override.partition("._target_=")
+        if typed and key in ("model", "data") and problem.startswith("TypeError") and f"({key})" in problem:
+            from hpc_parallel.config.file_problems import of_class
+
+            rest = f"The class gets all keys of the chosen {key} file as arguments. {of_class(key, target)}"
+            return f"{problem.rstrip('.')}. {rest}"
+    return problem
 
 
 def _checked(config: RunConfig, *, hardware: Hardware | None) -> Plan:

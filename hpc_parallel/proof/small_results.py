@@ -105,6 +105,7 @@ def _has_floats(values: Any, *, double: bool) -> bool:
 
 def on_one_device(run: SmallRun, model: LayeredModel) -> Reference:
     """Run `model`, on meta, without any technique; every rank does it by itself."""
+    shapes = dropout_shapes.whole_shapes(model, sample_shape=run.sample_shape)
     materialise(model, seed=run.config.seed, device=run.device, dtype=torch.float64)
     if run.config.task.name == "generate":
         results = Reference()
@@ -112,7 +113,6 @@ def on_one_device(run: SmallRun, model: LayeredModel) -> Reference:
             results.note_logits(model.eval()(run.samples(run.local_rows(0))[0])[:, -LAST:])
         return results
     model.train()
-    shapes = dropout_shapes.whole_shapes(model, sample_shape=run.sample_shape)
     counted_dropout.apply(
         model, shapes=shapes, part=counted_dropout.SamplePart(), seed=run.config.seed, device=run.device
     )

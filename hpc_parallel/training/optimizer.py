@@ -23,7 +23,7 @@ from hpc_parallel.problems import ConfigError, Problem
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.gradients import local_gradients
 from hpc_parallel.torch_internals import hold_updates_by
-from hpc_parallel.training.optimizer_trial import require_usable
+from hpc_parallel.training.optimizer_trial import NUMBERS, changed_settings, require_usable
 from hpc_parallel.training.rounding import (
     Noise,
     RandomRounding,
@@ -38,6 +38,8 @@ SKIPS_ON_DEVICE = (Adam, AdamW)
 """Classes whose fused kernel leaves weights and state as they are if a flag on the device says so."""
 ELEMENTWISE = (*SKIPS_ON_DEVICE, SGD)
 """Classes that update each number by its own gradient and state, so that a rank can update its slices."""
+OF_STATE, OF_GROUP = "number:", "group:"
+"""Before the keys of plain numbers: of a weight's state, and of the settings that it shares with others."""
 
 
 class Update:
@@ -59,6 +61,7 @@ class Update:
             for name, weight in weights.items()
         }
         self.optimizer = kind([{"params": list(self.held.values())}], **options)
+        self._built = dict(self.optimizer.param_groups[0])
 
     @property
     def skips_on_device(self) -> bool:
@@ -91,6 +94,21 @@ class Update:
                 gradient = torch.empty_like(held).copy_(gradient)
                 weight.grad = placed(gradient, like=weight) if isinstance(weight, DTensor) else gradient
             held.grad = gradient
+
+    def numbers(self, name: str) -> dict[str, Any]:
+        """The plain numbers that the class keeps for a weight, in its state and in its group."""
+        (group,) = self.optimizer.param_groups
+        state = self.optimizer.state.get(self.held[name], {})
+        of_state = {f"{OF_STATE}{key}": value for key, value in state.items()}
+        of_group = {f"{OF_GROUP}{key}": group[key] for key in changed_settings(group, self._built)}
+        return {key: value for key, value in (of_state | of_group).items() if type(value) in NUMBERS}
+
+    def table_of(self, name: str, key: str) -> tuple[dict[str, Any], str] | None:
+        """Where the number `key` of `numbers` belongs; None if `key` is no number's."""
+        if key.startswith(OF_STATE):
+            return self.optimizer.state[self.held[name]], key.removeprefix(OF_STATE)
+        (group,) = self.optimizer.param_groups
+        return (group, key.removeprefix(OF_GROUP)) if key.startswith(OF_GROUP) else None
 
     def state_dtype(self, weight: Tensor, recorded: torch.dtype | None) -> torch.dtype:
         """The type of a state with the shape of `weight` that a checkpoint has as `recorded`.
@@ -210,6 +228,7 @@ class ModelOptimizer:
         self._updates = [update for group in updates.values() for update in group]
         self._withhold: Tensor | None = None
         self._number = 0
+        self._restored: dict[str, tuple[Tensor, dict[str, Any], str]] = {}  # numbers of a checkpoint
 
     def step(self) -> None:
         """Update the weights by their `.grad`, unless the flag of `withhold_by` is 1.
@@ -227,6 +246,9 @@ class ModelOptimizer:
 
     def begin_step(self, number: int, *, rate: float) -> None:
         """The next update is that of the 1-based step `number`, with the learning rate `rate`."""
+        for value, table, key in self._restored.values():
+            table[key] = value.item()
+        self._restored.clear()
         self._number = number
         for scale, updates in self._by_scale.items():
             for update in updates:
@@ -242,8 +264,8 @@ class ModelOptimizer:
             hold_updates_by(flag, update.optimizer)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the state that this rank keeps, by `NAME OF THE WEIGHT/KEY`."""
-        return {
+        """Returns the state that this rank keeps, by `NAME OF THE WEIGHT/KEY`. Plain numbers are copies."""
+        tensors = {
             f"{name}/{key}": placed(value, like=weight)
             if isinstance(weight, DTensor) and _is_whole(key, value.shape, update.held[name])
             else value
@@ -252,6 +274,13 @@ class ModelOptimizer:
             for key, value in update.optimizer.state.get(update.held[name], {}).items()
             if isinstance(value, Tensor)
         }
+        numbers = {
+            f"{name}/{key}": torch.tensor(value, dtype=NUMBERS[type(value)])
+            for update in self._updates
+            for name in update.weights
+            for key, value in update.numbers(name).items()
+        }
+        return tensors | numbers | {name: value for name, (value, *_) in self._restored.items()}
 
     def create_state(self, sizes: Mapping[str, tuple[torch.Size, torch.dtype | None]]) -> None:
         """Create state of these sizes and types, by the names of `state`, for a checkpoint to fill.
@@ -267,6 +296,9 @@ class ModelOptimizer:
                 for full_name in by_weight[name]:
                     size, dtype = sizes[full_name]
                     key = full_name.rpartition("/")[2]
+                    if (place := update.table_of(name, key)) is not None:
+                        self._restored[full_name] = (torch.zeros((), dtype=dtype or torch.float64), *place)
+                        continue
                     if _is_whole(key, size, weight) or dtype is None:
                         dtype = update.state_dtype(weight, dtype)
                     held = update.held[name]
@@ -292,12 +324,13 @@ def build_optimizer(
     *,
     split: bool = False,
     rounding: RandomRounding | None = None,
+    ranks: int | None = None,
 ) -> ModelOptimizer:
     """Build the optimizers of this rank's weights, by full name.
 
-    `split`: other ranks hold other weights or slices. `rounding`: what is kept in bfloat16. All ranks must
-    call it together. Raises ConfigError if a class or its arguments can't be used, or for a pattern that
-    matches no weight on any rank.
+    `split`: other ranks hold other weights or slices. `rounding`: what is kept in bfloat16. `ranks`: their
+    number, before they run. All ranks must call it together. Raises ConfigError if a class or its arguments
+    can't be used, or for a pattern that matches no weight on any rank.
     """
     require_matches(list(parameters), config.groups)
     groups: dict[str, tuple[Settings, dict[str, Parameter]]] = {}
@@ -306,7 +339,10 @@ def build_optimizer(
         groups.setdefault(str(settings), (settings, {}))[1][name] = parameter
     updates: defaultdict[float, list[Update]] = defaultdict(list)
     for settings, weights in groups.values():
-        update = _update(settings, weights, rate=config.learning_rate, split=split, rounding=rounding)
+        update = _update(
+            settings, weights, rate=config.learning_rate, split=split, rounding=rounding,
+            ranks=ranks or number_of_ranks(),
+        )  # fmt: skip
         updates[settings.learning_rate_scale].append(update)
     return ModelOptimizer(parameters, updates)
 
@@ -318,6 +354,7 @@ def _update(
     rate: float,
     split: bool,
     rounding: RandomRounding | None,
+    ranks: int,
 ) -> Update:
     kind = get_class(settings.target)
     options = _arguments(kind, settings, rate=rate)
@@ -334,11 +371,11 @@ def _update(
                 [f"optimizer: {settings.target} keeps nothing in bfloat16. Try optimizer=adamw."]
             )
         device = next(iter(weights.values())).device
-        require_usable(kind, options, device=device, ranks=number_of_ranks(), split=split)
+        require_usable(kind, options, device=device, ranks=ranks, split=split)
         return WholeUpdate(kind, weights, options=options)
-    except ConfigError:
+    except (ConfigError, MemoryError):
         raise
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # of any kind: it may be the user's class
         raise ConfigError([f"optimizer: {settings.target} refuses {next(iter(weights))}: {error}"]) from error
 
 

@@ -1,12 +1,13 @@
 """Tries a class of optimizer on two small weights before it gets those of the model.
 
 Every layout relies on three properties that can't be read from a class: it updates a weight only by this
-weight's gradient and state, it draws no random numbers, and its state is in tensors.
+weight's gradient and state, it draws no random numbers, and its state is in tensors and plain numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,31 @@ from torch.optim import Optimizer
 from hpc_parallel.problems import ConfigError
 
 STEPS = 3
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+"""The plain numbers that a checkpoint holds, and their types in it."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Weights after some steps by fixed gradients, and their optimizer.
+
+    settings, attributes: of the optimizer's group and of itself, when it was built.
+    """
+
+    weights: Sequence[Tensor]
+    optimizer: Optimizer
+    settings: Mapping[str, Any]
+    attributes: Mapping[str, Any]
+
+    @property
+    def group(self) -> Mapping[str, Any]:
+        (group,) = self.optimizer.param_groups
+        return group
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The numbers among the settings, now."""
+        return {key: value for key, value in self.group.items() if type(value) in NUMBERS}
 
 
 def require_usable(
@@ -26,14 +52,17 @@ def require_usable(
 
     `split`: the `ranks` hold different weights. Raises what `kind` raises if it can't be used at all.
     """
-    together, optimizer = _train(kind, options, device=device, indices=(0, 1))
-    problems = _state_problems(optimizer)
-    repeated, _ = _train(kind, options, device=device, indices=(0, 1))
-    alone = [_train(kind, options, device=device, indices=(index,))[0][0] for index in (0, 1)]
-    if not _same(together, repeated):
+    together, repeated, first, second = (
+        _train(kind, options, device=device, indices=indices) for indices in ((0, 1), (0, 1), (0,), (1,))
+    )
+    problems = _state_problems(together)
+    if not _same(together.weights, repeated.weights):
         if ranks > 1:
             problems.append("gives other weights in a second trial, so the devices would differ")
-    elif split and not _same(together, alone, rtol=1e-9):
+    elif split and not (
+        _same(together.weights, (*first.weights, *second.weights), rtol=1e-9)
+        and together.numbers == first.numbers == second.numbers
+    ):
         problems.append("updates a weight by the gradients of others, which are on other devices")
     if problems:
         name = f"{kind.__module__}.{kind.__qualname__}"
@@ -42,32 +71,47 @@ def require_usable(
 
 def _train(
     kind: type[Optimizer], options: Mapping[str, Any], *, device: torch.device, indices: Sequence[int]
-) -> tuple[list[Tensor], Optimizer]:
-    """Returns the weights of these `indices` after some steps by fixed gradients, and their optimizer."""
+) -> Trial:
+    """Train the weights of these `indices`."""
     weights = [
         Parameter(torch.linspace(-1, 2 + index, 12, dtype=torch.float64, device=device).view(3, 4))
         for index in indices
     ]
     optimizer = kind(weights, **options)
+    settings, attributes = dict(optimizer.param_groups[0]), dict(vars(optimizer))
     for step in range(STEPS):
         for index, weight in zip(indices, weights, strict=True):
             weight.grad = torch.cos((1 + step) * (index + weight.detach()))
         optimizer.step()
-    return [weight.detach() for weight in weights], optimizer
+    return Trial([weight.detach() for weight in weights], optimizer, settings, attributes)
 
 
-def _state_problems(optimizer: Optimizer) -> list[str]:
+def _state_problems(trial: Trial) -> list[str]:
+    optimizer, group = trial.optimizer, trial.group
     values = {key: value for state in optimizer.state.values() for key, value in state.items()}
-    plain = [str(key) for key, value in values.items() if not isinstance(value, Tensor) and value is not None]
+    plain = [
+        str(key)
+        for key, value in values.items()
+        if not (isinstance(value, Tensor) or value is None or type(value) in NUMBERS)
+    ]
     if any(not isinstance(key, Tensor) for key in optimizer.state):
         plain.append("entries of no weight")
     problems = [f"keeps {', '.join(plain)} outside of tensors, which checkpoints can't hold"] if plain else []
-    (group,) = optimizer.param_groups
-    before = optimizer.defaults
-    changed = [key for key, value in group.items() if key != "params" and before.get(key, ...) is not value]
-    if changed:
-        problems.append(f"keeps {', '.join(changed)} in its groups, which checkpoints don't hold")
+    if others := [key for key in changed_settings(group, trial.settings) if type(group[key]) not in NUMBERS]:
+        problems.append(f"keeps {', '.join(others)} in its groups, which checkpoints don't hold")
+    counts = [key for key, value in vars(optimizer).items() if type(value) in (int, float)]
+    if changed := [key for key in counts if trial.attributes.get(key, ...) != getattr(optimizer, key)]:
+        problems.append(f"keeps {', '.join(changed)} in itself, which checkpoints don't hold")
     return problems
+
+
+def changed_settings(group: Mapping[str, Any], built: Mapping[str, Any]) -> list[str]:
+    """The keys of a group that its optimizer has set since it was `built`, but for the learning rate."""
+    return [
+        key
+        for key, value in group.items()
+        if key not in ("params", "lr") and built.get(key, ...) is not value
+    ]
 
 
 def _same(weights: Sequence[Tensor], others: Sequence[Tensor], *, rtol: float = 0.0) -> bool:

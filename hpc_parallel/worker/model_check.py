@@ -5,7 +5,7 @@
 reads {tables, advice, values, tries_data} as JSON. `tables` and `advice` are those of launch/import_check.py.
 `values` are resolved configurations. `tries_data`: whether to build the data of the first one. The output is
 {messages, note} as JSON. `messages` has a list for each configuration: why a class can't be imported. If all
-classes can be imported, the list says what the data, and the model's hints and code, refuse.
+classes can be imported, the list says what the data, the model's hints and code, and the optimizer refuse.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -27,14 +27,18 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
+from torch.nn import Parameter
 
 from hpc_parallel.config.build import build
+from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.typed_config import typed
 from hpc_parallel.data.dataset import as_data
-from hpc_parallel.layout.layout import layout_of
-from hpc_parallel.problems import ConfigError
-from hpc_parallel.strategies.model_checks import find_problems
+from hpc_parallel.layout.layout import Layout, layout_of
+from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.problems import ConfigError, Problem
+from hpc_parallel.strategies.model_checks import TRAINS, find_problems
 from hpc_parallel.strategies.whole_model import build_model
+from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.user_code import causes, described, failure_of
 
 LONGEST_S = 10.0  # to read a few samples; login nodes are shared
@@ -51,12 +55,21 @@ def messages_of(values: Mapping[str, Any], data: Seen) -> list[str]:
         model = build_model(config)
     except ConfigError as error:
         return [str(problem) for problem in error.problems]
-    return [
-        str(problem)
-        for problem in find_problems(
-            model, config=config, layout=layout, sample_shape=sample_shape, dtype=data.dtype
-        )
-    ]
+    problems = find_problems(model, config=config, layout=layout, sample_shape=sample_shape, dtype=data.dtype)
+    return [str(problem) for problem in (*problems, *_optimizer_problems(model, config, layout))]
+
+
+def _optimizer_problems(model: LayeredModel, config: RunConfig, layout: Layout) -> Sequence[Problem | str]:
+    """Build the optimizers of a training for small weights with the names of `model`."""
+    if config.task.name not in TRAINS:
+        return []
+    weights = {name: Parameter(torch.zeros([1] * weight.ndim)) for name, weight in model.named_parameters()}
+    split = any(layout.degrees[axis] > 1 for axis in ("pipeline", "shard", "expert", "tensor"))
+    try:
+        build_optimizer(weights, config.optimizer, split=split, ranks=config.devices)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def answer_to(question: Mapping[str, Any]) -> dict[str, Any]:

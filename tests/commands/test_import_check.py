@@ -278,6 +278,52 @@ def test_a_run_on_this_machine_is_refused_too_and_leaves_no_folder(
     assert not (here / "runs").exists()
 
 
+@pytest.mark.processes
+def test_an_optimizer_is_tried_before_the_run_unless_it_is_one_of_ours(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arguments, classes and rules of the user's own were refused by the ranks only, after the queue."""
+    words = ["launcher=local", "training.steps=1", "strategy=fsdp", "nodes=2"]
+    (here / "mine.py").write_text(SUMMING)
+    assert run([*words, "optimizer=custom", "optimizer._target_=mine.Summing"]) == 2
+    assert capsys.readouterr().err.splitlines()[1].strip() == (
+        "optimizer: mine.Summing updates a weight by the gradients of others, which are on other devices. "
+        "Try optimizer=adamw."
+    )
+    assert run([*words, "+optimizer.options.bettas=[0.9,0.95]"]) == 2
+    assert "optimizer: torch.optim.AdamW takes no bettas. Its arguments are" in capsys.readouterr().err
+    monkeypatch.setattr(import_check, "_tried", lambda *arguments: pytest.fail("a process was started"))
+    assert run([*words, "optimizer=muon", "dry_run=true"]) == 0
+
+
+SUMMING = """
+import torch
+
+class Summing(torch.optim.SGD):
+    def step(self):
+        for group in self.param_groups:
+            group["sum"] = float(sum(weight.grad.norm() for weight in group["params"]))
+        super().step()
+"""
+
+
+def test_a_class_in_the_place_of_ours_is_told_how_to_get_its_own_arguments(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "points.py").write_text("class Points:\n    def __init__(self, depth=2): ...\n")
+    assert run(["launcher=local", "model._target_=points.Points", "data._target_=points.Points"]) == 2
+    _, model, data = (line.strip() for line in capsys.readouterr().err.splitlines())
+    error = "TypeError: got an unexpected keyword argument '{}', raised by points.Points ({}). "
+    given = "The class gets all keys of the chosen {} file as arguments. "
+    assert model == error.format("layers", "model") + given.format("model") + (
+        "Your own class is chosen by a file site/model/mine.yaml with the line `_target_: points.Points` and "
+        "its arguments. Then try --config-dir site model=mine."
+    )
+    assert data == error.format("path", "data") + given.format("data") + (
+        "Try data=dataset data.dataset._target_=points.Points."
+    )
+
+
 DATA = """
 import time
 import torch

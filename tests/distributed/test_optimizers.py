@@ -25,6 +25,7 @@ OPTIMIZERS = {
         "optimizer=custom", "optimizer._target_=tests.optimizers.Lion", "optimizer.weight_decay=0.1",
         "optimizer.warmup_steps=null", "optimizer.schedule=tests.optimizers.triangle",
     ),
+    "counting": ("optimizer=custom", "optimizer._target_=tests.optimizers.Counting"),
     "adamw by rules": (
         "+optimizer.groups.ends={match:['stem.*','head.*'],learning_rate_scale:0.1}",
         "+optimizer.groups.norms={match:['*norm*'],weight_decay:0.3,options:{betas:[0.5,0.6]}}",
@@ -55,6 +56,8 @@ RESUMED = [
     ("adafactor", "shard 2 x tensor 2", "pipeline 2"),
     ("lion", "server", "fsdp 2"),
     ("adamw by rules", "fsdp 2", "single"),
+    ("counting", "fsdp 2", "pipeline 2"),
+    ("counting", "server", "tensor 2"),
 ]
 EXPERTS = ("model=moe_tiny", "model.ffn_dim=24")
 
@@ -110,7 +113,7 @@ def test_experts_are_updated_as_on_one_device(
     [
         ("Noisy", LAYOUTS["data 2"], "gives other weights in a second trial"),
         ("Coupled", LAYOUTS["fsdp 2"], "updates a weight by the gradients of others"),
-        ("Counting", ("strategy=single",), "keeps step in its groups"),
+        ("Forgetful", ("strategy=single",), "keeps parts outside of tensors"),
     ],
 )
 def test_a_class_that_would_not_be_equal_is_refused(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hpc_parallel.data.sampler import _mix
+from hpc_parallel.layout.batch_plan import Plan
 from hpc_parallel.models.layered import LayeredModel
+from hpc_parallel.proof.small_model import SmallRun
+from hpc_parallel.proof.small_results import on_one_device
 from hpc_parallel.strategies.dropout.counted_dropout import SamplePart, keeps, mix64
 from hpc_parallel.strategies.dropout.dropout_shapes import WholeShape, find_problems, whole_shapes
 from hpc_parallel.strategies.halo import Grid
+from tests.composed import prepared
 from tests.dropout_models import Images, Tokens
 
 SAMPLES, ROWS, COLUMNS = 64, 128, 96
@@ -217,6 +222,15 @@ def test_the_users_own_error_comes_first() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("stem", [nn.Embedding(9, 6), nn.Linear(7, 6)])
+def test_of_all_types_of_samples_the_pass_that_came_farthest_tells_the_error(stem: nn.Module) -> None:
+    """Tokens and numbers are both tried; one of them already ends in the stem."""
+    model = Rows(6).to("meta")
+    model.stem, model.head = stem.to("meta"), Called(nn.Linear(5, 2, device="meta"))
+    (found,) = find_problems(model, sample_shape=(7,))
+    assert "X [5, 2] (test_dropout.py:" in str(found)
+
+
 class Called(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -224,3 +238,35 @@ class Called(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x)
+
+
+class Photos:
+    def __len__(self) -> int:
+        return 64
+
+    def batch(self, indices: Any) -> tuple[Tensor, Tensor]:
+        return torch.rand(len(indices), 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.tensor(
+            indices % 10
+        )
+
+
+def test_one_device_counts_the_dropout_of_a_convolution_on_float_images() -> None:
+    """A convolution with a bias takes no float32 once it is float64: shapes are measured before."""
+    config = prepared(
+        "launcher=local", "device=cpu", "strategy=data", "nodes=2", "data=digits", "model=convnet"
+    ).config
+    data: Any = SimpleNamespace(train=Photos())
+    losses = []
+    for seed in (1, 2):
+        with torch.device("meta"):
+            model = FloatImages(width=4, rate=0.3)
+        run = SmallRun.of(config, plan=Plan.of(config), model=model, data=data, device=torch.device("cpu"))
+        torch.manual_seed(seed)
+        losses.append(on_one_device(run, model).losses)
+    assert losses[0] == losses[1]
+
+
+class FloatImages(Images):
+    def __init__(self, *, width: int, rate: float) -> None:
+        super().__init__(width=width, rate=rate)
+        self.stem = nn.Conv2d(1, width, 3, padding=1)

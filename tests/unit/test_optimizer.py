@@ -204,6 +204,30 @@ def test_any_class_of_torch_updates_as_by_itself(name: str) -> None:
         torch.testing.assert_close(weight.detach(), expected[key], rtol=1e-12, atol=0)
 
 
+def test_plain_numbers_of_a_class_go_on_from_a_checkpoint() -> None:
+    """Steps 4 to 6 after a restart change the weights as six steps in one go do; the rate may differ."""
+    config = OptimizerConfig(_target_="tests.optimizers.Counting", learning_rate=0.01)
+    weights, first = small_model(), {}
+    optimizer = build_optimizer(weights, config, split=True)
+    for half in range(2):
+        if half:
+            first = {name: value.detach().clone() for name, value in weights.items()}
+            state = {name: value.clone() for name, value in optimizer.state().items()}
+        optimizer.begin_step(1 + 3 * half, rate=0.02)
+        train(optimizer, weights)
+    assert (state["stem.weight/group:steps"], state["stem.weight/number:factor"]) == (3, 0.7**3)
+    again = {name: nn.Parameter(value) for name, value in first.items()}
+    resumed = build_optimizer(again, config, split=True)
+    resumed.create_state({name: (value.shape, value.dtype) for name, value in state.items()})
+    for name, value in resumed.state().items():
+        value.copy_(state[name])
+    assert resumed.state().keys() == state.keys()
+    resumed.begin_step(4, rate=0.02)
+    train(resumed, again)
+    for name, weight in weights.items():
+        assert torch.equal(again[name], weight), name
+
+
 def test_muon_is_for_matrices_of_blocks_only() -> None:
     config = prepared("optimizer=muon").config.optimizer
     weights = small_model()
@@ -265,8 +289,10 @@ def test_later_rules_take_precedence() -> None:
         ({"groups": {"b": {"match": ["layers.*"]}}}, "groups.b.match = .* matches no weight of the model"),
         ({"_target_": "tests.optimizers.Noisy"}, "gives other weights in a second trial"),
         ({"_target_": "tests.optimizers.Coupled"}, "updates a weight by the gradients of others"),
-        ({"_target_": "tests.optimizers.Counting"}, "keeps step in its groups"),
-        ({"_target_": "tests.optimizers.Forgetful"}, "keeps step outside of tensors"),
+        ({"_target_": "tests.optimizers.Summing"}, "updates a weight by the gradients of others"),
+        ({"_target_": "tests.optimizers.Forgetful"}, "keeps parts outside of tensors"),
+        ({"_target_": "tests.optimizers.Forgetful"}, "keeps norm in its groups"),
+        ({"_target_": "tests.optimizers.Forgetful"}, "keeps count in itself"),
     ],
 )
 def test_what_would_be_wrong_is_refused(

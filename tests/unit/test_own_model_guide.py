@@ -11,16 +11,20 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch import nn
 
 from hpc_parallel.layout.layout import Layout
-from hpc_parallel.models.layered import materialise
+from hpc_parallel.models.layered import LayeredModel, materialise
 from hpc_parallel.models.plain import plain_model
+from hpc_parallel.strategies.dropout.dropout_shapes import whole_shapes
 from hpc_parallel.strategies.model_checks import find_problems
 from tests.composed import prepared
 from tests.models_of_others import gpt
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs/own-model.md"
-PLAIN, ADAPTER, ATTENTION, SKIPS, ROLES, *_ = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+PLAIN, ADAPTER, ATTENTION, PATHS, SKIPS, ROLES, *_ = re.findall(
+    r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL
+)
 (KEYS,) = re.findall(r"nanogpt.yaml -->\n```yaml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
 
 
@@ -76,6 +80,19 @@ def test_its_attention_and_roles_fit_every_layout(arguments: dict[str, Any]) -> 
     model = built(ADAPTER, arguments, device="meta")  # with the attention of the GPT itself, that of above
     (problem,) = find_problems(model, config=config, layout=Layout(tensor=2), sample_shape=(32,))
     assert "has no role for stem.wte.weight" in str(problem)
+
+
+def test_stochastic_depth_leaves_out_whole_samples_and_is_known_on_every_layout() -> None:
+    names: dict[str, Any] = {}
+    exec(PATHS, names)
+    x, p = torch.rand(1000, 3, 2) + 1, 0.25
+    factors = (names["DropPath"](p)(x) / x).reshape(1000, 6)
+    torch.testing.assert_close(factors, factors[:, :1].expand(1000, 6))
+    kept = factors[:, 0] > 0
+    torch.testing.assert_close(factors[kept], torch.full_like(factors[kept], 1 / (1 - p)))
+    assert abs(float(kept.double().mean()) - (1 - p)) < 5 * (p * (1 - p) / 1000) ** 0.5
+    model = LayeredModel(stem=nn.Identity(), blocks=[names["DropPath"](p)], head=nn.Linear(4, 2)).to("meta")
+    assert {shape.sizes for shape in whole_shapes(model, sample_shape=(3, 4)).values()} == {(1, 1)}
 
 
 def test_the_parts_of_a_u_net_hand_on_their_skip_connections() -> None:

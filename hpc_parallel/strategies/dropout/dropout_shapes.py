@@ -44,10 +44,12 @@ class WholeShape:
 class Pass:
     """The record of one forward pass.
 
-    random: clauses about operations that draw random numbers. error: the exception that ended the pass.
+    random: clauses about operations that draw random numbers. ended: the modules that have returned. error:
+    the exception that ended the pass.
     """
 
     inputs: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    ended: list[str] = field(default_factory=list)
     random: list[str] = field(default_factory=list)
     error: Exception | None = None
 
@@ -139,15 +141,17 @@ def _other(reason: str, advice: str) -> str:
 def dry_pass(model: LayeredModel, *, sample_shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Pass:
     """Run the whole `model` on meta, with samples of `dtype` or of the first type that it takes.
 
-    The model can fail on meta because its code needs real numbers, or because the code is wrong.
+    The model can fail on meta because its code needs real numbers, or because the code is wrong. If it takes
+    no type, the pass that came farthest tells the reason: a wrong type ends the first layer.
     """
-    record = Pass()
+    farthest = Pass()
     kinds = INPUT_TYPES if dtype is None else (torch.float32 if dtype.is_floating_point else dtype,)
     for kind in kinds:
         record = _pass(model, torch.empty(BATCH, *sample_shape, dtype=kind, device="meta"))
         if record.error is None:
-            break
-    return record
+            return record
+        farthest = max(record, farthest, key=lambda tried: len(tried.ended))
+    return farthest
 
 
 def _pass(model: LayeredModel, samples: Tensor) -> Pass:
@@ -156,6 +160,7 @@ def _pass(model: LayeredModel, samples: Tensor) -> Pass:
         tried = deepcopy(model).to("meta").train()
         for name, module in tried.named_modules():
             module.register_forward_pre_hook(partial(_note_input, name, record))
+            module.register_forward_hook(lambda _, inputs, output, name=name: record.ended.append(name))
         supported = {name for name, _ in dropouts(tried)}
         with torch.no_grad(), _RandomOperations(record, running_modules(tried), supported):
             tried(samples)
