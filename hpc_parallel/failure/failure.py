@@ -37,7 +37,7 @@ COLLECTIVE_TIMEOUT = "collective_timeout"  # also a follower: the rank that did 
 DESYNC = "desync"  # ranks entered different collectives
 NONFINITE = "nonfinite"  # loss or gradients; training.on_nonfinite
 REPLICAS = "replicas"  # weights of replicas differ; training.compare_replicas
-DISK = "disk"  # full, broken, read-only, over its quota
+DISK = "disk"  # full, broken, read-only, over its quota or a limit of file sizes
 NODE_LOST = "node_lost"
 CONFIGURATION = "configuration"  # a problem that only the job could detect
 TIME_LIMIT = "time_limit"  # of Slurm
@@ -74,9 +74,10 @@ _ABORTED = re.compile("Fatal Python error: Aborted")
 _ABORT_LINES = 30  # of a message
 _CRASHES = {"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV"}  # faulthandler writes the stack of these
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
-_DISK = {errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS}
+_DISK = {errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 _NO_SPACE = re.compile(
-    r"no space left on device|disk quota exceeded|read-only file system|input/output error", re.IGNORECASE
+    r"no space left on device|disk quota exceeded|read-only file system|input/output error|file too large",
+    re.IGNORECASE,
 )
 _MESSAGE_CHARACTERS = 400
 _LOG_END_BYTES = 64 * 1024

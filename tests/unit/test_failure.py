@@ -126,8 +126,10 @@ class StartError(RuntimeError):
         (OSError(errno.EIO, "Input/output error"), "disk"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk"),
         (OSError(errno.EROFS, "Read-only file system"), "disk"),
+        (OSError(errno.EFBIG, "File too large"), "disk"),
         (FileNotFoundError(errno.ENOENT, "No such file"), "error"),
         (RuntimeError("PytorchStreamWriter failed: No space left on device"), "disk"),
+        (RuntimeError("the checkpoint could not be written: OSError: [Errno 27] File too large"), "disk"),
         (ConfigError(["strategy.cuts = [7] is past the last block"]), "configuration"),
     ],
 )
