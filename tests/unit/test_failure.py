@@ -605,7 +605,11 @@ def test_a_rank_that_failed_by_itself_needs_no_other_reason(folder: RunFolder) -
     [
         (1, None, "exit code 1: module: command not found"),
         (137, "SIGKILL", "killed by SIGKILL: module: command not found"),
-        (-9, "SIGKILL", "killed by SIGKILL: module: command not found"),
+        (
+            -9,
+            "SIGKILL",
+            "the process that starts the ranks was killed by SIGKILL: module: command not found",
+        ),
     ],
 )
 def test_the_command_without_any_record(
