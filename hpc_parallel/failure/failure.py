@@ -71,6 +71,10 @@ _ABORT = re.compile(
     r"|\*\*\* .+ smashing detected.+)"
 )
 _ABORTED = re.compile("Fatal Python error: Aborted")
+# The line of an exception, after the lines of its traceback: its class, and its message.
+_RAISED = re.compile(
+    r"^Traceback \(most recent call last\):\n(?:[ \t].*\n)*(([\w.]+)(?:: (.*))?)", re.MULTILINE
+)
 _ABORT_LINES = 30  # of a message
 _CRASHES = {"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV"}  # faulthandler writes the stack of these
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
@@ -170,6 +174,11 @@ def record_death(
     name = signal_name(-returncode) if returncode < 0 else None
     if name is None:
         kind, message = ERROR, f"ended with exit code {returncode} and wrote no reason"
+        if returncode == 1 and (raised := _RAISED.findall(log)):  # no file could be opened for a record
+            line, error, text = raised[-1]
+            kind = kind_of_text(error.rpartition(".")[2], text)
+            message = f"ended with exit code 1; the last exception of its log: {line[:_MESSAGE_CHARACTERS]}"
+            message += hint(line)
     elif stopped:
         kind, message = STOPPED, f"ended by {name} after another rank's failure"
     elif name == "SIGABRT" and (reason := _reason_of_abort(log)):

@@ -161,6 +161,11 @@ class RunFollower:
         self._show_output(last=True)
         if self._bar is not None:
             self._bar.stop()
+        if not self._folder.config.exists():  # what others have written there again explains nothing
+            self._say(
+                f"failed: {from_here(self._folder.path)} was removed or renamed while the run wrote to it"
+            )
+            return 1
         summary = Summary.read(self._folder) or Summary()
         outcome = summary.outcome or "failed"
         failure = Failure.read(self._folder) if outcome == "failed" else None

@@ -145,6 +145,44 @@ def test_kind_of_a_wrapped_exception() -> None:
     assert failure.kind_and_source(wrapper)[0] == "error"
 
 
+_LOG = """Traceback (most recent call last):
+  File "a.py", line 3, in read
+    open(path)
+    ^^^^
+OSError: handled
+
+Traceback (most recent call last):
+  File "a.py", line 7, in write
+    open(path)
+{}
+in step 30
+"""
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "message"),
+    [
+        (
+            "a.b.DamagedError: x can't be read: Too many open files",
+            "error",
+            "a.b.DamagedError: x can't be read: Too many open files. The limit of open files is too low",
+        ),
+        ("OSError: [Errno 28] No space left on device: 'x'", "disk", "OSError: [Errno 28] No space left"),
+        ("MemoryError", "out_of_memory", "MemoryError"),
+    ],
+)
+def test_a_rank_that_could_not_write_its_record(
+    folder: RunFolder, raised: str, kind: str, message: str
+) -> None:
+    folder.log(5, "err").write_text(_LOG.format(raised))
+    for rank, code in ((5, 1), (6, 1)):
+        failure.record_death(folder, world=world(rank), returncode=code)
+    of_5, of_6 = (json.loads((folder.logs / f"rank-{rank}.failure.json").read_text()) for rank in (5, 6))
+    assert of_5["kind"] == kind
+    assert of_5["message"].startswith(f"ended with exit code 1; the last exception of its log: {message}")
+    assert of_6["message"] == "ended with exit code 1 and wrote no reason"
+
+
 def test_the_record_of_a_rank_is_kept(folder: RunFolder) -> None:
     try:
         raise ValueError("line one\nline two")
