@@ -161,10 +161,8 @@ class RunFollower:
         self._show_output(last=True)
         if self._bar is not None:
             self._bar.stop()
-        if not self._folder.config.exists():  # what others have written there again explains nothing
-            self._say(
-                f"failed: {from_here(self._folder.path)} was removed or renamed while the run wrote to it"
-            )
+        if not (config := self._folder.config).exists():  # what others write there again explains nothing
+            self._say(f"failed: {from_here(config)} is gone. Was the run folder removed or renamed?")
             return 1
         summary = Summary.read(self._folder) or Summary()
         outcome = summary.outcome or "failed"

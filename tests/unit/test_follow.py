@@ -238,7 +238,7 @@ def test_a_run_whose_folder_was_removed_says_so(folder: RunFolder) -> None:
     )
     assert following.finish() == 1
     assert shown.getvalue().splitlines() == [
-        f"failed: {folder.path} was removed or renamed while the run wrote to it"
+        f"failed: {folder.config} is gone. Was the run folder removed or renamed?"
     ]
 
 
