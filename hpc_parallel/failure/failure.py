@@ -178,7 +178,6 @@ def record_death(
             line, error, text = raised[-1]
             kind = kind_of_text(error.rpartition(".")[2], text)
             message = f"ended with exit code 1; the last exception of its log: {line[:_MESSAGE_CHARACTERS]}"
-            message += hint(line)
     elif stopped:
         kind, message = STOPPED, f"ended by {name} after another rank's failure"
     elif name == "SIGABRT" and (reason := _reason_of_abort(log)):
@@ -193,7 +192,7 @@ def record_death(
         message += where
     elif name in ("SIGTERM", "SIGKILL") and _is_fresh(folder.log(world.rank, "err")):
         lines = stack_at_sigterm(log)
-    _write(folder, world=world, kind=kind, message=message, signal_name=name, lines=lines)
+    _write(folder, world=world, kind=kind, message=message + hint(message), signal_name=name, lines=lines)
 
 
 def record_reason(

@@ -183,6 +183,15 @@ def test_a_rank_that_could_not_write_its_record(
     assert of_6["message"] == "ended with exit code 1 and wrote no reason"
 
 
+def test_an_abort_without_open_files_has_its_advice(folder: RunFolder) -> None:
+    why = "[enforce fail at listener.cc:63] false. accept: Too many open files"
+    folder.log(5, "err").write_text(f"  what():  {why}\nFatal Python error: Aborted\n")
+    failure.record_death(folder, world=world(5), returncode=-signal.SIGABRT)
+    message = json.loads((folder.logs / "rank-5.failure.json").read_text())["message"]
+    assert message.startswith(f"killed by SIGABRT: {why}")
+    assert "ulimit -n" in message
+
+
 def test_the_record_of_a_rank_is_kept(folder: RunFolder) -> None:
     try:
         raise ValueError("line one\nline two")
@@ -636,6 +645,27 @@ def test_a_rank_that_failed_by_itself_needs_no_other_reason(folder: RunFolder) -
     normal_end.record(folder, world=world(1))
     failure.record_death(folder, world=world(0), returncode=-9)
     assert conclude(folder, returncode=1) == "rank 0 on n0 failed first: killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("returncode", "outcome", "kind"),
+    [(-9, "failed", "killed"), (-15, "cancelled", None), (143, "cancelled", None)],
+)
+def test_ranks_that_end_with_their_parent_were_not_cancelled(
+    folder: RunFolder, returncode: int, outcome: str, kind: str | None
+) -> None:
+    """They get SIGTERM when the process that starts them is killed."""
+    folder.log(0, "out").touch()
+    for rank in (0, 1):
+        failure.record_death(folder, world=world(rank), returncode=-signal.SIGTERM)
+    line = conclude(folder, returncode=returncode)
+    assert read_json(folder.summary)["outcome"] == outcome
+    assert (read_json(folder.failure)["kind"] if kind else None) == kind
+    assert folder.failure.exists() == bool(kind)
+    if kind:
+        assert line == (
+            "the job failed and no rank said why: the process that starts the ranks was killed by SIGKILL"
+        )
 
 
 @pytest.mark.parametrize(
