@@ -36,18 +36,20 @@ def run_command(work: Callable[[], int]) -> int:
 
     A system error (a full disk, a file that can't be read) prints one line to stderr and returns 1. Ctrl-C
     prints nothing and returns 1. If the reader closes the pipe early (`| head`), the exit code is 0, because
-    the reader has what it wants.
+    the reader has what it wants, unless `work` has returned another one.
     """
     # Ignore Ctrl-C while Python exits: it would kill the process and replace the command's exit code.
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     _open_closed_streams()
     _escape_what_streams_cannot_encode()
+    code = DONE
     try:
         _require_folder()
         try:
-            return work()
+            code = work()
         finally:  # also where argparse exits after --help
             sys.stdout.flush()
+        return code
     except ConfigError as error:
         complain(error.problems)
         return WRONG
@@ -58,7 +60,7 @@ def run_command(work: Callable[[], int]) -> int:
         return FAILED
     except BrokenPipeError:
         _discard(sys.stdout)
-        return DONE
+        return code
     except OSError as error:
         complain([_describe(error)])
         _discard(sys.stdout)

@@ -133,15 +133,15 @@ def launch(run: PreparedRun) -> int:
         return DONE
     from hpc_parallel.slurm.submit import SiteRefusedError
 
-    print("\n".join([str(run), choice, *run.notes]))
     try:
+        print("\n".join([str(run), choice, *run.notes]), flush=True)
         return launcher.launch(run)
     except ConfigError as error:  # the run folder can't be made
         return refuse(error.problems)
     except SiteRefusedError as refusal:
         complain([refusal])
         return REFUSED
-    except BrokenPipeError:  # the launcher has stopped the run: this is not a success
+    except BrokenPipeError:  # nothing was started, or the launcher has stopped the run: no success
         return FAILED
 
 

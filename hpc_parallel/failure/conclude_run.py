@@ -33,7 +33,7 @@ from hpc_parallel.failure.found_failure import (
 )
 from hpc_parallel.failure.hang_cause import cause_of
 from hpc_parallel.failure.restart import Decision, RestartLimits
-from hpc_parallel.failure.root_cause import find_root_cause, killed_tasks
+from hpc_parallel.failure.root_cause import TERMINATION_SIGNALS, find_root_cause, killed_tasks
 from hpc_parallel.failure.summary import computed_as, summarise
 from hpc_parallel.problems import as_override
 from hpc_parallel.record import attempts, host_memory, owner
@@ -96,12 +96,15 @@ def conclude(
     if has_ended and is_script(folder.read_config()) and normal_end.has_ended(folder, rank=0):
         write_json(folder.summary, _summary(folder, outcome="completed", environment=environment))
         return None
-    cause = find_root_cause(records)
+    cause, by = find_root_cause(records), signal_of_code(returncode)
+    if cause and cancelled is None and returncode < 0 and by not in TERMINATION_SIGNALS:
+        # The process that starts the ranks was killed: then they get SIGTERM, and nobody has asked for it.
+        cause = None if cause.signal in TERMINATION_SIGNALS else cause
     if cause is not None and cause.kind in (failure.HANG, failure.LOST_PEER, failure.STOPPED):
         cause = cause_of(folder, records) or cause
     if cancelled or (cancelled is None and looks_cancelled(cause, returncode=returncode, text=text)):
         name = asked_by or (cause.signal if cause else None)
-        by = name or signal_of_code(returncode) or "SIGTERM"
+        by = name or by or "SIGTERM"
         why = restart.CANCELLED if cancelled else restart.why_stopped(by, environment=environment)
         if why != restart.CANCELLED:
             return _conclude_stop(folder, stopped=_UNSAVED, environment=environment, how=why)

@@ -37,7 +37,7 @@ COLLECTIVE_TIMEOUT = "collective_timeout"  # also a follower: the rank that did 
 DESYNC = "desync"  # ranks entered different collectives
 NONFINITE = "nonfinite"  # loss or gradients; training.on_nonfinite
 REPLICAS = "replicas"  # weights of replicas differ; training.compare_replicas
-DISK = "disk"  # full, broken, read-only, over its quota
+DISK = "disk"  # full, broken, read-only, over its quota or a limit of file sizes
 NODE_LOST = "node_lost"
 CONFIGURATION = "configuration"  # a problem that only the job could detect
 TIME_LIMIT = "time_limit"  # of Slurm
@@ -71,12 +71,17 @@ _ABORT = re.compile(
     r"|\*\*\* .+ smashing detected.+)"
 )
 _ABORTED = re.compile("Fatal Python error: Aborted")
+# The line of an exception, after the lines of its traceback: its class, and its message.
+_RAISED = re.compile(
+    r"^Traceback \(most recent call last\):\n(?:[ \t].*\n)*(([\w.]+)(?:: (.*))?)", re.MULTILINE
+)
 _ABORT_LINES = 30  # of a message
 _CRASHES = {"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV"}  # faulthandler writes the stack of these
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
-_DISK = {errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS}
+_DISK = {errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 _NO_SPACE = re.compile(
-    r"no space left on device|disk quota exceeded|read-only file system|input/output error", re.IGNORECASE
+    r"no space left on device|disk quota exceeded|read-only file system|input/output error|file too large",
+    re.IGNORECASE,
 )
 _MESSAGE_CHARACTERS = 400
 _LOG_END_BYTES = 64 * 1024
@@ -169,6 +174,10 @@ def record_death(
     name = signal_name(-returncode) if returncode < 0 else None
     if name is None:
         kind, message = ERROR, f"ended with exit code {returncode} and wrote no reason"
+        if returncode == 1 and (raised := _RAISED.findall(log)):  # no file could be opened for a record
+            line, error, text = raised[-1]
+            kind = kind_of_text(error.rpartition(".")[2], text)
+            message = f"ended with exit code 1; the last exception of its log: {line[:_MESSAGE_CHARACTERS]}"
     elif stopped:
         kind, message = STOPPED, f"ended by {name} after another rank's failure"
     elif name == "SIGABRT" and (reason := _reason_of_abort(log)):
@@ -183,7 +192,7 @@ def record_death(
         message += where
     elif name in ("SIGTERM", "SIGKILL") and _is_fresh(folder.log(world.rank, "err")):
         lines = stack_at_sigterm(log)
-    _write(folder, world=world, kind=kind, message=message, signal_name=name, lines=lines)
+    _write(folder, world=world, kind=kind, message=message + hint(message), signal_name=name, lines=lines)
 
 
 def record_reason(

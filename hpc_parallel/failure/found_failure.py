@@ -98,6 +98,7 @@ def _without_record(folder: RunFolder, *, returncode: int, text: str) -> Failure
     lines = start_lines(text)[-_LOG_LINES:]
     name = signal_of_code(returncode)
     how = f"killed by {name}" if name else f"exit code {returncode}"
+    how = f"the process that starts the ranks was {how}" if returncode < 0 else how
     how += "" if returncode else ", but rank 0 did not complete"
     last = lines[-1].strip() if lines else ""
     message = (last if "exit code" in last else f"{how}: {last}" if last else how) + hint(last)

@@ -76,7 +76,8 @@ class HangReport:
         """The phase, step and code line as text."""
         if self.phase is None:
             return f"at {self.where}"
-        phase = f"the {self.phase}" if self.phase in ("start", "done") else PLACES.get(self.phase, "step")
+        ends = {"start": "the start", "done": "the work after step"}
+        phase = ends.get(self.phase) or PLACES.get(self.phase, "step")
         return f"in {phase}{'' if self.phase == 'start' else f' {self.step}'} at {self.where}"
 
 

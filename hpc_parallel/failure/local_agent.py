@@ -31,6 +31,7 @@ from hpc_parallel.failure.conclude_run import after_failure, conclude, tell_end
 from hpc_parallel.failure.process_tree import adopt_orphans, end_descendants
 from hpc_parallel.failure.rank_process import die_with_parent
 from hpc_parallel.failure.restart import END, IN_PLACE, Decision
+from hpc_parallel.failure.root_cause import ATTEMPT
 from hpc_parallel.failure.supervisor import Supervisor
 from hpc_parallel.layout.layout import processes_per_node, recorded_strategy
 from hpc_parallel.machine.fabric import site_variables
@@ -67,8 +68,11 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
     strategy = recorded_strategy(config)
     per_node = processes_per_node(strategy, gpus_per_node=config["gpus_per_node"])
 
+    copies = host_memory.name_of(folder, os.environ)  # now: later the run folder may be gone
+
     def leave(number: int, frame: FrameType | None) -> None:
         asked_by = failure.signal_name(number)
+        host_memory.remove(copies)
         line = conclude(folder, returncode=-number, cancelled=True, asked_by=asked_by, environment={})
         tell_end(folder, line=line or "", decision=Decision(END))
         os._exit(1)
@@ -78,20 +82,24 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
     share_cores(
         os.environ, ranks=config["nodes"] * (config["gpus_per_node"] if is_script(config) else per_node)
     )
-    while True:
-        for number in STOP_SIGNALS:  # no rank has started yet
-            signal.signal(number, leave)
-        code, line = _attempt(folder, config=config, per_node=per_node, load_entry=load_entry)
-        summary = Summary.read(folder)
-        asks_to_restart = summary is not None and summary.outcome == STARTS_AGAIN  # by a script's exit code
-        decision = Decision(IN_PLACE) if asks_to_restart else after_failure(folder, start=0)
-        why = decision.why if decision.why not in (line or "") else ""
-        tell_end(folder, line="; ".join(filter(None, (line, why))), decision=decision)
-        if not decision.starts_again:
-            host_memory.remove(host_memory.name_of(folder, os.environ))
-            return code
-        reason = None if asks_to_restart else Failure.read(folder)  # the next start removes the file
-        print(f"{reason.line}; restarting" if reason else "restarting", flush=True)
+    try:
+        while True:
+            for number in STOP_SIGNALS:  # no rank has started yet
+                signal.signal(number, leave)
+            code, line = _attempt(folder, config=config, per_node=per_node, load_entry=load_entry)
+            summary = Summary.read(folder)
+            asks_to_restart = (
+                summary is not None and summary.outcome == STARTS_AGAIN
+            )  # by a script's exit code
+            decision = Decision(IN_PLACE) if asks_to_restart else after_failure(folder, start=0)
+            why = decision.why if decision.why not in (line or "") else ""
+            tell_end(folder, line="; ".join(filter(None, (line, why))), decision=decision)
+            if not decision.starts_again:
+                return code
+            reason = None if asks_to_restart else Failure.read(folder)  # the next start removes the file
+            print(f"{reason.line}; restarting" if reason else "restarting", flush=True)
+    finally:
+        host_memory.remove(copies)
 
 
 def _attempt(
@@ -105,8 +113,7 @@ def _attempt(
     attempts.note(folder, "launched")
     folder.begin_anew()
     failure.forget_all(folder)
-    own_log = folder.logs / "agent.err"
-    log_start = size_of(own_log)
+    print(f"{ATTEMPT}on this machine", file=sys.stderr, flush=True)
     note_phase(folder, "starting the script" if is_script(config) else "importing torch")
     owner.take(folder)  # if the launcher is killed, the ranks still save their state before they end
     try:
@@ -136,7 +143,7 @@ def _attempt(
         code, log = next(filter(None, watch.returncodes.values()), 1), ""
         if not is_rank:  # the output of torchrun itself
             with suppress(OSError, DamagedError):
-                log = read_tail(own_log, start=log_start).decode(errors="replace")
+                log = read_tail(folder.logs / "agent.err").decode(errors="replace")
         conclusion = {"returncode": code, "text": log, "cancelled": cancelled, "asked_by": asked_by}
     line = conclude(folder, **conclusion, environment={})
     summary = Summary.read(folder)

@@ -21,7 +21,8 @@ from hpc_parallel.slurm.short_forms import expand_numbers
 TERMINATION_SIGNALS = ("SIGTERM", "SIGINT")  # with which Slurm and users ask a job to end
 # A peer may notice a death up to this time before the death itself is recorded.
 _NOTICE_NS = 100_000_000
-_ATTEMPT = "hpc_parallel attempt "  # first line of a batch script (sbatch_templates/environment.sh.j2)
+# The first line of a start, of a batch script (sbatch_templates/environment.sh.j2) and of a local run.
+ATTEMPT = "hpc_parallel attempt "
 _SRUN_ENDS = {
     "Killed": "SIGKILL", "Out Of Memory": "SIGKILL", "Segmentation fault": "SIGSEGV", "Aborted": "SIGABRT",
     "Bus error": "SIGBUS", "Illegal instruction": "SIGILL",
@@ -40,13 +41,13 @@ _FOLLOWERS = (failure.LOST_PEER, failure.STOPPED, failure.COLLECTIVE_TIMEOUT)
 
 def this_attempt(text: str) -> str:
     """The part of the job's log since the last start: the log also holds earlier attempts."""
-    return text[max(0, text.rfind(_ATTEMPT)) :]
+    return text[max(0, text.rfind(ATTEMPT)) :]
 
 
 def start_lines(text: str) -> list[str]:
     """The lines of the job's log since the last start, without the first one and without empty lines."""
     lines = this_attempt(text).splitlines()
-    return [line for line in lines if line.strip() and not line.startswith(_ATTEMPT)]
+    return [line for line in lines if line.strip() and not line.startswith(ATTEMPT)]
 
 
 def killed_tasks(folder: RunFolder, *, text: str, recorded: Container[int]) -> list[Record]:

@@ -161,6 +161,9 @@ class RunFollower:
         self._show_output(last=True)
         if self._bar is not None:
             self._bar.stop()
+        if not (config := self._folder.config).exists():  # what others write there again explains nothing
+            self._say(f"failed: {from_here(config)} is gone. Was the run folder removed or renamed?")
+            return 1
         summary = Summary.read(self._folder) or Summary()
         outcome = summary.outcome or "failed"
         failure = Failure.read(self._folder) if outcome == "failed" else None

@@ -19,7 +19,7 @@ from types import FrameType, MappingProxyType
 from hpc_parallel.failure.failure import signal_name
 from hpc_parallel.launch.prepare import PreparedRun
 from hpc_parallel.launch.run_files import undo_write, write
-from hpc_parallel.record import owner
+from hpc_parallel.record import host_memory, owner
 from hpc_parallel.record.endings import Summary
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import open_append
@@ -155,7 +155,7 @@ class Agent:
     ) -> None:
         """log: a file for the output of the command; prepare: is called in the process before the command."""
         self._folder = folder
-        self._log = log
+        self._log, self._environment = log, environment
         with os.fdopen(open_append(log), "ab") as output:
             # In a new session the agent does not receive the terminal's Ctrl-C; only this process does.
             self._process = subprocess.Popen(
@@ -189,6 +189,7 @@ class Agent:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         returncode = self._process.wait()
+        host_memory.remove(host_memory.name_of(self._folder, self._environment))  # if the agent was killed
         if returncode == 0 or self._folder.summary.exists():
             return
         command = [sys.executable, "-m", "hpc_parallel.job", "conclude", str(self._folder.path)]

@@ -111,9 +111,9 @@ class Saver:
     def save(self, step: int, *, blocking: bool = False) -> None:
         """Begin to write the state after `step`. All ranks must call it at the same step.
 
-        With `blocking`, returns after the checkpoint is on the disk, and raises SaveError if that failed.
-        Raises StuckSaveError on each rank that does not end its part of a save, and FollowerError on the
-        others.
+        With `blocking`, returns after the checkpoint is on the disk. If that failed, raises SaveError on the
+        ranks that could not write, and FollowerError on the others. Raises StuckSaveError on each rank that
+        does not end its part of a save, and FollowerError on the others.
         """
         self._finish()
         if step > self.saved_step:
@@ -121,8 +121,12 @@ class Saver:
             self._begin(step)
         if not blocking and self.training.checkpoint_async:
             return
-        if (error := self._finish()) and blocking:
-            raise SaveError(f"the checkpoint of step {step} could not be written: {error}")
+        if (failed := self._finish()) and blocking:
+            reason, ranks = failed
+            message = f"the checkpoint of step {step} could not be written: {reason}"
+            if ranks and dist.get_rank() not in ranks:
+                raise FollowerError(f"ended because {message} ({name_ranks(ranks)})")
+            raise SaveError(message)
 
     def close(self) -> None:
         """Wait for a save that is in progress, unless it is stuck: its thread may never end."""
@@ -188,9 +192,10 @@ class Saver:
         finally:
             pending.set_result(error)
 
-    def _finish(self) -> str | None:
-        """Wait until all ranks have ended the pending save. Returns why it failed, the same on all ranks.
+    def _finish(self) -> tuple[str, list[int]] | None:
+        """Wait until all ranks have ended the pending save.
 
+        Returns why it failed, and the ranks that could not write if they are known; the same on all ranks.
         The outcome on rank 0 counts, because rank 0 completes the checkpoint after all ranks have written.
         """
         if self._pending is None:
@@ -199,17 +204,18 @@ class Saver:
         self._pending = None
         if error is not None and not isinstance(error, dcp.api.CheckpointException) and not is_broken(error):
             raise error
-        reason: str | None = exchange.broadcast(None if error is None else self._reason(error))
+        ranks = sorted(getattr(error, "failures", ()))
+        failed = exchange.broadcast(None if error is None else [self._reason(error), ranks])
         if max(exchange.all_gather_numbers([float(is_broken(error))], device=exchange.CPU)[0]):
             broken, self._group = self._group, self.saving.make()
             if broken is not None:
                 dist.destroy_process_group(broken)
-        if reason is None:
+        if failed is None:
             self.saved_step = self._pending_step
             self.on_saved(self.saved_step)
-        else:
-            self._give_up(reason)
-        return reason
+            return None
+        self._give_up(failed[0])
+        return failed[0], failed[1]
 
     def _give_up(self, reason: str) -> None:
         """Remove what a failed save has written, and say why it failed."""

@@ -36,9 +36,10 @@ def saving_group(timeout_s: float) -> Any:
     return SavingGroup(make(), make, timeout_s=timeout_s)
 
 
-def saves(folder: str) -> tuple[list[int], list[list[float]], list[bool]]:
+def saves(folder: str) -> tuple[list[int], list[list[float]], list[bool], str]:
     """Steps 1 to 4, of which 3 fails on one rank: plans made, values read back, whether intact.
 
+    The last save, step 5, fails too: the error that ends this rank.
     Rank 0 also checks that the part which it has written of step 3 is gone as soon as the save has failed.
     """
     mesh = init_device_mesh("cpu", (2,))
@@ -57,7 +58,7 @@ def saves(folder: str) -> tuple[list[int], list[list[float]], list[bool]]:
         return counted(self, plans)
 
     def write_or_fail(self: CheckpointWriter, *arguments: Any) -> Any:
-        if self._step == 3 and dist.get_rank() == 1:
+        if self._step in (3, 5) and dist.get_rank() == 1:
             raise OSError("the disk is full")
         return write(self, *arguments)
 
@@ -77,6 +78,8 @@ def saves(folder: str) -> tuple[list[int], list[list[float]], list[bool]]:
             assert dist.get_rank() or not Path(folder, f".step-{step}").exists()
             saver._finish()
             made.append(counted.call_count)
+        with pytest.raises(RuntimeError) as ended:
+            saver.save(5, blocking=True)
     saver.close()
     values, intact = [], []
     for step in (1, 2, 4):
@@ -84,16 +87,20 @@ def saves(folder: str) -> tuple[list[int], list[list[float]], list[bool]]:
         read(CheckpointReader(checkpoint), {"weights/replica": replica, "weights/shards": shards})
         values.append([*replica.tolist(), *shards.full_tensor().tolist()])
         intact.append(checkpoint.damage() is None and 0 < checkpoint.manifest["save_s"] < 60)
-    return made, values, intact
+    return made, values, intact, f"{ended.type.__name__}: {ended.value}"
 
 
 def test_a_plan_is_made_once_and_anew_after_a_failed_save(workers: Workers, tmp_path: Path) -> None:
-    (first, values, intact), (second, other_values, _) = workers.run(2, saves, str(tmp_path / "checkpoints"))
+    folder = str(tmp_path / "checkpoints")
+    (first, values, intact, follower), (second, other_values, _, cause) = workers.run(2, saves, folder)
     assert first == [1, 1, 1, 2]  # rank 0 plans for all
     assert second == [0, 0, 0, 0]
     expected = [[step] * 3 + [10 * step] * 3 + [10 * step + 1] * 2 for step in (1, 2, 4)]
     assert values == other_values == expected
     assert intact == [True] * 3
+    message = "the checkpoint of step 5 could not be written: OSError: the disk is full"
+    assert cause == f"SaveError: {message}"
+    assert follower == f"FollowerError: ended because {message} (rank 1)"
 
 
 def test_a_disk_that_gets_full_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

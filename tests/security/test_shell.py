@@ -50,17 +50,30 @@ def test_a_full_stdout_is_reported_in_one_line(
     assert (code, said(capfd)) == (1, ["stdout can't be written: No space left on device."])
 
 
-@pytest.mark.parametrize("words", [["--help"], ["tokenize", "--help"], RUN])
-def test_a_reader_that_has_enough_is_no_error(
-    words: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--help"], 0),
+        (["tokenize", "--help"], 0),
+        (RUN, 0),
+        (["run", "launcher.snapshot=false", "launcher=local", "device=cpu"], 1),  # nothing was trained
+    ],
+)
+def test_a_reader_that_has_enough_is_no_error_of_a_command_that_only_shows(
+    words: list[str],
+    code: int,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["hpc-parallel", *words])
     read, write = os.pipe()
     os.close(read)
     with stdout(write):
-        assert main(words) == 0
+        assert main(words) == code
     assert said(capfd) == []
+    assert list(tmp_path.rglob("config.yaml")) == []
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -126,8 +126,10 @@ class StartError(RuntimeError):
         (OSError(errno.EIO, "Input/output error"), "disk"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk"),
         (OSError(errno.EROFS, "Read-only file system"), "disk"),
+        (OSError(errno.EFBIG, "File too large"), "disk"),
         (FileNotFoundError(errno.ENOENT, "No such file"), "error"),
         (RuntimeError("PytorchStreamWriter failed: No space left on device"), "disk"),
+        (RuntimeError("the checkpoint could not be written: OSError: [Errno 27] File too large"), "disk"),
         (ConfigError(["strategy.cuts = [7] is past the last block"]), "configuration"),
     ],
 )
@@ -141,6 +143,53 @@ def test_kind_of_a_wrapped_exception() -> None:
     assert failure.kind_and_source(wrapper)[0] == "lost_peer"
     wrapper.__cause__ = ValueError("a bad label")
     assert failure.kind_and_source(wrapper)[0] == "error"
+
+
+_LOG = """Traceback (most recent call last):
+  File "a.py", line 3, in read
+    open(path)
+    ^^^^
+OSError: handled
+
+Traceback (most recent call last):
+  File "a.py", line 7, in write
+    open(path)
+{}
+in step 30
+"""
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "message"),
+    [
+        (
+            "a.b.DamagedError: x can't be read: Too many open files",
+            "error",
+            "a.b.DamagedError: x can't be read: Too many open files. The limit of open files is too low",
+        ),
+        ("OSError: [Errno 28] No space left on device: 'x'", "disk", "OSError: [Errno 28] No space left"),
+        ("MemoryError", "out_of_memory", "MemoryError"),
+    ],
+)
+def test_a_rank_that_could_not_write_its_record(
+    folder: RunFolder, raised: str, kind: str, message: str
+) -> None:
+    folder.log(5, "err").write_text(_LOG.format(raised))
+    for rank, code in ((5, 1), (6, 1)):
+        failure.record_death(folder, world=world(rank), returncode=code)
+    of_5, of_6 = (json.loads((folder.logs / f"rank-{rank}.failure.json").read_text()) for rank in (5, 6))
+    assert of_5["kind"] == kind
+    assert of_5["message"].startswith(f"ended with exit code 1; the last exception of its log: {message}")
+    assert of_6["message"] == "ended with exit code 1 and wrote no reason"
+
+
+def test_an_abort_without_open_files_has_its_advice(folder: RunFolder) -> None:
+    why = "[enforce fail at listener.cc:63] false. accept: Too many open files"
+    folder.log(5, "err").write_text(f"  what():  {why}\nFatal Python error: Aborted\n")
+    failure.record_death(folder, world=world(5), returncode=-signal.SIGABRT)
+    message = json.loads((folder.logs / "rank-5.failure.json").read_text())["message"]
+    assert message.startswith(f"killed by SIGABRT: {why}")
+    assert "ulimit -n" in message
 
 
 def test_the_record_of_a_rank_is_kept(folder: RunFolder) -> None:
@@ -599,11 +648,36 @@ def test_a_rank_that_failed_by_itself_needs_no_other_reason(folder: RunFolder) -
 
 
 @pytest.mark.parametrize(
+    ("returncode", "outcome", "kind"),
+    [(-9, "failed", "killed"), (-15, "cancelled", None), (143, "cancelled", None)],
+)
+def test_ranks_that_end_with_their_parent_were_not_cancelled(
+    folder: RunFolder, returncode: int, outcome: str, kind: str | None
+) -> None:
+    """They get SIGTERM when the process that starts them is killed."""
+    folder.log(0, "out").touch()
+    for rank in (0, 1):
+        failure.record_death(folder, world=world(rank), returncode=-signal.SIGTERM)
+    line = conclude(folder, returncode=returncode)
+    assert read_json(folder.summary)["outcome"] == outcome
+    assert (read_json(folder.failure)["kind"] if kind else None) == kind
+    assert folder.failure.exists() == bool(kind)
+    if kind:
+        assert line == (
+            "the job failed and no rank said why: the process that starts the ranks was killed by SIGKILL"
+        )
+
+
+@pytest.mark.parametrize(
     ("returncode", "signal", "line"),
     [
         (1, None, "exit code 1: module: command not found"),
         (137, "SIGKILL", "killed by SIGKILL: module: command not found"),
-        (-9, "SIGKILL", "killed by SIGKILL: module: command not found"),
+        (
+            -9,
+            "SIGKILL",
+            "the process that starts the ranks was killed by SIGKILL: module: command not found",
+        ),
     ],
 )
 def test_the_command_without_any_record(

@@ -31,6 +31,7 @@ LINE = {"step": 120, "samples": 1920, "loss": 2.41318, "samples_per_s": 512.4}
 def folder(tmp_path: Path) -> RunFolder:
     made = RunFolder(tmp_path / "run [1]")  # brackets are no markup
     made.create()
+    made.config.touch()
     return made
 
 
@@ -225,6 +226,19 @@ def test_after_a_failure_the_cause_is_the_last_line(folder: RunFolder, terminal:
         "failed: step 0 of 600",
         f"results: {folder.path}",
         line,
+    ]
+
+
+def test_a_run_whose_folder_was_removed_says_so(folder: RunFolder) -> None:
+    following, shown = follower(folder)
+    shutil.rmtree(folder.path)
+    folder.logs.mkdir(parents=True)  # by a rank that was not told
+    write_json(
+        folder.failure, {"rank": None, "traceback": [], "line": "the job failed before any rank started"}
+    )
+    assert following.finish() == 1
+    assert shown.getvalue().splitlines() == [
+        f"failed: {folder.config} is gone. Was the run folder removed or renamed?"
     ]
 
 

@@ -153,6 +153,19 @@ def test_after_the_end_of_rank_0_the_next_rank_watches_the_logs(folder: RunFolde
     assert hang(60) == [2]
 
 
+@pytest.mark.parametrize(
+    ("phase", "place"),
+    [
+        ("start", "in the start at "),
+        ("step", "in step 7 at "),
+        ("validate", "in the validation after step 7 at "),
+        ("done", "in the work after step 7 at "),
+    ],
+)
+def test_the_place_of_a_rank_is_a_clause(phase: str, place: str) -> None:
+    assert replace(WAITS, phase=phase, step=7).place == place + WAITS.where
+
+
 def test_hang_reports_of_an_earlier_attempt_are_ignored(folder: RunFolder) -> None:
     hang_report.write_report(folder, replace(WAITS, attempt="before"))
     failure.record_hang(folder, world=World.discover({}), message="no progress", stack=[])
