@@ -88,9 +88,8 @@ def run(run_folder: str, *, load_entry: Callable[[], Entry]) -> int:
                 signal.signal(number, leave)
             code, line = _attempt(folder, config=config, per_node=per_node, load_entry=load_entry)
             summary = Summary.read(folder)
-            asks_to_restart = (
-                summary is not None and summary.outcome == STARTS_AGAIN
-            )  # by a script's exit code
+            # A script asks for it by its exit code.
+            asks_to_restart = summary is not None and summary.outcome == STARTS_AGAIN
             decision = Decision(IN_PLACE) if asks_to_restart else after_failure(folder, start=0)
             why = decision.why if decision.why not in (line or "") else ""
             tell_end(folder, line="; ".join(filter(None, (line, why))), decision=decision)
