@@ -265,7 +265,7 @@ def _notes_of_resume(
 
 def _notes_of_weights(config: RunConfig, values: Mapping[str, Any]) -> list[str]:
     """What the user should read of the weights that the run starts from, if they exist already."""
-    if config.weights is None or config.resume is not None or not Path(values["weights"]).exists():
+    if config.weights is None or config.resume is not None or not os.path.exists(values["weights"]):
         return []
     from hpc_parallel.launch.resume import other_than_trained
 
