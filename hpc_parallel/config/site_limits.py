@@ -18,15 +18,18 @@ from hpc_parallel.config.checks import allocation_checks
 from hpc_parallel.config.job_python import find_environment
 from hpc_parallel.config.node_devices import visible_gpus
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.layout.counts import GIB, least_bytes
-from hpc_parallel.layout.layout import layout_of, processes_per_node
-from hpc_parallel.problems import as_override
+from hpc_parallel.config.script import TASK as SCRIPT
+from hpc_parallel.layout.counts import GIB, MIB, least_bytes
+from hpc_parallel.layout.layout import divisors, layout_of, processes_per_node
+from hpc_parallel.problems import Problem, Problems, as_override
 from hpc_parallel.record.values import flatten
 from hpc_parallel.slurm.allocation import ALLOCATION
 from hpc_parallel.slurm.limits import Limits, limits
 
 # Apptainer mounts the home, the current folder and these, unless an argument says otherwise.
 _OF_APPTAINER = ("/tmp", "/var/tmp", "/proc", "/sys", "/dev")
+# The least memory that a local process has to itself: with torch (115 MiB measured); beside a script (18).
+_OF_A_PROCESS = {False: 64 * MIB, True: 16 * MIB}
 _CONTAINED = ("-c", "--contain", "-C", "--containall", "--no-mount")
 
 
@@ -34,8 +37,7 @@ def site_warnings(config: RunConfig) -> list[str]:
     """One line for each resource that exceeds the partition's limit; empty if the limits are unknown."""
     launcher = config.launcher
     if launcher.kind == "local":
-        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return local_warnings(config, memory_bytes=memory_bytes, environment=os.environ)
+        return local_warnings(config, memory_bytes=memory_here_bytes(), environment=os.environ)
     if launcher.kind == ALLOCATION:
         return [f"warning     {line}" for line in allocation_checks.warnings(config)]
     most = limits_of(config)
@@ -97,6 +99,27 @@ def limits_of(config: RunConfig) -> Limits:
         time_minutes=written.get("time_minutes"),
         gpus_per_node=written.get("gpus_per_node") if config.cluster.gpus else None,
     )
+
+
+def memory_here_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def local_problems(config: RunConfig, *, memory_bytes: int) -> Problems:
+    """More processes than this machine could hold even if they did nothing."""
+    each = _OF_A_PROCESS[config.task.name == SCRIPT]
+    per_node = processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
+    if config.launcher.kind != "local" or config.nodes * per_node * each <= memory_bytes:
+        return
+    key, count, others = "nodes", config.nodes, per_node
+    if per_node * each > memory_bytes:
+        key, count, others = "gpus_per_node", config.gpus_per_node, config.nodes
+    most = memory_bytes // each // others
+    rule = (
+        f"starts {config.nodes * per_node} processes on this machine, and each takes {each // MIB} MB of its "
+        f"{memory_bytes / GIB:.1f} GB before it does anything"
+    )
+    yield Problem(key, count, rule, (max(number for number in divisors(count) if number <= max(1, most)),))
 
 
 def local_warnings(config: RunConfig, *, memory_bytes: int, environment: Mapping[str, str]) -> list[str]:
