@@ -28,6 +28,7 @@ from hpc_parallel.slurm.limits import Limits, limits
 
 # Apptainer mounts the home, the current folder and these, unless an argument says otherwise.
 _OF_APPTAINER = ("/tmp", "/var/tmp", "/proc", "/sys", "/dev")
+MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # of this machine
 # The least memory that a local process has to itself: with torch (115 MiB measured); beside a script (18).
 _OF_A_PROCESS = {False: 64 * MIB, True: 16 * MIB}
 _CONTAINED = ("-c", "--contain", "-C", "--containall", "--no-mount")
@@ -37,7 +38,7 @@ def site_warnings(config: RunConfig) -> list[str]:
     """One line for each resource that exceeds the partition's limit; empty if the limits are unknown."""
     launcher = config.launcher
     if launcher.kind == "local":
-        return local_warnings(config, memory_bytes=memory_here_bytes(), environment=os.environ)
+        return local_warnings(config, memory_bytes=MEMORY_BYTES, environment=os.environ)
     if launcher.kind == ALLOCATION:
         return [f"warning     {line}" for line in allocation_checks.warnings(config)]
     most = limits_of(config)
@@ -101,25 +102,19 @@ def limits_of(config: RunConfig) -> Limits:
     )
 
 
-def memory_here_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def local_problems(config: RunConfig, *, memory_bytes: int) -> Problems:
+def local_problems(config: RunConfig, *, memory_bytes: int = MEMORY_BYTES) -> Problems:
     """More processes than this machine could hold even if they did nothing."""
-    each = _OF_A_PROCESS[config.task.name == SCRIPT]
-    per_node = processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
-    if config.launcher.kind != "local" or config.nodes * per_node * each <= memory_bytes:
+    each, devices = _OF_A_PROCESS[config.task.name == SCRIPT], config.gpus_per_node
+    if config.launcher.kind != "local" or config.nodes * devices * each <= memory_bytes:
         return
-    key, count, others = "nodes", config.nodes, per_node
-    if per_node * each > memory_bytes:
-        key, count, others = "gpus_per_node", config.gpus_per_node, config.nodes
-    most = memory_bytes // each // others
-    rule = (
-        f"starts {config.nodes * per_node} processes on this machine, and each takes {each // MIB} MB of its "
-        f"{memory_bytes / GIB:.1f} GB before it does anything"
-    )
-    yield Problem(key, count, rule, (max(number for number in divisors(count) if number <= max(1, most)),))
+    per_node = processes_per_node(config.strategy, gpus_per_node=devices)
+    rule = f"starts {config.nodes * per_node} processes here, each with {each // MIB} MB or more"
+    rule += f", and this machine has {memory_bytes / GIB:.1f} GB"
+    key, count, most = "nodes", config.nodes, memory_bytes // each // per_node
+    if not most:
+        key, count, most = "gpus_per_node", devices, max(1, memory_bytes // each // config.nodes)
+    if most < count:
+        yield Problem(key, count, rule, (max(number for number in divisors(count) if number <= most),))
 
 
 def local_warnings(config: RunConfig, *, memory_bytes: int, environment: Mapping[str, str]) -> list[str]:

@@ -21,12 +21,7 @@ from hpc_parallel.config.checks.training_checks import callback_warnings, roundi
 from hpc_parallel.config.resolve import resolve, with_values
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK, absolute, kind_of, mentions
-from hpc_parallel.config.site_limits import (
-    container_warnings,
-    local_problems,
-    memory_here_bytes,
-    site_warnings,
-)
+from hpc_parallel.config.site_limits import container_warnings, local_problems, site_warnings
 from hpc_parallel.config.task_schema import ScriptConfig
 from hpc_parallel.config.tasks import total_steps
 from hpc_parallel.launch.import_check import check_imports
@@ -182,8 +177,9 @@ def prepare(
         composed, overrides, notes, preset = choice.composed, choice.overrides, [choice.note], {}
     config, values, launcher_reason = resolve(composed, preset=preset)
     problems = find_problems(config, overrides) + _weights_problems(config) + _stage_problems(config)
-    problems += local_problems(config, memory_bytes=memory_here_bytes())
-    problems = [problem for problem in problems if not is_awaited(problem, awaited)]
+    problems = [
+        problem for problem in (*problems, *local_problems(config)) if not is_awaited(problem, awaited)
+    ]
     hardware = _hardware(config, user_folder, problems)
     if problems:
         if config.resume is not None:
