@@ -8,6 +8,7 @@ same seed as one device does, and is compared with it. Exit codes: 0 all equal, 
 from __future__ import annotations
 
 import io
+import os
 from collections import Counter
 from collections.abc import Container, Sequence
 from contextlib import redirect_stdout
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) ->
     parser.add_argument("overrides", nargs="*", help="as of `run`; precision=float64 for the sharpest proof")
     parser.add_argument("--config-dir", help="a folder with configurations of your own")
     options = parser.parse_intermixed_args(list(arguments))
-    if options.config_dir is not None and not Path(options.config_dir).is_dir():
+    if options.config_dir is not None and not os.path.isdir(options.config_dir):
         return refuse([f"--config-dir {options.config_dir}: this folder does not exist."])
     register()
     if names_awaited(options.overrides, awaited):

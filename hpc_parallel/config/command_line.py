@@ -6,6 +6,7 @@ Hydra reads a number before it knows that a key takes text, such as the account 
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from argparse import Namespace
@@ -59,7 +60,7 @@ class CommandLine:
         if unknown:
             raise ConfigError([_unknown_flag(flag, plain) for flag in unknown])
         line = cls(plain, flags)
-        if line.extra_dir and not Path(line.extra_dir).is_dir():
+        if line.extra_dir and not os.path.isdir(line.extra_dir):
             raise ConfigError([f"--config-dir {line.extra_dir}: this folder does not exist."])
         if line.flags.experimental_rerun:
             rule = "would run a pickled configuration. Try python -m hpc_parallel rerun RUN."

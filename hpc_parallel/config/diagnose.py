@@ -152,7 +152,7 @@ def _remaining_problems(composer: Composer, accepted: list[str]) -> list[Problem
 def _choices(key: str) -> list[str]:
     """The choices of a group; empty if `key` is not a group."""
     group = key.lstrip("+~").partition("@")[0]
-    return group_choices(group) if re.fullmatch(r"\w+(/\w+)*", group) else []
+    return group_choices(group) if re.fullmatch(r"\w{1,60}(/\w{1,60}){,3}", group) else []
 
 
 def _expand(override: str) -> list[str]:

@@ -27,6 +27,7 @@ from hpc_parallel.slurm.limits import Limits, limits
 
 # Apptainer mounts the home, the current folder and these, unless an argument says otherwise.
 _OF_APPTAINER = ("/tmp", "/var/tmp", "/proc", "/sys", "/dev")
+MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # of this machine
 _CONTAINED = ("-c", "--contain", "-C", "--containall", "--no-mount")
 
 
@@ -34,8 +35,7 @@ def site_warnings(config: RunConfig) -> list[str]:
     """One line for each resource that exceeds the partition's limit; empty if the limits are unknown."""
     launcher = config.launcher
     if launcher.kind == "local":
-        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return local_warnings(config, memory_bytes=memory_bytes, environment=os.environ)
+        return local_warnings(config, memory_bytes=MEMORY_BYTES, environment=os.environ)
     if launcher.kind == ALLOCATION:
         return [f"warning     {line}" for line in allocation_checks.warnings(config)]
     most = limits_of(config)

@@ -41,6 +41,7 @@ from hpc_parallel.record.checkpoint_index import complete
 from hpc_parallel.record.endings import STARTS_AGAIN, Failure, Stop, Summary
 from hpc_parallel.record.metrics_file import MetricsReader, figure
 from hpc_parallel.record.provenance import PREDICTED, read_environment
+from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.recorded_slow_ranks import accusations
 from hpc_parallel.record.run_folder import RunFolder, note_phase
 from hpc_parallel.record.safe_read import DamagedError, read_tail
@@ -162,7 +163,8 @@ def cancelled_by(signal_name: str | None) -> str:
 
 def _reached(folder: RunFolder) -> int | None:
     """The last step that was logged, saved or continued from; None for a script that logs none."""
-    steps: list[int] = [line["step"] for line in MetricsReader(folder.metrics).read()[-1:]]
+    last = read_run(folder.path).last_metrics
+    steps: list[int] = [] if last is None else [last["step"]]
     if is_script(folder.read_config()):
         return max(steps, default=None)
     steps += [start.after_step or 0 for start in attempts.starts(folder)[-1:]]  # perhaps a copy in memory

@@ -19,8 +19,8 @@ from hpc_parallel.failure.root_cause import (
     with_early_ends,
 )
 from hpc_parallel.record.endings import Failure, Follower
-from hpc_parallel.record.metrics_file import MetricsReader
 from hpc_parallel.record.owner import Owner
+from hpc_parallel.record.recorded import read_run
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.typed import read_if_possible
 from hpc_parallel.slurm.allocation import in_allocation
@@ -113,8 +113,7 @@ def _without_record(folder: RunFolder, *, returncode: int, text: str) -> Failure
 
 def _out_of_time(folder: RunFolder) -> Failure:
     """The content of `failure.json` for a job that Slurm ended at its time limit."""
-    lines = MetricsReader(folder.metrics).read()
-    step = lines[-1]["step"] if lines else 0
+    step = (read_run(folder.path).last_metrics or {"step": 0})["step"]
     config = folder.read_config()
     minutes = config["launcher"]["time_minutes"]
     message = f"the time limit of {minutes} min was reached after step {step}"

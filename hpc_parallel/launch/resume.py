@@ -39,7 +39,7 @@ from hpc_parallel.record.names import command_on
 from hpc_parallel.record.owner import living_owner
 from hpc_parallel.record.recorded_start import grants_trust, key_of, read_start
 from hpc_parallel.record.run_folder import RunFolder, is_run_folder, unreadable
-from hpc_parallel.record.safe_read import DamagedError, parse_line
+from hpc_parallel.record.safe_read import DamagedError, list_folder, parse_line
 from hpc_parallel.record.safetensors_header import read_header
 from hpc_parallel.record.trust import UntrustedError, owner_name, require_private
 from hpc_parallel.record.typed import read_if_possible
@@ -160,7 +160,7 @@ def newest(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stderr
     if config.run_dir is not None:
         return Path(os.path.expanduser(config.run_dir)).absolute()
     name = str(config.name)
-    runs = [path for path in Path("runs", name).glob("*") if is_run_folder(path)]
+    runs = _runs_beneath(Path("runs", name))
     foreign = {path: owner for path in runs if (owner := owner_name(path)) is not None}
     users_runs = [path for path in runs if path not in foreign]
     for path, owner in foreign.items():
@@ -173,14 +173,18 @@ def newest(words: Sequence[str], *, warn: Callable[[str], None] = warn_on_stderr
     return max(users_runs, key=lambda path: path.name).absolute()
 
 
+def _runs_beneath(folder: Path) -> list[Path]:
+    return sorted(path for entry in list_folder(folder) if is_run_folder(path := Path(entry.path)))
+
+
 def require_run(folder: RunFolder) -> None:
     """Raises ConfigError if the folder is not a run. The error suggests a nearby or similar run."""
     if is_run_folder(folder.path):
         return
     if (reason := unreadable(folder.path)) is not None:
         raise ConfigError([f"resume = {folder.path}: {reason}"])
-    children = sorted(path for path in folder.path.glob("*") if is_run_folder(path))
-    siblings = [path.name for path in folder.path.parent.glob("*") if is_run_folder(path)]
+    children = _runs_beneath(folder.path)
+    siblings = [path.name for path in _runs_beneath(folder.path.parent)]
     similar = [folder.path.parent / name for name in nearest(folder.path.name, siblings)]
     # The newest child, because run ids sort by time.
     suggestions = tuple(children[-1:] or similar or near_runs(folder.path.name))
@@ -342,9 +346,9 @@ def weights_problems(config: RunConfig, weights: str) -> Problems:
     """Check `weights=FILE.safetensors|RUN` without torch."""
     path = Path(os.path.expanduser(weights))
     try:
-        if not path.exists():
+        if not os.path.exists(path):
             path = path_of(weights)
-        if not path.exists():
+        if not os.path.exists(path):
             yield Problem("weights", weights, "does not exist here", paths_near(path))
             return
         model = table(trained_with(path, trusted=config.launcher.shared_folder).get("model"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,7 @@ class MetricsReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset_bytes = 0
-        self._returned: set[tuple[Any, Any]] = set()  # (step, time)
+        self._returned: set[int] = set()  # hashes of (step, time): a long run has a million lines
 
     def read(self) -> list[dict[str, Any]]:
         """The new whole lines; a line without its line end is left for the next read. Raises DamagedError."""
@@ -102,20 +103,22 @@ class MetricsReader:
                 if file.seek(0, os.SEEK_END) < self._offset_bytes:
                     self._offset_bytes = 0  # another attempt has replaced the file
                 file.seek(self._offset_bytes)
-                added = file.read()
+                lines = []
+                for content in file:
+                    if content.endswith(b"\n"):
+                        self._offset_bytes += len(content)
+                        lines.append(_parse(content))
         except FileNotFoundError:
             return []
-        complete = added[: added.rfind(b"\n") + 1]
-        self._offset_bytes += len(complete)
-        values = [_parse(line) for line in complete.splitlines()]
-        lines = [line for line in values if line is not None]
-        new = [line for line in lines if "time" not in line or _identity(line) not in self._returned]
+        new = [
+            line for line in lines if line and ("time" not in line or _identity(line) not in self._returned)
+        ]
         self._returned.update(map(_identity, new))
         return new
 
 
-def _identity(line: dict[str, Any]) -> tuple[Any, Any]:
-    return line["step"], text(line.get("time"))
+def _identity(line: dict[str, Any]) -> int:
+    return hash((line["step"], text(line.get("time"))))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -227,7 +230,9 @@ def milliseconds(seconds: float) -> str:
 def _parse(line: bytes) -> dict[str, Any] | None:
     """The metrics in one line; None if it is not a metrics line (a torn write after a crash, for example)."""
     values = parse_line(line)
-    return values if values is not None and integer(values.get("step")) is not None else None
+    if values is None or integer(values.get("step")) is None:
+        return None
+    return {sys.intern(key): value for key, value in values.items()}  # json makes each line's keys anew
 
 
 def size(count: float) -> str:

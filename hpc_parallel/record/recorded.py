@@ -88,11 +88,11 @@ class RecordedRun:
         except ValueError:
             return self.config or {}
 
-    @property
+    @cached_property  # a report of thousands of runs asks for it millions of times
     def strategy(self) -> str | None:
         return text(table(self.head.get("strategy")).get("name"))
 
-    @property
+    @cached_property
     def task(self) -> str | None:
         return text(table(self.head.get("task")).get("name"))
 

@@ -102,7 +102,7 @@ class Row:
         path, current = self.run.path, Path.cwd()
         return str(path.relative_to(current) if path.is_relative_to(current) else path)
 
-    @property
+    @cached_property
     def strategy(self) -> str:
         return printable(self.run.strategy or "unknown")
 

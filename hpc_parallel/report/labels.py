@@ -77,18 +77,18 @@ def _equal(labels: Sequence[Label], suffixes: Sequence[str]) -> list[int]:
 def _differences(runs: Sequence[RecordedRun]) -> list[Sequence[str]]:
     """The options in which each run differs from most runs of its strategy and of the section's class."""
     run_options = [_options_of(run) for run in runs]
-    places = {
-        (run.strategy, _class_of(key, options), key)
-        for run, options in zip(runs, run_options, strict=True)
-        for key in options
-    }
-    for (run, options), (strategy, of_class, key) in product(zip(runs, run_options, strict=True), places):
-        if run.strategy == strategy and key not in options and _class_of(key, options) == of_class:
-            options[key] = defaults().get(key, _ABSENT)  # only other runs have it
+    places: dict[str | None, set[tuple[str | None, str]]] = defaultdict(set)  # by strategy: (class, key)
+    strategies = [run.strategy for run in runs]
+    for strategy, options in zip(strategies, run_options, strict=True):
+        places[strategy] |= {(_class_of(key, options), key) for key in options}
+    for strategy, options in zip(strategies, run_options, strict=True):
+        for of_class, key in places[strategy]:
+            if key not in options and _class_of(key, options) == of_class:
+                options[key] = defaults().get(key, _ABSENT)  # only other runs have it
     counts: dict[tuple[str | None, ...], Counter[str]] = defaultdict(Counter)
-    for run, options in zip(runs, run_options, strict=True):
+    for strategy, options in zip(strategies, run_options, strict=True):
         for key, value in options.items():
-            counts[run.strategy, _class_of(key, options), key][spell(value)] += 1
+            counts[strategy, _class_of(key, options), key][spell(value)] += 1
     usual = {
         place: value
         for place, counter in counts.items()
@@ -100,9 +100,9 @@ def _differences(runs: Sequence[RecordedRun]) -> list[Sequence[str]]:
             key: value
             for key, value in options.items()
             if value is not _ABSENT
-            and usual.get((run.strategy, _class_of(key, options), key)) != spell(value)
+            and usual.get((strategy, _class_of(key, options), key)) != spell(value)
         }
-        for run, options in zip(runs, run_options, strict=True)
+        for strategy, options in zip(strategies, run_options, strict=True)
     ])  # fmt: skip
 
 

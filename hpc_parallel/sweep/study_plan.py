@@ -345,15 +345,15 @@ def _own_modules(values: Mapping[str, Any]) -> Iterator[Path]:
     for key, value in values.items():
         if f".{key}".endswith(_OWN_CLASS) and isinstance(value, str) and not value.startswith(_PACKAGES):
             path = absolute(value.rpartition(".")[0].replace(".", "/") + ".py")
-            if path.is_file():
+            if os.path.isfile(path):
                 yield path
 
 
 def _state(path: Path) -> list[float] | None:
     """The number of files, their bytes, and the newest time in seconds; None without the file or folder."""
-    if not path.exists():
+    if not os.path.exists(path):
         return None
-    files = [path] if not path.is_dir() else [
+    files = [path] if not os.path.isdir(path) else [
         Path(folder, name) for folder, _, names in os.walk(path) for name in names
     ]  # fmt: skip
     stats = [file.stat() for file in files if file.exists()]

@@ -5,6 +5,7 @@ A stage is a run of its own: a line of overrides, or `task=script` for a command
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -139,7 +140,7 @@ def _unknown(key: str, words: Sequence[str]) -> Iterator[Problem]:
     if first == "--" or "=" in first or first in COMMANDS:
         return
     near = nearest(first, COMMANDS) or COMMANDS[-3:]
-    if Path(first).suffix == ".py" or Path(first).is_file():
+    if Path(first).suffix == ".py" or os.path.isfile(first):
         near = [" ".join(["--", *words])]
     rule = f"names no command of a stage, which are {', '.join(COMMANDS)}, overrides, and a script after --"
     yield Problem(key, " ".join(words), rule, tuple(near))

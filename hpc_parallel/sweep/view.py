@@ -103,6 +103,7 @@ class SweepView:
     def end(self, planned: PlannedRun) -> bool:
         """Print how a run ended, with the cause of a failure. Returns whether it ended well."""
         self.poll(planned)
+        del self._readers[planned.run.folder.path]
         self._bars.remove_task(self._tasks.pop(planned.run.folder.path))
         outcome, line = outcome_line(planned.run.folder)
         self._print_end(planned, outcome, line)

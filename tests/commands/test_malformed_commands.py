@@ -586,6 +586,32 @@ def test_what_a_message_offers_is_legal(case: Wrong, here: Path, capsys: pytest.
     assert_offers_are_legal(words, refused(words, capsys))
 
 
+NO_FILE = "w" * 300  # longer than the name of a file may be
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["resume=NO_FILE"], "is not a run folder"),
+        (["then=NO_FILE"], "names no command of a stage"),
+        (["weights=NO_FILE"], "does not exist here"),
+        (["NO_FILE"], "has no ="),
+        (["--config-dir=NO_FILE"], "this folder does not exist"),
+        (["launcher.venv=NO_FILE"], "is not a virtual environment"),
+        (["script.working_directory=NO_FILE", "--", "ls"], "is not a folder"),
+        (["--", "NO_FILE"], "is not on the PATH"),
+        (["--", "./NO_FILE"], "does not exist"),
+        (["--", "NO_FILE.py"], "does not exist in"),
+    ],
+)
+def test_a_word_that_can_name_no_file_is_refused_by_its_key(
+    words: list[str], says: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = refused([word.replace("NO_FILE", NO_FILE) for word in words], capsys)
+    assert NO_FILE in told
+    assert says in told
+
+
 @pytest.mark.parametrize("count", [0, -3])
 def test_counts_are_at_least_one(count: int, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = refused([f"{key}={count}" for key in COUNTED], capsys).splitlines()[1:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -21,6 +22,7 @@ from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.site_limits import local_warnings
 from hpc_parallel.failure.hang_report import grace_s
+from hpc_parallel.launch.prepare import local_problems
 from hpc_parallel.layout.batch_plan import plan_batch
 from hpc_parallel.layout.counts import least_bytes, parameters
 from hpc_parallel.layout.layout import Layout
@@ -337,6 +339,32 @@ def test_a_run_that_this_machine_can_not_hold_is_announced(
         [] if needed_gb is None else [pytest.approx(needed_gb, abs=0.05)]
     )
     assert local_warnings(config, memory_bytes=2**40, environment=environment) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "legal"),  # 64 MiB for each of our ranks and 16 for a script's: 2 GiB hold 32 and 128
+    [
+        ("nodes=32", None, None),
+        ("nodes=48", "nodes", 24),  # a divisor, so that the batch still divides
+        ("nodes=8 gpus_per_node=6", "nodes", 4),
+        ("nodes=2 gpus_per_node=40", "gpus_per_node", 10),
+        ("nodes=2 gpus_per_node=40 strategy=dataparallel", None, None),  # one process drives all
+        ("nodes=128 task=script script.command=hostname", None, None),
+        ("nodes=256 task=script script.command=hostname", "nodes", 128),
+    ],
+)
+def test_processes_that_this_machine_can_not_hold_are_refused(
+    words: str, key: str | None, legal: int | None
+) -> None:
+    config, *_ = resolve(composed("launcher=local", *words.split()))
+    problems = list(local_problems(config, memory_bytes=2 * 2**30))
+    assert [(problem.key, problem.legal) for problem in problems] == (
+        [] if key is None else [(key, (legal,))]
+    )
+    fitting = {} if key is None else {key: legal}
+    assert not list(local_problems(replace(config, **fitting), memory_bytes=2 * 2**30))
+    on_slurm = replace(config, launcher=replace(config.launcher, kind="slurm"))
+    assert not list(local_problems(on_slurm, memory_bytes=1))
 
 
 def test_a_path_that_is_near_ends_like_the_missing_one(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,25 @@ def test_half_a_line_waits_for_its_end(folder: RunFolder) -> None:
         assert reader.read() == []
         add(folder, text[cut:])
         assert reader.read() == [LINE]
+
+
+def test_a_long_file_takes_the_memory_of_its_lines_once(folder: RunFolder) -> None:
+    """A line that a reader has returned costs it a hash, not its step and its time."""
+    count, keys = 20_000, [f"key_{number}" for number in range(8)]
+    for step in range(count):
+        add(folder, json.dumps({"step": step, "time": f"t{step}", **dict.fromkeys(keys)}) + "\n")
+    reader = MetricsReader(folder.metrics)
+    tracemalloc.start()
+    lines = reader.read()
+    peak = tracemalloc.get_traced_memory()[1]
+    parts = (sys.getsizeof(part) for line in lines for part in (line, line["step"], line["time"]))
+    assert peak < 1.6 * sum(parts)  # without the keys of each line, and the content of the file
+    assert (len(lines), lines[-1]["step"]) == (count, count - 1)
+    lines.clear()
+    kept_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert kept_bytes < sys.getsizeof(set(range(count))) + 48 * count  # an integer takes 32 bytes
+    assert reader.read() == []
 
 
 def test_a_torn_line_is_passed_over(folder: RunFolder) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from hpc_parallel.record import attempts
+from hpc_parallel.record import attempts, recorded
 from hpc_parallel.record.metrics_file import last_line
 from hpc_parallel.record.recorded import find_runs, read_run
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.record.safe_write import write_json
 from hpc_parallel.record.sweep_folder import MANIFEST, Sweep, SweepRun, write_sweep
+from hpc_parallel.report.labels import labels_of
 
 CONFIG = """\
 nodes: 2
@@ -118,6 +119,23 @@ def test_only_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(json, "loads", lambda text, **rules: seen.append(text) or parse(text, **rules))
     found = last_line(path)
     assert (found["step"], len(seen)) == (100_000, 1)
+
+
+def test_labels_read_the_strategy_of_each_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report of thousands of runs compares them in pairs."""
+    runs = []
+    for number in range(12):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        text = f"nodes: 1\nstrategy:\n  name: s{number % 3}\nmodel:\n  width: {8 if number < 9 else number}\n"
+        (folder / "config.yaml").write_text(text)
+        runs.append(read_run(folder))
+    read: list[Any] = []
+    monkeypatch.setattr(recorded, "text", lambda value: read.append(value) or value)
+    labels = [str(label) for label in labels_of(runs, [""] * 12)]
+    assert [read.count(f"s{number}") for number in range(3)] == [4, 4, 4]
+    assert labels[9:] == [f"s{n % 3} 1 x ?, width={n}" for n in (9, 10, 11)]
+    assert labels[3:6] == ["s0 1 x ? (3)", "s1 1 x ? (4)", "s2 1 x ? (5)"]
 
 
 def test_runs_of_a_tree(tmp_path: Path) -> None:

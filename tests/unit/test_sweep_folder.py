@@ -156,6 +156,9 @@ def test_a_start_names_its_phase_until_the_first_step(planned: PlannedRun, colum
         view.poll(planned)
         assert task.description.startswith("seed=2:  step 20/60")
         assert ("1520 samples/s" in task.description) == (columns == 100)
+        write_json(planned.run.folder.summary, {"outcome": "completed"})
+        assert view.end(planned)
+        assert not view._readers  # each knows all lines of its run
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
     assert max(len(part.rstrip()) for text in drawn.split("\n") for part in text.split("\r")) <= columns
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from hpc_parallel.config.checks.suggestions import along_with_less_of, near, schedules_near
@@ -20,7 +21,7 @@ def find_problems(config: RunConfig, layout: Layout) -> Problems:
     file = schedule_of(strategy).file
     if file is not None and file.problems:
         path = file_of(strategy.schedule)
-        close = () if path is None or path.exists() else schedules_near(strategy.schedule)
+        close = () if path is None or os.path.exists(path) else schedules_near(strategy.schedule)
         for rule in file.problems:
             yield Problem("strategy.schedule", strategy.schedule, rule, close or ("1f1b",))
         return

@@ -62,7 +62,7 @@ def find_problems(config: RunConfig, overrides: Sequence[str] = ()) -> Problems:
     elif script.command:
         yield from _command(config, script.command)
     folder = script.working_directory
-    if folder is not None and "{run}" not in folder and not absolute(folder).is_dir():
+    if folder is not None and "{run}" not in folder and not os.path.isdir(absolute(folder)):
         yield Problem("script.working_directory", folder, "is not a folder", (None, "{run}"))
     yield from _start(config)
     if wrong := [code for code in script.requeue_codes if not 0 < code < 126]:
@@ -133,8 +133,8 @@ def _start(config: RunConfig) -> Problems:
 
 def _file(config: RunConfig, file: str) -> Problems:
     path = absolute(file)
-    if not path.is_file():
-        rule = "is a folder" if path.is_dir() else f"does not exist in {path.parent}"
+    if not os.path.isfile(path):
+        rule = "is a folder" if os.path.isdir(path) else f"does not exist in {path.parent}"
         yield Problem("script.file", file, rule, _near(file, path))
     elif not os.access(path, os.R_OK):
         yield Problem("script.file", file, "can't be read by you")
@@ -154,18 +154,18 @@ def _module(config: RunConfig, module: str) -> Problems:
     from hpc_parallel.config.find_module import module_problem
 
     if not _has_other_python(config) and (rule := module_problem(module)):
-        is_file = Path(module).is_file() or module.endswith(".py")
+        is_file = os.path.isfile(module) or module.endswith(".py")
         yield Problem("script.module", module, rule + "; a file needs no -m" * is_file)
 
 
 def _command(config: RunConfig, command: str) -> Problems:
     if os.sep not in command:
         if environment_key(config) is None and shutil.which(command) is None:
-            here = (f"./{command}",) if Path(command).is_file() else ()
+            here = (f"./{command}",) if os.path.isfile(command) else ()
             rule = "is not on the PATH" + (f"; a program of this folder is {here[0]}" if here else "")
             yield Problem("script.command", command, rule, here)
-    elif not (path := absolute(command)).is_file():
-        rule = "is a folder" if path.is_dir() else "does not exist"
+    elif not os.path.isfile(path := absolute(command)):
+        rule = "is a folder" if os.path.isdir(path) else "does not exist"
         yield Problem("script.command", command, rule, _near(command, path))
     elif not os.access(path, os.X_OK):
         yield f"script.command = {command} is not executable. Try chmod +x {shell_word(command)}."

@@ -234,7 +234,7 @@ def conda_problems(config: RunConfig) -> Problems:
         if not names:
             rule = "names no environment, because no conda is known here. Load its module, or name its folder"
         yield Problem("launcher.conda", text, rule, tuple(nearest(Path(text).name, names) or [*names][:2]))
-    elif not environment.python.exists():
+    elif not os.path.exists(environment.python):
         command = f"conda install -p {shell_word(environment.folder)} python"
         yield f"launcher.conda = {text} has no Python ({environment.python}). Try {command}."
     elif environment.hook is None:
@@ -250,11 +250,11 @@ def venv_problems(config: RunConfig) -> Problems:
     if launcher.conda is not None:
         rule = f"can't be with launcher.conda={spell(launcher.conda)}: each is the environment of the job"
         yield Problem("launcher.venv", venv, rule, (None,))
-    elif (folder / "conda-meta").is_dir():
+    elif os.path.isdir(folder / "conda-meta"):
         conda = as_override("launcher.conda", folder)
         yield f"launcher.venv = {venv} is an environment of conda. Try {conda}."
-    elif not (folder / "bin" / "activate").exists():
+    elif not os.path.exists(folder / "bin" / "activate"):
         current = Path(sys.prefix)
-        legal = (current if (current / "bin" / "activate").exists() else None,)
+        legal = (current if os.path.exists(current / "bin" / "activate") else None,)
         rule = "is not a virtual environment (it has no bin/activate)"
         yield Problem("launcher.venv", venv, rule, legal)
