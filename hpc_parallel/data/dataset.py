@@ -124,7 +124,8 @@ class DatasetSamples:
             place = f"{described(error)}, raised by {self._named(index)}"
             raise UserCodeError([place + hint(str(error))]) from error
         if not isinstance(sample, tuple | list) or len(sample) != 2:
-            self.refuse(index, f"is a {type(sample).__name__}: __getitem__ must return (input, target)")
+            kind = type(sample).__name__ + (f" of {len(sample)}" if isinstance(sample, tuple | list) else "")
+            self.refuse(index, f"is a {kind}: __getitem__ must return (input, target)")
         tensors = [self._tensor(part, index) for part in sample]
         self._require_tokens(tensors[0], index)
         if self.vocab_size is not None and tensors[0].dtype in NARROW:

@@ -181,7 +181,7 @@ class Stream(torch.utils.data.IterableDataset[Tensor]):
         ({"dataset": Points(9), "validation": Points(9, odd=8)},
          r"^sample 8 of Points \(validation\) has the input \[4\] \(torch.float64\), but sample 0 has \[3\]"),
         ({"dataset": Unseeded(9)}, "returns other samples when it is read again"),
-        ({"dataset": [(1, 2, 3)] * 9}, r"^sample \d of list \(training\) is a tuple: __getitem__ must"),
+        ({"dataset": [(1, 2, 3)] * 9}, r"^sample \d of list \(training\) is a tuple of 3: __getitem__ must"),
         ({"dataset": [("one", 1)] * 9}, "has a builtins.str: return a tensor, an array or a number"),
         ({"dataset": [(torch.ones(2, device="meta"), 1)] * 9}, r"a tensor on meta \(torch.strided\): return"),
         ({"dataset": [(torch.eye(2).to_sparse(), 1)] * 9}, r"on cpu \(torch.sparse_coo\): return a dense"),
