@@ -154,21 +154,28 @@ def _tables(config: RunConfig) -> list[tuple[str, dict[str, Any]]]:
 
 
 def check_models(runs: Sequence[tuple[RunConfig, Mapping[str, Any]]]) -> list[list[str]]:
-    """The problems of the user's model class in each of several layouts, all built in one process.
+    """The problems of the user's model class and optimizer in each of several runs, all tried in one process.
 
-    runs: configurations, typed and as plain values. There are no messages for models of this package, or if
+    runs: configurations, typed and as plain values. There are no messages for what is this package's, or if
     the process fails.
     """
-    nothing: list[list[str]] = [[] for _ in runs]
-    if not runs:
-        return nothing
-    config, _ = runs[0]
-    if _is_built_in(config.model) or not _may_import(config) or environment_key(config):
-        return nothing
-    content = json.dumps({"tables": [], "advice": "", "values": [values for _, values in runs]})
+    problems: list[list[str]] = [[] for _ in runs]
+    tried = [index for index, (config, _) in enumerate(runs) if _is_tried(config)]
+    if not tried:
+        return problems
+    config = runs[tried[0]][0]
+    content = json.dumps({"tables": [], "advice": "", "values": [runs[index][1] for index in tried]})
     command = (_python(config), "-m", MODEL)
     answer = _answered(command, os.getcwd(), content=content, names=str(config.model["_target_"]))
-    return nothing if isinstance(answer, str) else answer["messages"]
+    if not isinstance(answer, str):
+        for index, messages in zip(tried, answer["messages"], strict=True):
+            problems[index] = messages
+    return problems
+
+
+def _is_tried(config: RunConfig) -> bool:
+    is_ours = _is_built_in(config.model) and _is_ours(config.optimizer)
+    return config.task.name != TASK and not is_ours and _may_import(config) and not environment_key(config)
 
 
 @cache  # all runs of a sweep have the same classes

@@ -23,6 +23,7 @@ from hpc_parallel.config.resolve import UnresolvedError
 from hpc_parallel.config.schema import RunConfig, SweepConfig
 from hpc_parallel.config.tasks import LEAST_OTHERS, OF_LOSSES
 from hpc_parallel.launch import run_files
+from hpc_parallel.launch.import_check import check_models
 from hpc_parallel.launch.prepare import PreparedRun, prepare
 from hpc_parallel.layout.batch_plan import usual_batch_size
 from hpc_parallel.problems import (
@@ -124,6 +125,7 @@ def plan_sweep(
     planner = _SweepChecker(config_dir, earlier, folder)
     for cell in cells.cells:
         planner.add(cell)
+    planner.try_models()
     settings = SweepConfig(**cells.settings)
     if earlier is not None:
         earlier.require_all_found()
@@ -153,7 +155,7 @@ class _SweepChecker:
     # The launcher that launcher.kind=auto selects for the whole sweep, and the reason. It stays the same even
     # if planning takes long.
     _launcher: tuple[str, str] | None = None
-    _errors: list[tuple[Cell, ConfigError]] = field(default_factory=list)
+    _errors: list[tuple[Sequence[str], ConfigError]] = field(default_factory=list)  # by overrides of a run
     _identities: set[str] = field(default_factory=set)
     _plan: Callable[..., Snapshot] = field(default_factory=cached_plan_snapshot)
 
@@ -164,7 +166,7 @@ class _SweepChecker:
         except UnresolvedError:
             raise
         except ConfigError as error:
-            self._errors.append((cell, error))
+            self._errors.append((overrides, error))
             if self.earlier is not None:  # the command includes this combination: it is not missing
                 self.earlier.find(overrides)
             return
@@ -202,6 +204,14 @@ class _SweepChecker:
             run = replace(run, launcher_reason=self._launcher[1])
         return run
 
+    def try_models(self) -> None:
+        """Leave out the runs whose layout the user's model or optimizer refuses."""
+        refusals = check_models([(planned.run.config, planned.run.values) for planned in self.runs])
+        for planned, problems in zip(list(self.runs), refusals, strict=True):
+            if problems:
+                self.runs.remove(planned)
+                self._errors.append((planned.overrides, ConfigError(problems)))
+
     def _resumed(self, cell: Cell, *, before: SweepRun) -> PreparedRun | None:
         """The run from its newest checkpoint, in its own folder; None if it can't be resumed."""
         run_dir = str(before.run_dir)
@@ -222,8 +232,8 @@ class _SweepChecker:
     def skipped(self) -> list[SkippedRun]:
         return list(
             dict.fromkeys(
-                SkippedRun(tuple(run_overrides(cell.overrides)), tuple(map(str, error.problems)))
-                for cell, error in self._errors
+                SkippedRun(tuple(overrides), tuple(map(str, error.problems)))
+                for overrides, error in self._errors
             )
         )
 

@@ -23,7 +23,7 @@ NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 @dataclass(frozen=True)
-class Trial:
+class OptimizerTrial:
     """Weights after some steps by fixed gradients, and their optimizer.
 
     settings, attributes: of the optimizer's group and of itself, when it was built.
@@ -71,7 +71,7 @@ def require_usable(
 
 def _train(
     kind: type[Optimizer], options: Mapping[str, Any], *, device: torch.device, indices: Sequence[int]
-) -> Trial:
+) -> OptimizerTrial:
     """Train the weights of these `indices`."""
     weights = [
         Parameter(torch.linspace(-1, 2 + index, 12, dtype=torch.float64, device=device).view(3, 4))
@@ -83,10 +83,10 @@ def _train(
         for index, weight in zip(indices, weights, strict=True):
             weight.grad = torch.cos((1 + step) * (index + weight.detach()))
         optimizer.step()
-    return Trial([weight.detach() for weight in weights], optimizer, settings, attributes)
+    return OptimizerTrial([weight.detach() for weight in weights], optimizer, settings, attributes)
 
 
-def _state_problems(trial: Trial) -> list[str]:
+def _state_problems(trial: OptimizerTrial) -> list[str]:
     optimizer, group = trial.optimizer, trial.group
     values = {key: value for state in optimizer.state.values() for key, value in state.items()}
     plain = [

@@ -296,6 +296,38 @@ def test_an_optimizer_is_tried_before_the_run_unless_it_is_one_of_ours(
     assert run([*words, "optimizer=muon", "dry_run=true"]) == 0
 
 
+@pytest.mark.processes
+def test_a_sweep_leaves_out_the_layouts_that_the_users_model_refuses(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All runs are tried in one process. In a job, one run of the sweep would fail after the queue."""
+    (here / "mine.py").write_text(NET)
+    words = ["launcher=local", "dry_run=true", "~model", "+model={_target_: mine.Net}", "nodes=2"]
+    assert run(["-m", *words, "strategy=data,tensor,fsdp"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "skipped 1 combination that can't run:\n  strategy=tensor: strategy.tensor = 2 can't be used: Net"
+        in out
+    )
+    assert [line for line in out.splitlines() if line.startswith("# ")][:2] == [
+        "# 0: strategy=data", "# 1: strategy=fsdp"
+    ]  # fmt: skip
+
+
+NET = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))
+
+    def forward(self, tokens):
+        return self.layers(tokens)
+
+    def loss(self, output, target):
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+"""
 SUMMING = """
 import torch
 
