@@ -174,8 +174,10 @@ def check_models(runs: Sequence[tuple[RunConfig, Mapping[str, Any]]]) -> list[li
 
 
 def _is_tried(config: RunConfig) -> bool:
-    is_ours = _is_built_in(config.model) and _is_ours(config.optimizer)
-    return config.task.name != TASK and not is_ours and _may_import(config) and not environment_key(config)
+    """Whether a process can build the model and the optimizer, and one of them is the user's."""
+    if config.task.name == TASK or not _may_import(config) or environment_key(config):
+        return False
+    return not (_is_built_in(config.model) and _is_ours(config.optimizer))
 
 
 @cache  # all runs of a sweep have the same classes
