@@ -77,15 +77,46 @@ class Summing(Lion):
 
 
 class Forgetful(Lion):
-    """Keeps its step count in itself, a list in the state and a tensor in the group."""
+    """Keeps a list in the state and a tensor in the group."""
+
+    def update(self, weight: Parameter, gradient: Tensor, group: dict) -> None:
+        super().update(weight, gradient, group)
+        self.state[weight]["parts"] = [gradient.norm()]
+        group["norm"] = gradient.norm()
+
+
+class Numbered(Lion):
+    """Counts its steps in itself and does not use the count."""
 
     count = 0
 
     def update(self, weight: Parameter, gradient: Tensor, group: dict) -> None:
-        super().update(weight, gradient, group)
         self.count += 1
-        self.state[weight]["parts"] = [gradient.norm()]
-        group["norm"] = gradient.norm()
+        super().update(weight, gradient, group)
+
+
+class Restless(Numbered):
+    """Uses a count that it keeps in itself."""
+
+    def update(self, weight: Parameter, gradient: Tensor, group: dict) -> None:
+        super().update(weight, gradient / (1 + self.count // len(group["params"])), group)
+        weight.sub_(group["lr"] / self.count)
+
+
+class Decaying(Lion):
+    """Halves its own weight decay in each step."""
+
+    def update(self, weight: Parameter, gradient: Tensor, group: dict) -> None:
+        group["weight_decay"] *= 0.5
+        super().update(weight, gradient, group)
+
+
+class Averaging(Lion):
+    """Has two sets of weights, as optimizers without a schedule have (Defazio et al. 2024)."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
 
 
 def triangle(step: int, steps: int) -> float:

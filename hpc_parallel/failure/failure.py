@@ -80,7 +80,8 @@ _CRASHES = {"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV"}  # faulthandler 
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 _DISK = {errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 _NO_SPACE = re.compile(
-    r"no space left on device|disk quota exceeded|read-only file system|input/output error|file too large",
+    r"no space left on device|disk quota exceeded|read-only file system|input/output error"
+    r"|errno 27\] file too large",
     re.IGNORECASE,
 )
 _MESSAGE_CHARACTERS = 400

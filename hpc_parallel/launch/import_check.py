@@ -29,6 +29,7 @@ from hpc_parallel.config.job_python import environment_key, is_chosen, job_pytho
 from hpc_parallel.config.places import find_folder
 from hpc_parallel.config.schema import OptimizerConfig, RunConfig
 from hpc_parallel.config.script import TASK
+from hpc_parallel.layout.counts import trains
 
 if TYPE_CHECKING:
     from hpc_parallel.record.snapshot import Snapshot
@@ -71,7 +72,7 @@ def check_imports(
     if config.task.name == TASK:
         return _check_module(config)
     tables = [(key, table) for key, table in _tables(config) if not _is_built_in(table)]
-    tries_optimizer = values is not None and not _is_ours(config.optimizer)
+    tries_optimizer = values is not None and trains(config) and not _is_ours(config.optimizer)
     if not (tables or tries_optimizer) or not _may_import(config):
         return ImportCheck()
     paths = ", ".join(str(table["_target_"]) for _, table in tables) or config.optimizer._target_

@@ -155,7 +155,8 @@ class Agent:
     ) -> None:
         """log: a file for the output of the command; prepare: is called in the process before the command."""
         self._folder = folder
-        self._log, self._environment = log, environment
+        self._log = log
+        self._copies = host_memory.name_of(folder, environment)  # now: later the run folder may be gone
         with os.fdopen(open_append(log), "ab") as output:
             # In a new session the agent does not receive the terminal's Ctrl-C; only this process does.
             self._process = subprocess.Popen(
@@ -189,7 +190,7 @@ class Agent:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         returncode = self._process.wait()
-        host_memory.remove(host_memory.name_of(self._folder, self._environment))  # if the agent was killed
+        host_memory.remove(self._copies)  # if the agent was killed
         if returncode == 0 or self._folder.summary.exists():
             return
         command = [sys.executable, "-m", "hpc_parallel.job", "conclude", str(self._folder.path)]

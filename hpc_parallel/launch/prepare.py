@@ -179,9 +179,8 @@ def prepare(
         composed, overrides, notes, preset = choice.composed, choice.overrides, [choice.note], {}
     config, values, launcher_reason = resolve(composed, preset=preset)
     problems = find_problems(config, overrides) + _weights_problems(config) + _stage_problems(config)
-    problems = [
-        problem for problem in (*problems, *local_problems(config)) if not is_awaited(problem, awaited)
-    ]
+    problems = [problem for problem in problems if not is_awaited(problem, awaited)]
+    problems = problems or list(local_problems(config))
     hardware = _hardware(config, user_folder, problems)
     if problems:
         if config.resume is not None:
@@ -320,7 +319,7 @@ def _forecast(config: RunConfig, plan: Plan, hardware: Hardware | None) -> Forec
 def local_problems(config: RunConfig, *, memory_bytes: int = MEMORY_BYTES) -> Problems:
     """More processes than this machine could hold even if they did nothing."""
     each, devices = _OF_A_PROCESS[config.task.name == TASK], config.gpus_per_node
-    if config.launcher.kind != "local" or config.nodes * devices * each <= memory_bytes:
+    if config.dry_run or config.launcher.kind != "local" or config.nodes * devices * each <= memory_bytes:
         return
     per_node = processes_per_node(config.strategy, gpus_per_node=devices)
     rule = f"starts {config.nodes * per_node} processes here, each with {each // MIB} MB or more"

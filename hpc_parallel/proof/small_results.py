@@ -105,9 +105,10 @@ def _has_floats(values: Any, *, double: bool) -> bool:
 
 def on_one_device(run: SmallRun, model: LayeredModel) -> Reference:
     """Run `model`, on meta, without any technique; every rank does it by itself."""
-    shapes = dropout_shapes.whole_shapes(model, sample_shape=run.sample_shape)
+    generates = run.config.task.name == "generate"
+    shapes = {} if generates else dropout_shapes.whole_shapes(model, sample_shape=run.sample_shape)
     materialise(model, seed=run.config.seed, device=run.device, dtype=torch.float64)
-    if run.config.task.name == "generate":
+    if generates:
         results = Reference()
         with torch.no_grad():
             results.note_logits(model.eval()(run.samples(run.local_rows(0))[0])[:, -LAST:])

@@ -105,9 +105,10 @@ class MetricsReader:
                 file.seek(self._offset_bytes)
                 lines = []
                 for content in file:
-                    if content.endswith(b"\n"):
-                        self._offset_bytes += len(content)
-                        lines.append(_parse(content))
+                    if not content.endswith(b"\n"):
+                        break  # its rest may arrive now, and would look like a line
+                    self._offset_bytes += len(content)
+                    lines.append(_parse(content))
         except FileNotFoundError:
             return []
         new = [

@@ -356,9 +356,9 @@ def _update(
     rounding: RandomRounding | None,
     ranks: int,
 ) -> Update:
-    kind = get_class(settings.target)
-    options = _arguments(kind, settings, rate=rate)
     try:
+        kind = get_class(settings.target)
+        options = _arguments(kind, settings, rate=rate)
         if kind in SKIPS_ON_DEVICE:
             # The fused kernel reads each weight once; it was the fastest on CPUs too (docs/performance.md).
             options = {"fused": True, **options}
@@ -376,7 +376,10 @@ def _update(
     except (ConfigError, MemoryError):
         raise
     except Exception as error:  # of any kind: it may be the user's class
-        raise ConfigError([f"optimizer: {settings.target} refuses {next(iter(weights))}: {error}"]) from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            [f"optimizer: {settings.target} refuses {next(iter(weights))}: {reason}"]
+        ) from error
 
 
 def number_of_ranks() -> int:

@@ -41,6 +41,7 @@ from hpc_parallel.strategies.whole_model import build_model
 from hpc_parallel.training.optimizer import build_optimizer
 from hpc_parallel.user_code import causes, described, failure_of
 
+_OF_ARGUMENTS = TypeError | ValueError | ImportError
 LONGEST_S = 10.0  # to read a few samples; login nodes are shared
 MOST_BYTES = 8 * 2**30
 
@@ -66,9 +67,14 @@ def _optimizer_problems(model: LayeredModel, config: RunConfig, layout: Layout) 
     weights = {name: Parameter(torch.zeros([1] * weight.ndim)) for name, weight in model.named_parameters()}
     split = any(layout.degrees[axis] > 1 for axis in ("pipeline", "shard", "expert", "tensor"))
     try:
-        build_optimizer(weights, config.optimizer, split=split, ranks=config.devices)
+        with _limited(memory=False):
+            build_optimizer(weights, config.optimizer, split=split, ranks=config.devices)
+    except _TookLongError:
+        return []
     except ConfigError as error:
-        return error.problems
+        cause = error.__cause__  # of the class: it may need a GPU, a process group, or a file of the nodes
+        in_job = isinstance(cause, Exception) and _only_in_the_job(cause, is_job=True)
+        return error.problems if isinstance(cause, _OF_ARGUMENTS | None) and not in_job else []
     return []
 
 

@@ -204,6 +204,11 @@ def test_any_class_of_torch_updates_as_by_itself(name: str) -> None:
         torch.testing.assert_close(weight.detach(), expected[key], rtol=1e-12, atol=0)
 
 
+def test_a_count_that_an_optimizer_keeps_and_does_not_use_is_no_reason_to_refuse_it() -> None:
+    config = OptimizerConfig(_target_="tests.optimizers.Numbered", learning_rate=0.01)
+    train(build_optimizer(weights := small_model(), config, split=True), weights)
+
+
 def test_plain_numbers_of_a_class_go_on_from_a_checkpoint() -> None:
     """Steps 4 to 6 after a restart change the weights as six steps in one go do; the rate may differ."""
     config = OptimizerConfig(_target_="tests.optimizers.Counting", learning_rate=0.01)
@@ -292,7 +297,9 @@ def test_later_rules_take_precedence() -> None:
         ({"_target_": "tests.optimizers.Summing"}, "updates a weight by the gradients of others"),
         ({"_target_": "tests.optimizers.Forgetful"}, "keeps parts outside of tensors"),
         ({"_target_": "tests.optimizers.Forgetful"}, "keeps norm in its groups"),
-        ({"_target_": "tests.optimizers.Forgetful"}, "keeps count in itself"),
+        ({"_target_": "tests.optimizers.Restless"}, "gives other weights after a restart"),
+        ({"_target_": "tests.optimizers.Decaying"}, "changes its setting weight_decay"),
+        ({"_target_": "tests.optimizers.Averaging"}, "has other weights after its eval()"),
     ],
 )
 def test_what_would_be_wrong_is_refused(
