@@ -52,7 +52,7 @@ def test_run_loads_few_modules() -> None:
 
 @pytest.mark.parametrize(
     ("words", "files", "switches"),
-    [(DRY_RUN, 50, 190), ((*DRY_RUN, HARDWARE), 68, 735), (("step", "pipeline"), 22, 318)],
+    [(DRY_RUN, 50, 192), ((*DRY_RUN, HARDWARE), 68, 735), (("step", "pipeline"), 22, 318)],
     ids=["a dry run", "with hardware", "a step"],
 )
 def test_a_walk_passes_few_files(words: tuple[str, ...], files: int, switches: int) -> None:
