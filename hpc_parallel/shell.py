@@ -59,11 +59,11 @@ def run_command(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return FAILED
     except BrokenPipeError:
-        _discard(sys.stdout)
+        discard(sys.stdout)
         return code
     except OSError as error:
         complain([_describe(error)])
-        _discard(sys.stdout)
+        discard(sys.stdout)
         return FAILED
 
 
@@ -84,7 +84,7 @@ def complain(problems: Iterable[object], *, indent: str = "") -> None:
         for problem in problems:
             print(indent + printable(problem, keep="\n\t"), file=sys.stderr, flush=True)
     except OSError:
-        _discard(sys.stderr)
+        discard(sys.stderr)
 
 
 def output_problems(output: Path, *, ending: str, awaited: Container[Path] = ()) -> Iterator[str]:
@@ -167,8 +167,8 @@ def _is_broken(stream: TextIO) -> bool:
     return False
 
 
-def _discard(stream: TextIO) -> None:
-    """Redirect the stream to /dev/null, or Python fails again (exit code 120) when it flushes at exit."""
+def discard(stream: TextIO) -> None:
+    """Redirect the stream to /dev/null. Otherwise Python fails again (exit code 120) at its exit."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: a stream without a descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())

@@ -6,27 +6,43 @@ Texts come from files that anyone may have written. All output to a terminal goe
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from hpc_parallel.problems import printable
-from hpc_parallel.shell import complain
+from hpc_parallel.shell import complain, discard
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
     from rich.text import Text
 
-_UNBOUND_COLUMNS = 1000  # for a file or a pipe, so that every run has one line
+_UNBOUND_COLUMNS = 100_000  # for a file or a pipe, so that every run has one line
 _BAR_FROM_COLUMNS = 60  # a narrower terminal gets no bar
 _BAR_COLUMNS, _LEFT_COLUMNS = 24, 8  # widths of the bar and of the time left, each with a space
 
 
-def console() -> Console:
+def stdout_console(*, columns: int = _UNBOUND_COLUMNS) -> Console:
+    """A console on stdout, which has `columns` unless it is a terminal.
+
+    Raises BrokenPipeError if nobody reads the output any more, where rich would end this process.
+    """
     from rich.console import Console
 
-    return Console() if sys.stdout.isatty() else Console(width=_UNBOUND_COLUMNS)
+    screen = Console(highlight=False)
+    if not screen.is_terminal:
+        screen.width = columns
+
+    def stop() -> None:
+        screen.quiet = True
+        discard(sys.stdout)
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    screen.on_broken_pipe = stop  # type: ignore[method-assign]
+    return screen
 
 
 def progress_bars(console: Console, *, timed: bool = True) -> Progress:

@@ -21,7 +21,7 @@ from hpc_parallel.problems import ConfigError, printable
 from hpc_parallel.record.recorded_start import key_of
 from hpc_parallel.shell import refuse
 from hpc_parallel.site.checks import ERROR, OK, WARNING, Line, other_lines, site_lines
-from hpc_parallel.terminal import cell, console
+from hpc_parallel.terminal import cell, stdout_console
 
 _SITE_KEYS = ("cluster", "launcher", "device", "run_dir")
 _STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red"}
@@ -46,9 +46,9 @@ def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) ->
         lines = list(site_lines(checked_run(line)))
     except ConfigError as error:
         lines = [Line(ERROR, "configuration", str(problem)) for problem in error.problems]
-        console().print(_table([*lines, *_site_lines_if_wrong(line)]))
+        stdout_console().print(_table([*lines, *_site_lines_if_wrong(line)]))
         return WRONG
-    console().print(_table(lines))
+    stdout_console().print(_table(lines))
     errors = [line for line in lines if line.state == ERROR]
     if any(line.refused for line in errors):
         return REFUSED

@@ -8,6 +8,7 @@ losses. Paths in overrides are relative to the folder where the first run was st
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -102,10 +103,11 @@ def _kept_script(folder: RunFolder) -> list[str]:
 def source(folder: RunFolder, start: RecordedStart) -> dict[str, str]:
     """The environment in which Python imports the kept source. Raises ConfigError if none was kept."""
     if (import_path := start.values.get("import_path")) is None:
-        command = " ".join(["python -m hpc_parallel run", *start.overrides])
+        flags = ["--config-dir", str(start.config_dir)] if start.config_dir else []
+        words = shlex.join([*flags, *start.overrides])
         raise ConfigError([
             f"{folder.path} kept no source (launcher.snapshot=false), so it can't be repeated as it was. "
-            f"With today's source: {command}"
+            f"With today's source: python -m hpc_parallel run {words}"
         ])  # fmt: skip
     places = tuple(Path(os.path.normpath(folder.path / place)) for place in import_path)
     if lost := [place for place in places if place.is_relative_to(folder.code) and not place.is_dir()]:

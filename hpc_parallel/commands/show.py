@@ -6,6 +6,7 @@ RUN is a path, a run id, a job id or a unique part of a name. Exit codes: 0 done
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -38,7 +39,7 @@ from hpc_parallel.report.run_lines import (
     transport_lines,
 )
 from hpc_parallel.shell import command_parser
-from hpc_parallel.terminal import cell, console, print_json
+from hpc_parallel.terminal import cell, print_json, stdout_console
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -95,7 +96,7 @@ def main(arguments: Sequence[str], *, awaited: Container[Path] | None = None) ->
     if options.json:
         print_json(_object(run, row, changed))
     else:
-        screen = console()
+        screen = stdout_console()
         for part in _parts(run, row, changed):
             text = printable(part, keep="\n\t") if isinstance(part, str) else part
             screen.print(text, markup=False, highlight=False, soft_wrap=isinstance(part, str))
@@ -216,7 +217,8 @@ def _head(run: RecordedRun, row: RunRow) -> list[tuple[str, str]]:
     lines += [("jobs", ", ".join(run.job_ids))] * bool(run.job_ids)
     lines += _times(run)
     if (overrides := run.ran_on.overrides) is not None:
-        lines.append(("command", " ".join(["run", *without_secret_values(map(str, overrides))])))
+        flags = ["--config-dir", config_dir] if (config_dir := run.ran_on.config_dir) else []
+        lines.append(("command", shlex.join(["run", *flags, *without_secret_values(map(str, overrides))])))
     shares = run.totals.shares
     if shares is not None and None not in shares:
         lines.append(("shares", spell(list(shares))))

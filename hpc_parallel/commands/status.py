@@ -38,7 +38,7 @@ from hpc_parallel.record.typed import read_if_possible
 from hpc_parallel.record.values import integer, number, table
 from hpc_parallel.report.run_lines import slow_lines
 from hpc_parallel.shell import command_parser
-from hpc_parallel.terminal import console, print_json, say
+from hpc_parallel.terminal import print_json, say, stdout_console
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.watch:
         rows = _watch(runs)
     else:
-        screen = console()
+        screen = stdout_console()
         screen.print(_page(rows, columns=screen.width))
     if any(row.reason == NO_ANSWER for row in rows):
         say(f"{NO_ANSWER}: how its jobs stand is not known now. `scontrol ping` may say why.")
@@ -137,7 +137,7 @@ def _watch(runs: Sequence[RecordedRun]) -> list[RunRow]:
     """Update the table until all runs have ended; returns the last rows."""
     from rich.live import Live
 
-    screen = console()
+    screen = stdout_console()
     with Live(console=screen, auto_refresh=False) as live:
         while True:
             rows = rows_of([read_run(run.path) for run in runs])

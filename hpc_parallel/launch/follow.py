@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shlex
@@ -39,7 +38,7 @@ from hpc_parallel.record.results import results
 from hpc_parallel.record.run_folder import RunFolder, read_phase
 from hpc_parallel.record.safe_read import read_tail, size_of
 from hpc_parallel.slurm.jobs import FORGOTTEN, SILENT, UNKNOWN, Job, JobState, job_state
-from hpc_parallel.terminal import progress_bars, room_beside_bar
+from hpc_parallel.terminal import progress_bars, room_beside_bar, stdout_console
 
 _TAIL_LINES = 12
 _STEP = re.compile(r"\s*(step )?\d+/\d+\s")  # a line of metrics in the output of rank 0
@@ -57,15 +56,6 @@ def lasting_line(line: MetricsLine, parts: list[str], *, columns: int) -> str:
     if len(SEPARATOR.join(parts)) > columns:
         parts = sorted(parts, key=lambda part: not part.startswith(("step", "batch size", "validation")))
     return fitting(parts, columns=columns)
-
-
-class _Console(Console):
-    """Raises BrokenPipeError if nobody reads the output any more, where rich would end this process."""
-
-    def on_broken_pipe(self) -> None:
-        with suppress(SystemExit):
-            super().on_broken_pipe()  # discards all later output
-        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class RunFollower:
@@ -88,7 +78,7 @@ class RunFollower:
         self._is_starting = not is_script
         self._folder = folder
         self._steps = steps
-        self._console = console or _Console()
+        self._console = console or stdout_console()
         self._reader = MetricsReader(folder.metrics)
         self._last: MetricsLine | None = None
         self._validation: list[str] = []

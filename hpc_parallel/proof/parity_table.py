@@ -13,13 +13,13 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich import table as rich_table
-from rich.console import Console
 from rich.padding import Padding
 from rich.status import Status
 from rich.text import Text
 
 from hpc_parallel.proof.compare import Tolerance, Verdict
 from hpc_parallel.record.metrics_file import duration, figure, fitting
+from hpc_parallel.terminal import stdout_console
 
 if TYPE_CHECKING:
     from hpc_parallel.proof.cases import Case
@@ -37,8 +37,7 @@ class Table:
     """Prints to stdout in its full width; on a terminal, a status line below shows the current run."""
 
     def __init__(self, tolerance: Tolerance, *, precision: str) -> None:
-        console = Console(highlight=False)
-        self._console = console if console.is_terminal else Console(highlight=False, width=WIDTH)
+        self._console = stdout_console(columns=WIDTH)
         self._console.file = self._console.file  # keeps this stdout while a run redirects sys.stdout
         self._tolerance = tolerance
         self._precision = precision

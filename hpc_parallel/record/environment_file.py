@@ -75,6 +75,7 @@ class Environment:
     """The parts of the file that commands show; `record/recorded_start.py` reads how to start a run again."""
 
     overrides: tuple[Any | None, ...] | None = None
+    config_dir: str | None = None  # the user's folder of configuration files
     device: str | None = None  # the name of the processor
     cuda: str | None = UNKNOWN  # its version; None: the devices are CPUs
     torch: str | None = None  # its version

@@ -50,6 +50,7 @@ from hpc_parallel.slurm.submit import SiteRefusedError
 from hpc_parallel.sweep import view
 from hpc_parallel.sweep.start import open_folder
 from hpc_parallel.sweep.sweep_plan import OF_THE_SWEEP, PlannedRun, different_losses, run_overrides
+from hpc_parallel.terminal import stdout_console
 
 RESULTS = "optimization_results.yaml"  # written by Hydra's plugins for Optuna, Ax and Nevergrad
 # Keys of `sweep.` that are allowed; every run is waited for anyway.
@@ -300,7 +301,7 @@ def _report(trial: Trial, stopped: Exception | None, *, names: Sequence[str]) ->
         rows.append((os.path.relpath(run.run_dir), label, *figures, result.failure or result.end))
         failed = failed or result.failure is not None
     print(flush=True)
-    view.console().print(view.table(("run", "overrides", *names, "state"), rows))
+    stdout_console().print(view.table(("run", "overrides", *names, "state"), rows))
     for line in view.skipped(sweep.skipped, [run.overrides for run in sweep.runs]):
         print(line)
     if (results := folder / RESULTS).is_file():

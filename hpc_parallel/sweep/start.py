@@ -41,6 +41,7 @@ from hpc_parallel.sweep.sweep_plan import (
     take_back,
     write_runs,
 )
+from hpc_parallel.terminal import stdout_console
 
 
 def start(plan: SweepPlan) -> int:
@@ -48,7 +49,7 @@ def start(plan: SweepPlan) -> int:
     for line in view.notes(plan):
         print(line)
     if not plan.runs:
-        view.console().print(view.submitted(plan, {}, {}))
+        stdout_console().print(view.submitted(plan, {}, {}))
         print(f"nothing is missing in {plan.folder}")
         return DONE
     kind = plan.runs[0].run.config.launcher.kind
@@ -111,7 +112,7 @@ def submit(plan: SweepPlan) -> int:
     release(plan.folder)  # the jobs now own their runs
     ids = {path: job.id for path, job in jobs.items()}
     states = {job.id: state for job, state in queued_states(jobs.values()).items()}
-    view.console().print(view.submitted(plan, ids, states, without_job="refused"))
+    stdout_console().print(view.submitted(plan, ids, states, without_job="refused"))
     complain(refusals)
     print("\n".join(view.after_submission(plan.folder, submitted=bool(jobs))), flush=True)
     if refusals:

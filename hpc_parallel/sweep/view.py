@@ -38,9 +38,7 @@ from hpc_parallel.record.sweep_folder import SkippedRun, common
 from hpc_parallel.slurm.jobs import JobState
 from hpc_parallel.sweep.earlier import resume_command
 from hpc_parallel.sweep.sweep_plan import PlannedRun, SweepPlan
-from hpc_parallel.terminal import cell, progress_bars, room_beside_bar
-
-_UNLIMITED = 100_000  # columns: in a file or a pipe, nothing is truncated or wrapped
+from hpc_parallel.terminal import cell, progress_bars, room_beside_bar, stdout_console
 
 
 class SweepView:
@@ -50,7 +48,7 @@ class SweepView:
     """
 
     def __init__(self, count: int, *, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+        self._console = console or stdout_console()
         self._count = count
         self._ended: list[str] = []
         self._readers: dict[Path, MetricsReader] = {}
@@ -144,12 +142,6 @@ def outcome_line(folder: RunFolder) -> tuple[str, str]:
     if summary.samples_per_s is not None:
         parts.append(f"{per_second(summary.samples_per_s)} samples/s")
     return outcome, ", ".join(parts)
-
-
-def console() -> Console:
-    """A console that wraps lines only on a terminal."""
-    default = Console(highlight=False)
-    return default if default.is_terminal else Console(highlight=False, width=_UNLIMITED)
 
 
 def submitted(

@@ -55,6 +55,7 @@ def test_a_full_stdout_is_reported_in_one_line(
     [
         (["--help"], 0),
         (["tokenize", "--help"], 0),
+        (["check"], 0),  # a table of rich
         (RUN, 0),
         (["run", "launcher.snapshot=false", "launcher=local", "device=cpu"], 1),  # nothing was trained
     ],

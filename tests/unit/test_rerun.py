@@ -87,7 +87,10 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"import_path": None}, "With today's source: python -m hpc_parallel run strategy=data"),
+        (
+            {"import_path": None, "config_dir": "/"},
+            "With today's source: python -m hpc_parallel run --config-dir / strategy=data",
+        ),
         ({"import_path": ["code/lost"]}, "code/lost, the source that the run kept, is gone."),
         ({"working_directory": "/no/such/place"}, "/no/such/place, where the run was started"),
         ({"config_dir": "/no/such/conf"}, "--config-dir /no/such/conf: "),

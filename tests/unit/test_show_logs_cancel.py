@@ -371,6 +371,8 @@ class TestShow:
         own(folder, os.getpid())
         assert shown(capsys, folder)["figures"]["loss"] == 4 / 30
         assert "step     30 of 40, about 5 s left" in ran(capsys, "show", "1")[1]
+        write_json(folder.environment, {"overrides": ["name=a b"], "config_dir": "/site"})
+        assert "  run --config-dir /site 'name=a b' " in ran(capsys, "show", "1")[1]
 
     def test_what_can_not_be_read(self, tmp_path: Path, capsys: Capture) -> None:
         told = shown(capsys, half_written(tmp_path / "runs/a/1"))
