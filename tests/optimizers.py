@@ -45,11 +45,11 @@ class Noisy(Lion):
 
 
 class Coupled(Lion):
-    """Divides by the norm of all gradients that it sees."""
+    """Divides by the norm of all gradients that it sees, if that is more than 5."""
 
     def update(self, weight: Parameter, gradient: Tensor, group: dict) -> None:
         norms = [other.grad.norm() for other in group["params"] if other.grad is not None]
-        weight.sub_(group["lr"] * gradient / torch.stack(norms).norm())
+        weight.sub_(group["lr"] * gradient / torch.stack(norms).norm().clamp(min=5.0))
 
 
 class Counting(Lion):

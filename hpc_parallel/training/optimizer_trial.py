@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from hpc_parallel.problems import ConfigError
 
-STEPS = 3
+SIZES = (1.0, 1e3, 1e-3)
+"""Of the gradients in each step: a class may clip them only above some norm."""
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """The plain numbers that a checkpoint holds, and their types in it."""
 
@@ -90,11 +91,11 @@ def _train(
     if len(optimizer.param_groups) != 1:
         raise ValueError("it makes several groups of one")
     settings = dict(optimizer.param_groups[0])
-    for step in range(STEPS):
+    for step in range(len(SIZES)):
         if restarts and step:
             optimizer = _with_state(kind(weights, **options), optimizer, settings)
         for index, weight in zip(indices, weights, strict=True):
-            weight.grad = torch.cos((1 + step) * (index + weight.detach()))
+            weight.grad = SIZES[step] * torch.cos((1 + step) * (index + weight.detach()))
         optimizer.step()
     return OptimizerTrial([weight.detach() for weight in weights], optimizer, settings)
 
