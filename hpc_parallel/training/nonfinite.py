@@ -201,7 +201,7 @@ def trace_layers(
     parts: Sequence[LayeredModel],
     *,
     compiled: bool,
-    whole: bool = False,
+    whole: bool,
     replay: Callable[[], object],
 ) -> FirstLayers:
     """Returns this rank's first layer with an output that is not finite, and the first with such a gradient.
