@@ -20,7 +20,7 @@ WITH_RUN = ("rerun", "export")
 
 
 def complete(commands: Iterable[str]) -> None:
-    """Answer the shell and exit. Returns if argcomplete is not installed."""
+    """Answer the shell and exit."""
     _answer(run_parser() if _starts_a_run(os.environ) else parser(commands))
 
 
@@ -30,10 +30,8 @@ def complete_run() -> None:
 
 
 def _answer(line: argparse.ArgumentParser) -> None:
-    try:
-        import argcomplete
-    except ImportError:
-        return
+    import argcomplete
+
     argcomplete.autocomplete(line)
 
 

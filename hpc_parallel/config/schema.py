@@ -281,6 +281,11 @@ class RunConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
 
     @property
+    def model_class(self) -> str:
+        """The name of the model's class."""
+        return str(self.model["_target_"]).rpartition(".")[2]
+
+    @property
     def devices(self) -> int:
         """The devices of all nodes, including that of a parameter server."""
         return self.nodes * self.gpus_per_node

@@ -3,7 +3,8 @@
 The warnings are about nodes, GPUs, memory and time, and about paths that the container of the job would not
 see, because nothing mounts them. Slurm decides: depending on the site's settings,
 `sbatch` refuses such a job, or queues it and it never starts. sinfo may not show this user all nodes, and a
-profile may be old, so this module warns and does not refuse.
+profile may be old, so this module warns. It refuses only local
+runs with more processes than this machine could ever hold.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from hpc_parallel.config.checks import allocation_checks
 from hpc_parallel.config.job_python import find_environment
 from hpc_parallel.config.node_devices import visible_gpus
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.layout.counts import GIB, least_bytes
-from hpc_parallel.layout.layout import layout_of, processes_per_node
-from hpc_parallel.problems import as_override
+from hpc_parallel.config.script import TASK
+from hpc_parallel.layout.counts import GIB, MIB, least_bytes
+from hpc_parallel.layout.layout import divisors, layout_of, processes_per_node
+from hpc_parallel.problems import Problem, Problems, as_override
 from hpc_parallel.record.values import flatten
 from hpc_parallel.slurm.allocation import ALLOCATION
 from hpc_parallel.slurm.limits import Limits, limits
@@ -28,6 +30,8 @@ from hpc_parallel.slurm.limits import Limits, limits
 # Apptainer mounts the home, the current folder and these, unless an argument says otherwise.
 _OF_APPTAINER = ("/tmp", "/var/tmp", "/proc", "/sys", "/dev")
 MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # of this machine
+# The least memory that a local process has to itself: with torch (115 MiB measured); beside a script (18).
+_OF_A_PROCESS = {False: 64 * MIB, True: 16 * MIB}
 _CONTAINED = ("-c", "--contain", "-C", "--containall", "--no-mount")
 
 
@@ -97,6 +101,21 @@ def limits_of(config: RunConfig) -> Limits:
         time_minutes=written.get("time_minutes"),
         gpus_per_node=written.get("gpus_per_node") if config.cluster.gpus else None,
     )
+
+
+def local_problems(config: RunConfig, *, memory_bytes: int = MEMORY_BYTES) -> Problems:
+    """More processes than this machine could hold even if they did nothing."""
+    each, devices = _OF_A_PROCESS[config.task.name == TASK], config.gpus_per_node
+    if config.launcher.kind != "local" or config.nodes * devices * each <= memory_bytes:
+        return
+    per_node = processes_per_node(config.strategy, gpus_per_node=devices)
+    rule = f"starts {config.nodes * per_node} processes here, each with {each // MIB} MB or more"
+    rule += f", and this machine has {memory_bytes / GIB:.1f} GB"
+    key, count, most = "nodes", config.nodes, memory_bytes // each // per_node
+    if not most:
+        key, count, most = "gpus_per_node", devices, max(1, memory_bytes // each // config.nodes)
+    if most < count:
+        yield Problem(key, count, rule, (max(number for number in divisors(count) if number <= most),))
 
 
 def local_warnings(config: RunConfig, *, memory_bytes: int, environment: Mapping[str, str]) -> list[str]:

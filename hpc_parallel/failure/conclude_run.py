@@ -95,7 +95,7 @@ def conclude(
     # `mpirun --version`) ends with code 0 too.
     has_ended = returncode == 0 and not records and not cancelled
     if has_ended and is_script(folder.read_config()) and normal_end.has_ended(folder, rank=0):
-        write_json(folder.summary, _summary(folder, outcome="completed", environment=environment))
+        _write_summary(folder, outcome="completed", environment=environment)
         return None
     cause, by = find_root_cause(records), signal_of_code(returncode)
     if cause and cancelled is None and returncode < 0 and by not in TERMINATION_SIGNALS:
@@ -122,7 +122,7 @@ def conclude(
             folder, how=how, host=ended.host, exclude=texts(ended.details.get("exclude")), rank=ended.rank,
             step=_reached(folder), line=line,
         )  # fmt: skip
-        write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
+        _write_summary(folder, outcome=outcome, environment=environment)
     return line
 
 
@@ -131,7 +131,7 @@ def conclude_waiting(folder: RunFolder, *, environment: Mapping[str, str]) -> No
     line = "cancelled before its next start" + (_advice(folder) if complete(folder.checkpoints) else "")
     if (stopped := Stop.read(folder)) is not None:
         replace(stopped, how=restart.CANCELLED, line=line).write(folder)
-    write_json(folder.summary, _summary(folder, outcome="cancelled", environment=environment))
+    _write_summary(folder, outcome="cancelled", environment=environment)
 
 
 def _was_starting(folder: RunFolder, *, returncode: int, text: str, environment: Mapping[str, str]) -> bool:
@@ -234,7 +234,7 @@ def _conclude_stop(
         line += _advice(folder)
     if outcome == "failed":
         without_rank(kind=_KINDS[how], message=line, line=line).write(folder)
-    write_json(folder.summary, _summary(folder, outcome=outcome, environment=environment))
+    _write_summary(folder, outcome=outcome, environment=environment)
     replace(stopped, how=how, line=line).write(folder)
     if restarts and packed:
         line += f"; {_NEXT_TURN}"
@@ -256,7 +256,7 @@ def _start_again(folder: RunFolder, *, launcher: Mapping[str, Any], environment:
     if Failure.read(folder) is None and stopped is not None:
         kind = _KINDS.get(str(stopped.how), failure.KILLED)
         without_rank(kind=kind, message=line, line=str(stopped.line)).write(folder)
-        write_json(folder.summary, _summary(folder, outcome="failed", environment=environment))
+        _write_summary(folder, outcome="failed", environment=environment)
     _add_to_line(folder, line)
     return line
 
@@ -271,7 +271,7 @@ def _add_to_line(folder: RunFolder, text: str) -> None:
         replace(ended, line=f"{ended.line}; {text}").write(folder)
 
 
-def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str]) -> dict[str, Any]:
+def _write_summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str]) -> None:
     config, ran_on = folder.read_config(), read_environment(folder)
     history = attempts.history(
         folder, environment=environment, until=datetime.now(UTC), layout=computed_as(config, ran_on)
@@ -287,7 +287,7 @@ def _summary(folder: RunFolder, *, outcome: str, environment: Mapping[str, str])
     stopped, logged = Stop.read(folder), summary["steps"]
     if stopped is not None and stopped.step is not None and 0 < logged < stopped.step:
         summary |= {"steps": stopped.step, "samples": summary["samples"] * stopped.step // logged}
-    return summary
+    write_json(folder.summary, summary)
 
 
 def _follow_failure(
@@ -299,13 +299,13 @@ def _follow_failure(
     if decision.action not in restart.IN_JOB and config["training"].get("memory_checkpoint_every"):
         host_memory.remove_from_hosts(host_memory.name_of(folder, environment), environment)
     if decision.action == restart.REQUEUE:  # before Slurm is asked, which may end this process at once
-        write_json(folder.summary, _summary(folder, outcome=STARTS_AGAIN, environment=environment))
+        _write_summary(folder, outcome=STARTS_AGAIN, environment=environment)
         line = _NEXT_TURN
         if not is_packed(folder):
             line = _start_again(folder, launcher=config["launcher"], environment=environment)
         if line.startswith(restart.NO_START):
             decision = Decision(restart.END, line)
-            write_json(folder.summary, _summary(folder, outcome="failed", environment=environment))
+            _write_summary(folder, outcome="failed", environment=environment)
     elif line and decision.action == restart.END:
         _add_to_line(folder, line)
     elif decision.action == restart.FEWER:

@@ -21,16 +21,16 @@ from hpc_parallel.config.checks.training_checks import callback_warnings, roundi
 from hpc_parallel.config.resolve import resolve, with_values
 from hpc_parallel.config.schema import RunConfig
 from hpc_parallel.config.script import TASK, absolute, kind_of, mentions
-from hpc_parallel.config.site_limits import MEMORY_BYTES, container_warnings, site_warnings
+from hpc_parallel.config.site_limits import container_warnings, local_problems, site_warnings
 from hpc_parallel.config.task_schema import ScriptConfig
 from hpc_parallel.config.tasks import total_steps
 from hpc_parallel.launch.import_check import check_imports
 from hpc_parallel.layout.batch_plan import Plan
-from hpc_parallel.layout.counts import GIB, MIB, trains
-from hpc_parallel.layout.layout import divisors, processes_per_node, servers
+from hpc_parallel.layout.counts import trains
+from hpc_parallel.layout.layout import processes_per_node, servers
 from hpc_parallel.layout.schedules import file_of
 from hpc_parallel.machine import fabric
-from hpc_parallel.problems import ConfigError, Problem, Problems, raise_if_any, spell, tried
+from hpc_parallel.problems import ConfigError, Problem, raise_if_any, spell, tried
 from hpc_parallel.record.names import RUNS
 from hpc_parallel.record.run_folder import RunFolder, new_run_id
 
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 
 _OWN_FILE = re.compile(rb"\b__file__\b|\bargv\[0\]")
-# The least memory that a local process has to itself: with torch (115 MiB measured); beside a script (18).
-_OF_A_PROCESS = {False: 64 * MIB, True: 16 * MIB}
 
 
 @dataclass(frozen=True)
@@ -180,7 +178,8 @@ def prepare(
     config, values, launcher_reason = resolve(composed, preset=preset)
     problems = find_problems(config, overrides) + _weights_problems(config) + _stage_problems(config)
     problems = [problem for problem in problems if not is_awaited(problem, awaited)]
-    problems = problems or list(local_problems(config))
+    if not problems and not config.dry_run:
+        problems = list(local_problems(config))
     hardware = _hardware(config, user_folder, problems)
     if problems:
         if config.resume is not None:
@@ -314,21 +313,6 @@ def _forecast(config: RunConfig, plan: Plan, hardware: Hardware | None) -> Forec
     from hpc_parallel.planning.forecast import forecast
 
     return forecast(config, plan, hardware=hardware)
-
-
-def local_problems(config: RunConfig, *, memory_bytes: int = MEMORY_BYTES) -> Problems:
-    """More processes than this machine could hold even if they did nothing."""
-    each, devices = _OF_A_PROCESS[config.task.name == TASK], config.gpus_per_node
-    if config.dry_run or config.launcher.kind != "local" or config.nodes * devices * each <= memory_bytes:
-        return
-    per_node = processes_per_node(config.strategy, gpus_per_node=devices)
-    rule = f"starts {config.nodes * per_node} processes here, each with {each // MIB} MB or more"
-    rule += f", and this machine has {memory_bytes / GIB:.1f} GB"
-    key, count, most = "nodes", config.nodes, memory_bytes // each // per_node
-    if not most:
-        key, count, most = "gpus_per_node", devices, max(1, memory_bytes // each // config.nodes)
-    if most < count:
-        yield Problem(key, count, rule, (max(number for number in divisors(count) if number <= most),))
 
 
 def _missing_interfaces(config: RunConfig) -> list[str]:

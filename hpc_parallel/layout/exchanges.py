@@ -99,17 +99,15 @@ class _On:
     ) -> Exchange:
         return Exchange(phase, what, how, often, self._over, self.groups, only_if)
 
-    def last_stage(
-        self, phase: Phase, what: str, how: str, often: Often, *, only_if: str | None = None
-    ) -> Exchange:
-        """The same exchange, but only between ranks that have the model's last stage."""
+    def last_stage(self, phase: Phase, what: str, how: str, *, only_if: str | None = None) -> Exchange:
+        """An exchange for each microbatch, only between ranks that have the model's last stage."""
         layout = self._setup.layout
         last = 0 if schedule_of(self._setup.strategy).v_shaped else layout.pipeline - 1
         groups = tuple(group for group in self.groups if layout.coordinates(group[0])["pipeline"] == last)
-        return Exchange(phase, what, how, often, self._over, groups, only_if)
+        return Exchange(phase, what, how, MICROBATCH, self._over, groups, only_if)
 
-    def directed(self, phase: Phase, what: str, how: str, often: Often, pairs: Sequence[Group]) -> Exchange:
-        return Exchange(phase, what, how, often, self._over, tuple(pairs))
+    def directed(self, phase: Phase, what: str, often: Often, pairs: Sequence[Group]) -> Exchange:
+        return Exchange(phase, what, SEND, often, self._over, tuple(pairs))
 
 
 def _gathered_weights(setup: Setup) -> Iterator[Exchange]:
@@ -151,7 +149,7 @@ def _tensor(setup: Setup) -> Iterator[Exchange]:
     on, strategy = _On(setup, "tensor"), setup.strategy
     only_if = "if the model has column and row layers" if setup.model.reads is None else None
     if setup.model.reads == "images":
-        yield on.last_stage(BACKWARD, "activations' gradients", ALL_REDUCE, MICROBATCH)
+        yield on.last_stage(BACKWARD, "activations' gradients", ALL_REDUCE)
     elif strategy.sequence_parallel:
         for phase, what in ((FORWARD, "activations"), (BACKWARD, "activations' gradients")):
             yield on(phase, what, ALL_GATHER, BLOCK, only_if=only_if)
@@ -168,9 +166,9 @@ def _loss(setup: Setup) -> Iterator[Exchange]:
     """split_layers.py: the loss of split logits, or the logits themselves."""
     on = _On(setup, "tensor")
     if setup.strategy.loss_parallel:
-        yield on.last_stage(FORWARD, "sums of the loss", ALL_REDUCE, MICROBATCH)
+        yield on.last_stage(FORWARD, "sums of the loss", ALL_REDUCE)
     else:
-        yield on.last_stage(FORWARD, "logits", ALL_GATHER, MICROBATCH)
+        yield on.last_stage(FORWARD, "logits", ALL_GATHER)
 
 
 def _context(setup: Setup) -> Iterator[Exchange]:
@@ -188,8 +186,8 @@ def _context(setup: Setup) -> Iterator[Exchange]:
         yield on(BACKWARD, "their gradients", REDUCE_SCATTER, BLOCK)
         return
     ring = [pair for group in on.groups for pair in zip(group, (*group[1:], group[0]), strict=True)]
-    yield on.directed(FORWARD, "keys and values", SEND, BLOCK, ring)
-    yield on.directed(BACKWARD, "keys, values and gradients", SEND, BLOCK, ring)
+    yield on.directed(FORWARD, "keys and values", BLOCK, ring)
+    yield on.directed(BACKWARD, "keys, values and gradients", BLOCK, ring)
 
 
 def _expert(setup: Setup) -> Iterator[Exchange]:
@@ -211,8 +209,8 @@ def _tile(setup: Setup) -> Iterator[Exchange]:
     yield on(BACKWARD, "borders' gradients", ALL_TO_ALL, BLOCK)
     if setup.model.whole_head is not False:
         only_if = None if setup.model.whole_head else "if the head needs the whole image"
-        yield on.last_stage(FORWARD, "the last map", ALL_TO_ALL, MICROBATCH, only_if=only_if)
-        yield on.last_stage(BACKWARD, "the map's gradient", ALL_TO_ALL, MICROBATCH, only_if=only_if)
+        yield on.last_stage(FORWARD, "the last map", ALL_TO_ALL, only_if=only_if)
+        yield on.last_stage(BACKWARD, "the map's gradient", ALL_TO_ALL, only_if=only_if)
 
 
 def _batch_norm(setup: Setup) -> Iterator[Exchange]:
@@ -235,8 +233,8 @@ def _pipeline(setup: Setup) -> Iterator[Exchange]:
         forth += [(group[-1], group[0]) for group in on.groups]
     forth = list(dict.fromkeys(forth))
     back = [(target, source) for source, target in forth]
-    yield on.directed(FORWARD, "activations", SEND, MICROBATCH, forth)
-    yield on.directed(BACKWARD, "activations' gradients", SEND, MICROBATCH, back)
+    yield on.directed(FORWARD, "activations", MICROBATCH, forth)
+    yield on.directed(BACKWARD, "activations' gradients", MICROBATCH, back)
     if setup.model.tied is not False and not schedule.v_shaped:
         only_if = None if setup.model.tied else "if stem and head share a weight"
         ends = tuple((group[0], group[-1]) for group in on.groups)
@@ -254,8 +252,8 @@ def _server(setup: Setup) -> Iterator[Exchange]:
     """parameter_server.py: every worker sends gradients to rank 0 and receives weights from it."""
     workers = range(1, setup.layout.devices + servers(setup.strategy))
     on = _On(setup, "replicate")
-    yield on.directed(UPDATE, "gradients", SEND, STEP, [(worker, 0) for worker in workers])
-    yield on.directed(UPDATE, "weights", SEND, STEP, [(0, worker) for worker in workers])
+    yield on.directed(UPDATE, "gradients", STEP, [(worker, 0) for worker in workers])
+    yield on.directed(UPDATE, "weights", STEP, [(0, worker) for worker in workers])
 
 
 def _threads(setup: Setup) -> Iterator[Exchange]:

@@ -38,15 +38,6 @@ class Schedule:
     file: ActionFile | None = None  # a user's schedule
     known: bool = True
 
-    @property
-    def torch(self) -> tuple[int, int]:
-        """The oldest version of torch that runs the schedule.
-
-        Before 2.13, the second half of a split backward pass counts gradients twice where several paths lead
-        to a weight, and misses autograd functions written in Python, such as our loss: torch frees them.
-        """
-        return (2, 13) if self.splits_backward else (2, 11)
-
 
 SUFFIX = ".csv"  # of a user's file
 _ROUND = (2, None, 2)
@@ -86,8 +77,12 @@ def schedule_of(strategy: StrategyConfig) -> Schedule:
 
 
 def version_problem(name: str, *, legal: tuple[str, ...] = ()) -> Problem | None:
-    """Returns a problem if the installed torch is too old for the schedule."""
-    rule = too_old(schedule_named(name).torch)
+    """Returns a problem if the installed torch is too old for the schedule.
+
+    Before 2.13, the second half of a split backward pass counts gradients twice where several paths lead
+    to a weight, and misses autograd functions written in Python, such as our loss: torch frees them.
+    """
+    rule = too_old((2, 13)) if schedule_named(name).splits_backward else None
     return None if rule is None else Problem("strategy.schedule", name, rule, legal)
 
 

@@ -111,7 +111,7 @@ def set_sockets(
 
 
 def set_interfaces(
-    environment: MutableMapping[str, str], *, world: World, hosts: Iterable[str], suffix: str = ""
+    environment: MutableMapping[str, str], *, world: World, hosts: Iterable[str], suffix: str
 ) -> dict[str, str]:
     """The part of `set_sockets` that chooses interfaces. It fits every program that uses gloo or NCCL."""
     loopback = _interface_of("127.0.0.1") if world.one_machine else None

@@ -131,7 +131,7 @@ def _differences(
     yield _differ(values, f"{about} {' / '.join([*texts[:MOST_GROUPS], *more])}", harmful=harmful)
 
 
-def _differ(hosts: Iterable[str], what: str, *, harmful: bool = True) -> Finding:
+def _differ(hosts: Iterable[str], what: str, *, harmful: bool) -> Finding:
     first, *others = hosts
     return Finding(first, f"{DIFFER}{what}", harmful, others=tuple(others))
 

@@ -79,7 +79,7 @@ def ask(composed: DictConfig, overrides: Sequence[str], *, user_folder: Path | N
     values = composed.strategy
     choices = _choices(values, composed.training, {key_of(word) for word in overrides})
     opened = with_values(composed, {f"strategy.{key}": value for key, value in OPEN.items()})
-    hardware = hardware_of_run(opened, user_folder=user_folder, needed_by="strategy=auto")
+    hardware = hardware_of_run(opened, user_folder=user_folder)
     if opened.device == AUTO:
         opened.device = hardware.device.kind
     config = resolve(opened).config
@@ -94,7 +94,7 @@ def ask(composed: DictConfig, overrides: Sequence[str], *, user_folder: Path | N
     return question
 
 
-def hardware_of_run(composed: DictConfig, *, user_folder: Path | None, needed_by: str) -> Hardware:
+def hardware_of_run(composed: DictConfig, *, user_folder: Path | None) -> Hardware:
     """The hardware of `plan.hardware`. Without this key, a run on CPUs gets a server of unknown memory.
 
     Raises ConfigError.
@@ -104,7 +104,7 @@ def hardware_of_run(composed: DictConfig, *, user_folder: Path | None, needed_by
         hardware = named_hardware(CPU, user_folder=user_folder)
         node = replace(hardware.node, devices=MANY)
         return replace(hardware, device=replace(hardware.device, memory_bytes=math.inf), node=node)
-    return named_hardware(name, user_folder=user_folder, needed_by=needed_by)
+    return named_hardware(name, user_folder=user_folder, needed_by="strategy=auto")
 
 
 def _on_cpus(composed: DictConfig) -> bool:

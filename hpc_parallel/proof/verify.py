@@ -66,12 +66,12 @@ def verify(config: RunConfig, *, plan: Plan, data: Data, groups: Groups, device:
     if config.devices == 1 and not generates:
         _check_alone(config, data=data, device=device)
         return None
-    omitted = f"WARNING: {_name(config)} was not compared with one device on {plan.layout}"
+    omitted = f"WARNING: {config.model_class} was not compared with one device on {plan.layout}"
     if mode == "never":
         return _say(f"{omitted} (strategy.verify=never).")
     model = build_small(config)
     run = SmallRun.of(config, plan=plan, model=model, data=data, device=device)
-    equals = f"{_name(config)} equals one device on {plan.layout}"
+    equals = f"{config.model_class} equals one device on {plan.layout}"
     if generates:
         equals = f"With cached keys and values, {equals} for texts of {run.inputs.shape[1]} tokens"
     key = layout_check_key(run, model=model)
@@ -86,8 +86,9 @@ def verify(config: RunConfig, *, plan: Plan, data: Data, groups: Groups, device:
     largest = compare(run, model=model, groups=groups)
     if mixes_positions(run, build_small(config)):
         rule = (
-            f"can't be used: {_name(config)} mixes positions outside of CausalAttention and FullAttention "
-            f"(docs/own-model.md), which only texts of more than {run.inputs.shape[1]} tokens show"
+            f"can't be used: {config.model_class} mixes positions outside of CausalAttention and "
+            "FullAttention (docs/own-model.md), which only texts of more than "
+            f"{run.inputs.shape[1]} tokens show"
         )
         raise DifferenceError([without_axis("context", rule, config=config, layout=run.layout)])
     if dist.get_rank() == 0:
@@ -102,7 +103,7 @@ def _check_documents(config: RunConfig, *, plan: Plan, data: Data, device: torch
     model = build_small(config)
     if mixes_documents(SmallRun.of(config, plan=plan, model=model, data=data, device=device), model):
         rule = (
-            f"can't be used: {_name(config)} lets a document see the one before it in the sample. Hand "
+            f"can't be used: {config.model_class} lets a document see the one before it in the sample. Hand "
             "`documents` on to CausalAttention (docs/own-model.md)"
         )
         raise DifferenceError([Problem("data.packing", True, rule, (False,))])
@@ -113,7 +114,7 @@ def _check_alone(config: RunConfig, *, data: Data, device: torch.device) -> None
     if config.task.name == "train" and config.strategy.verify != "never":
         model = build_small(config, as_random=False)
         if reason := _too_large(model, device=device):
-            _say(f"WARNING: the loss of {_name(config)} was not checked: {reason}")
+            _say(f"WARNING: the loss of {config.model_class} was not checked: {reason}")
         else:
             check_loss(model, seed=config.seed, data=data, device=device)
 
@@ -140,7 +141,7 @@ def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
         reference = on_one_device(run, model)
         as_random = reference.is_finite
         if not as_random:
-            _say(f"{_name(config)} starts with its own weights here: with random ones, it is not finite")
+            _say(f"{config.model_class} starts with its own weights here: with random ones, it is not finite")
             reference = on_one_device(run, build_small(config, as_random=False))
         _require_gradients(run, as_random=as_random)
         try:
@@ -152,7 +153,7 @@ def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
             if run.layout.tensor == 1:
                 raise
             raise UserCodeError([
-                f"{described(error)}, raised by {_name(config)} on {run.layout}, but not on one device."
+                f"{described(error)}, raised by {config.model_class} on {run.layout}, but not on one device."
                 f"{_advice(run)}"
             ]) from error  # fmt: skip
     noise = NOISE_OF_FLOAT32 if reference.rounds else NOISE
@@ -163,14 +164,14 @@ def compare(run: SmallRun, *, model: LayeredModel, groups: Groups) -> float:
             differences[name] = max(difference, differences.get(name, 0.0))
     if reasons := list(_reasons(result.losses, differences, reference=reference)):
         raise DifferenceError([
-            f"{_name(config)} does not equal one device on {run.layout}: {'; '.join(reasons)}. Its code or "
-            f"its hints do not fit this layout (docs/own-model.md).{_advice(run)} To start nevertheless, "
+            f"{config.model_class} does not equal one device on {run.layout}: {'; '.join(reasons)}. Its code "
+            f"or its hints do not fit this layout (docs/own-model.md).{_advice(run)} To start nevertheless, "
             "set strategy.verify=never."
         ])  # fmt: skip
     if written := [name for name in reference.written if not name.endswith(STATISTICS)]:
         _say(
-            f"WARNING: the forward pass of {_name(config)} writes the buffer {written[0]}, once for each "
-            "microbatch: results depend on their number."
+            f"WARNING: the forward pass of {config.model_class} writes the buffer {written[0]}, once for "
+            "each microbatch: results depend on their number."
         )
     return OWN_SHARE * max(differences.values(), default=0.0)
 
@@ -182,7 +183,7 @@ def _require_gradients(run: SmallRun, *, as_random: bool) -> None:
         return
     if names := sometimes_used(run, build_small(run.config, as_random=as_random)):
         raise ConfigError([
-            f"{_name(run.config)} uses {names[0]} for some samples only, and {run.layout} waits for its "
+            f"{run.config.model_class} uses {names[0]} for some samples only, and {run.layout} waits for its "
             "gradient on every device. Use it for all samples (times zero where it should not count), or "
             "strategy.schedule=1f1b."
         ])  # fmt: skip
@@ -230,10 +231,6 @@ def _reasons(losses: Sequence[float], differences: dict[str, float], *, referenc
         share = OWN_SHARE * differences.get(names[0], 0.0)
         off = "none" if names[0] in missing else f"off by {share:.1g} of its norm"
         yield f"{names[0]}: {off} ({len({*missing, *wrong})} of {len(reference.tensors)} differ)"
-
-
-def _name(config: RunConfig) -> str:
-    return str(config.model["_target_"]).rpartition(".")[2]
 
 
 def _say(line: str) -> str:

@@ -159,9 +159,9 @@ def links(measured: MeasuredMachine) -> dict[tuple[str, str], float]:
 
 
 def _medians(measured: MeasuredMachine) -> Iterator[str]:
-    yield from _median("matrix product", measured.ranks, "flops", scale=1e9, unit="GFLOP/s for each device")
+    yield from _median("matrix product", measured.ranks, "flops", unit="GFLOP/s for each device")
     for title, key in COPIES.items():
-        yield from _median(title, measured.ranks, key, scale=1e9, unit="GB/s")
+        yield from _median(title, measured.ranks, key, unit="GB/s")
     reads = _reads(measured.reads_bytes_per_s)
     for readers, rate in reads.items():
         yield f"read, processes on each host = {readers}: {rate / 1e6:.0f} MB/s (median of the hosts)"
@@ -174,9 +174,9 @@ def _medians(measured: MeasuredMachine) -> Iterator[str]:
         yield f"links, in each direction: {middle:.3f} GB/s (median), {slowest:.3f} (slowest)"
 
 
-def _median(title: str, rows: Sequence[RankRates], key: str, *, scale: float, unit: str) -> Iterator[str]:
+def _median(title: str, rows: Sequence[RankRates], key: str, *, unit: str) -> Iterator[str]:
     if values := [value for row in rows if (value := getattr(row, key))]:
-        yield f"{title}: {median(values) / scale:.1f} {unit} (median), {min(values) / scale:.1f} (slowest)"
+        yield f"{title}: {median(values) / 1e9:.1f} {unit} (median), {min(values) / 1e9:.1f} (slowest)"
 
 
 def _scaling(reads: Mapping[str, float]) -> Iterator[str]:

@@ -19,6 +19,7 @@ BACKED, CONTRADICTED, EVEN, OPEN = "backed", "contradicted", "no difference seen
 NO_VERDICT = "no verdict on a CPU"  # the memory includes the interpreter, libraries and malloc's cache
 ONE_MACHINE = "no verdict: one machine"  # the run's nodes are processes on the same host
 NO_FIGURE = "no figure decides it"  # the verdict on a claim without a measure
+MUCH = 0.1  # share of a step that counts as a high overhead
 CLOSE_TO_IDEAL = 0.8  # smallest efficiency that counts as "n times as fast"
 FEW_DEVICES = 8  # largest number of devices for the claim of near-ideal speed-up
 FIGURE_NAMES = {  # key -> name, kind of unit
@@ -119,8 +120,8 @@ def in_one_unit(kind: str, *values: tuple[float, str]) -> str:
     return " against ".join(f"{unit.show(value)} {unit.name} ({name})" for value, name in values)
 
 
-def level(strategy: str, key: str, *, above: float) -> Measure:
-    """Whether a share reaches a bound in the strategy's run on most devices."""
+def level(strategy: str, key: str) -> Measure:
+    """Whether a share of the step is a high overhead in the strategy's run on most devices."""
 
     def measure(runs: Runs) -> Evidence:
         rows = [row for row in measured(runs.rows, strategy, key) if row.processes > 1]
@@ -131,9 +132,9 @@ def level(strategy: str, key: str, *, above: float) -> Measure:
         name, kind = FIGURE_NAMES[key]
         unit = unit_of(kind, (value,))
         figure = (
-            f"{name}: {unit.show(value)} % ({row.label}); {digits(100 * above, 2)} % or more would be much"
+            f"{name}: {unit.show(value)} % ({row.label}); {digits(100 * MUCH, 2)} % or more would be much"
         )
-        return _judged(figure, backed=value >= above)
+        return _judged(figure, backed=value >= MUCH)
 
     return measure
 

@@ -70,7 +70,7 @@ def other_lines(run: PreparedRun, *, submits: bool) -> Iterator[Line]:
     yield from folder_lines(run)
 
 
-def slurm_lines(run: PreparedRun, *, submits: bool = True) -> Iterator[Line]:
+def slurm_lines(run: PreparedRun, *, submits: bool) -> Iterator[Line]:
     """Slurm's version, whether its controller answers, and whether it accepts this batch script."""
     warnings = [Line(WARNING, "limits", text.partition(" ")[2].strip()) for text in site_warnings(run.config)]
     if not client.is_installed():

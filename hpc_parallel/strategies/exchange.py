@@ -29,13 +29,15 @@ class FollowerError(RuntimeError):
 def all_gather(
     value: Any, *, group: dist.ProcessGroup | None = None, device: torch.device = CPU
 ) -> list[Any]:
-    """Returns the values of all ranks, in the order of `group`.
+    """Returns the values of all ranks, in the order of `group`. Works without a process group too.
 
     `value` must be valid JSON: no NaN, no infinity; tuples come back as lists. `device` is one that the
     group's backend supports.
 
     Raises ExchangeError if a message is malformed.
     """
+    if not dist.is_initialized():
+        return [value]
     content = _encode(value, device)
     size = torch.tensor([len(content)], device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]

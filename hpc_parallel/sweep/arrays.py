@@ -139,7 +139,7 @@ def submit(plan: SweepPlan) -> tuple[dict[Path, Job], list[str]]:
                 shared = array.is_single or array.queue is not None
                 task = job if shared else replace(job, id=f"{job.id}_{index}")
                 jobs[planned.run.folder.path] = task
-            write_sweep(plan.folder, plan.manifest(_ids(jobs)))
+            write_sweep(plan.folder, plan.manifest(jobs))
     finally:  # also after Ctrl-C, so that the submitted jobs are recorded
         hand = owner.queue_in_job if any(array.queue for array in to_submit) else owner.hand_to_job
         folders = [planned.run.folder for planned in plan.runs if planned.run.folder.path in jobs]
@@ -154,12 +154,8 @@ def submit(plan: SweepPlan) -> tuple[dict[Path, Job], list[str]]:
         withdraw([replace(job, id=job.array)])
         take_back(planned.run for planned in array.runs)
         refusals.append(f"{_describe(array)}: {refusal_message(f'it could never start ({reason})')}")
-    write_sweep(plan.folder, plan.manifest(_ids(jobs)))
+    write_sweep(plan.folder, plan.manifest(jobs))
     return jobs, refusals
-
-
-def _ids(jobs: Mapping[Path, Job]) -> dict[Path, str]:
-    return {path: job.id for path, job in jobs.items()}
 
 
 def _write_scripts(array: Array) -> None:

@@ -38,6 +38,7 @@ from hpc_parallel.problems import (
 from hpc_parallel.record.provenance import source_state
 from hpc_parallel.record.snapshot import Snapshot, cached_plan_snapshot
 from hpc_parallel.record.sweep_folder import SkippedRun, Sweep, SweepRun, is_sweep_folder
+from hpc_parallel.slurm.jobs import Job
 from hpc_parallel.sweep import pack_runs
 from hpc_parallel.sweep.earlier import Earlier
 
@@ -59,8 +60,8 @@ class PlannedRun:
     def label(self) -> str:
         return " ".join(self.swept) or self.run.config.name
 
-    def recorded(self, job_id: str | None = None) -> SweepRun:
-        config = self.run.config
+    def recorded(self, job: Job | None = None) -> SweepRun:
+        config, job_id = self.run.config, None if job is None else job.id
         return SweepRun(self.overrides, self.run.folder.path, config.nodes, config.gpus_per_node, job_id)
 
 
@@ -87,10 +88,10 @@ class SweepPlan:
     earlier: Earlier | None = None
     started: str = field(default_factory=lambda: f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}")
 
-    def manifest(self, jobs: Mapping[Path, str]) -> Sweep:
+    def manifest(self, jobs: Mapping[Path, Job]) -> Sweep:
         """The content of `sweep.json`. Runs of an earlier start keep their position.
 
-        jobs: run folder -> job id.
+        jobs: by run folder.
         """
         records = {planned: planned.recorded(jobs.get(planned.run.folder.path)) for planned in self.runs}
         restarted = {

@@ -144,11 +144,11 @@ class Guard:
             "gradient": min(bad, key=order, default=None),
             "weight": first_nonfinite(self._parameters),
         }
-        by_rank = _all_gather(local)
+        by_rank = exchange.all_gather(local)
         rank, message, parameter = blame(by_rank, step=step)
         layer = None
         weights_finite = all(values["weight"] is None for values in by_rank)
-        if weights_finite and (first := first_clause(_all_gather(trace(step)))) is not None:
+        if weights_finite and (first := first_clause(exchange.all_gather(trace(step)))) is not None:
             rank, clause, layer = first
             message = f"{message}; {clause}"
         if rank == (dist.get_rank() if dist.is_initialized() else 0):
@@ -201,7 +201,7 @@ def trace_layers(
     parts: Sequence[LayeredModel],
     *,
     compiled: bool,
-    whole: bool = False,
+    whole: bool,
     replay: Callable[[], object],
 ) -> FirstLayers:
     """Returns this rank's first layer with an output that is not finite, and the first with such a gradient.
@@ -270,7 +270,3 @@ def first_clause(by_rank: Sequence[FirstLayers]) -> tuple[int, str, str] | None:
             number = "nan" if math.isnan(float(value)) else value
             return rank, f"{subject} of {name} was the first that is not finite ({number})", name
     return None
-
-
-def _all_gather(value: Any) -> list[Any]:
-    return exchange.all_gather(value) if dist.is_initialized() else [value]

@@ -408,7 +408,7 @@ def _arguments(kind: Any, settings: Settings, *, rate: float) -> dict[str, Any]:
 def require_matches(names: list[str], rules: Mapping[str, Mapping[str, Any]]) -> None:
     """Raises ConfigError for a rule that matches none of the `names` of any rank."""
     matched = [key for key, rule in rules.items() if any(applies(rule.get("match"), name) for name in names)]
-    by_rank = exchange.all_gather(matched) if rules and dist.is_initialized() else [matched]
+    by_rank = exchange.all_gather(matched) if rules else [matched]
     if unmatched := rules.keys() - {key for matched_keys in by_rank for key in matched_keys}:
         rule = f"matches no weight of the model, whose first is {names[0]}"
         keys = {f"optimizer.groups.{key}.match": rules[key]["match"] for key in sorted(unmatched)}

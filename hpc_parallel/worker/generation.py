@@ -303,8 +303,8 @@ def require_whole_texts(
     if wrong := sorted({(prompt, number) for _, places in by_rank for prompt, number in places}):
         raise DifferenceError([_reason(wrong, largest=largest, config=config)])
     return (
-        f"The logits of all new tokens are those that {_name(config)} computes from the whole text: they "
-        f"differ by at most {largest:.0e} of their norm ({time.perf_counter() - started:.1f} s)"
+        f"The logits of all new tokens are those that {config.model_class} computes from the whole text: "
+        f"they differ by at most {largest:.0e} of their norm ({time.perf_counter() - started:.1f} s)"
     )
 
 
@@ -315,7 +315,7 @@ def _reason(wrong: Sequence[tuple[int, int]], *, largest: float, config: RunConf
     if precision in HALF:
         advice = f", or enlarges the rounding of {precision}: training.precision=float32 shows which."
     return (
-        f"{_name(config)} computes something else with cached keys and values than from the whole text: "
+        f"{config.model_class} computes something else with cached keys and values than from the whole text: "
         f"{len(wrong)} new tokens have other logits, the first is token {number} after prompt {prompt + 1}, "
         f"and they are off by up to {largest:.1g} of their norm. It mixes positions outside of "
         f"CausalAttention (docs/own-model.md){advice}"
@@ -327,10 +327,6 @@ def _rounding(precision: str) -> float:
     if precision == "float32" and torch.backends.cuda.matmul.allow_tf32:
         return 2**-10
     return torch.finfo(HALF.get(precision, WEIGHTS[precision])).eps
-
-
-def _name(config: RunConfig) -> str:
-    return str(config.model["_target_"]).rpartition(".")[2]
 
 
 def _shares_of_text(text: Text, *, row: int, decoder: Decoder, shortest: int) -> dict[tuple[int, int], float]:

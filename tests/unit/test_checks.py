@@ -20,9 +20,8 @@ from hpc_parallel.config.checks.suggestions import paths_near
 from hpc_parallel.config.class_paths import missing_part
 from hpc_parallel.config.resolve import resolve
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.site_limits import local_warnings
+from hpc_parallel.config.site_limits import local_problems, local_warnings
 from hpc_parallel.failure.hang_report import grace_s
-from hpc_parallel.launch.prepare import local_problems
 from hpc_parallel.layout.batch_plan import plan_batch
 from hpc_parallel.layout.counts import least_bytes, parameters
 from hpc_parallel.layout.layout import Layout

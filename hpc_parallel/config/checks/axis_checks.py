@@ -66,7 +66,7 @@ def _value_at(config: RunConfig, key: str) -> Any:
 
 def _experts(config: RunConfig, layout: Layout) -> Problems:
     if class_path(config.model) == MoeTransformerConfig._target_:
-        yield from _mixture(config, layout)
+        yield from _mixture(config)
     if layout.expert == 1:
         return
     experts = count(config, "experts")[1]
@@ -84,7 +84,7 @@ def _experts(config: RunConfig, layout: Layout) -> Problems:
         yield without_axis("expert", rule, config=config, layout=layout)
 
 
-def _mixture(config: RunConfig, layout: Layout) -> Problems:
+def _mixture(config: RunConfig) -> Problems:
     experts, per_token = config.model["experts"], config.model["experts_per_token"]
     if isinstance(experts, int) and isinstance(per_token, int) and not 1 <= per_token <= experts:
         rule = f"must be from 1 to model.experts = {experts}"
