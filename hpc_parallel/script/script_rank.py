@@ -16,15 +16,7 @@ from types import FrameType
 from typing import Any
 
 from hpc_parallel import job_context
-from hpc_parallel.config.script import (
-    PLACEHOLDERS,
-    TORCHRUN,
-    arguments_of,
-    fill,
-    kind_of,
-    name_of,
-    resume_words,
-)
+from hpc_parallel.config.script import PLACEHOLDERS, arguments_of, fill, kind_of, name_of, resume_words
 from hpc_parallel.failure import flight_recorder
 from hpc_parallel.failure.process_tree import catches, receivers
 from hpc_parallel.failure.summary import computed_as
@@ -123,7 +115,7 @@ def torchrun_variables(
         local_rank = world.rank % local_world_size
     start = restarts(folder)
     # torchrun's ranks meet under its own count. Other scripts resume if the count is above 0.
-    by_torchrun = config["script"]["start"] == TORCHRUN
+    by_torchrun = config["script"]["start"] == "torchrun"
     count = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if by_torchrun else start
     address, port = rendezvous(config, world=world, environment=environment, start=start)
     values: dict[str, object] = {

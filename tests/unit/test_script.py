@@ -236,6 +236,7 @@ def test_a_batch_script_is_warned_of(
     found = list(script_warnings(composed(LOCAL, "nodes=2", *words, "--", "./job.sh")))
     assert len(found) == len(expected)
     assert all(word in warning for word, warning in zip(expected, found, strict=True))
+    assert list(script_warnings(composed(LOCAL, "nodes=2", *words, "--", "train.py", "job.sh"))) == []
 
 
 @pytest.mark.parametrize("nodes", [1, 3])

@@ -33,6 +33,7 @@ _STARTS = re.compile(
     r"^\s*(?:exec\s+)?(?:srun|torchrun|mpirun|mpiexec|accelerate launch|deepspeed"
     r"|\S*python[\d.]* -m torch\.distributed\.(?:run|launch))\b", re.MULTILINE,
 )  # fmt: skip
+_SHELL = re.compile(r"\.(sh|sbatch|slurm)$")
 _SBATCH = re.compile("^#SBATCH ", re.MULTILINE)
 # Words in a program that knows that it is one of several processes.
 _DISTRIBUTED = re.compile(
@@ -103,10 +104,7 @@ def script_warnings(config: RunConfig) -> Iterator[str]:
 
 def _shell_warnings(script: ScriptConfig, *, processes: int) -> Iterator[str]:
     """Warn about a batch script, and about a shell script that each process would start with its launcher."""
-    files = [script.command or "", *script.words[:1]]
-    file = next((name for name in files if name.endswith((".sh", ".sbatch", ".slurm"))), None)
-    if file is None:
-        return
+    file = next(filter(_SHELL.search, [script.command, *script.words[:1]] if script.command else []), "")
     content = beginning(absolute(file)).decode(errors="replace")
     if _SBATCH.search(content):
         yield (
