@@ -162,13 +162,14 @@ def _words_of(key: str, value: Any, *, style: str) -> Iterator[str]:
 
 def mentions(path: Path, pattern: re.Pattern[bytes]) -> bool:
     """Whether a Python file, or a module beside it that it imports, matches the pattern."""
-    contents = [_beginning(path)]
+    contents = [beginning(path)]
     for name in set(_IMPORT.findall(contents[0])):
-        contents.append(_beginning(path.parent / f"{name.decode()}.py"))
+        contents.append(beginning(path.parent / f"{name.decode()}.py"))
     return any(map(pattern.search, contents))
 
 
-def _beginning(path: Path) -> bytes:
+def beginning(path: Path) -> bytes:
+    """The first bytes of a file; none if it can't be read."""
     try:
         with path.open("rb") as file:
             return file.read(_MOST_BYTES)

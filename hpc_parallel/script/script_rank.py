@@ -113,7 +113,11 @@ def torchrun_variables(
     if world.one_machine:
         local_world_size = world.world_size // world.nodes
         local_rank = world.rank % local_world_size
-    address, port = rendezvous(config, world=world, environment=environment, start=restarts(folder))
+    start = restarts(folder)
+    # torchrun's ranks meet under its own count. Other scripts resume if the count is above 0.
+    by_torchrun = config["script"]["start"] == "torchrun"
+    count = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if by_torchrun else start
+    address, port = rendezvous(config, world=world, environment=environment, start=start)
     values: dict[str, object] = {
         "RANK": world.rank, "WORLD_SIZE": world.world_size,
         "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size,
@@ -121,10 +125,10 @@ def torchrun_variables(
         "ROLE_RANK": world.rank, "ROLE_WORLD_SIZE": world.world_size, "ROLE_NAME": "default",
         "MASTER_ADDR": address, "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": environment.get("TORCHELASTIC_RUN_ID", world.attempt),
-        "TORCHELASTIC_RESTART_COUNT": environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        "TORCHELASTIC_RESTART_COUNT": count,
         "TORCHELASTIC_MAX_RESTARTS": environment.get("TORCHELASTIC_MAX_RESTARTS", "0"),
         "TORCHELASTIC_ERROR_FILE": error_file(folder, rank=world.rank),
-        job_context.RUN: folder.path, job_context.RESTARTS: restarts(folder),
+        job_context.RUN: folder.path, job_context.RESTARTS: start,
         job_context.STOP: stop_prefix(folder, world=world),
     }  # fmt: skip
     return {name: str(value) for name, value in values.items()}

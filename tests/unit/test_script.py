@@ -29,6 +29,7 @@ from hpc_parallel.launch.batch_script import render, sbatch_flags
 from hpc_parallel.launch.checked_run import checked_run
 from hpc_parallel.machine.world import World
 from hpc_parallel.problems import ConfigError
+from hpc_parallel.record import attempts
 from hpc_parallel.record.run_folder import RunFolder
 from hpc_parallel.script import script_failure, script_metrics, script_rank
 
@@ -216,6 +217,28 @@ def test_an_interpreter_that_is_typed_before_the_script_is_warned_of(
     assert found == ([] if suggestion is None else [suggestion])
 
 
+@pytest.mark.parametrize(
+    ("text", "words", "expected"),
+    [
+        ("#SBATCH --nodes=2\npython train.py\n", (), ["#SBATCH"]),
+        ("torchrun --standalone train.py\n", (), ["runs torchrun"]),
+        ("#SBATCH -N 2\n  srun python train.py\n", (), ["#SBATCH", "runs srun"]),
+        ("exec python3 -m torch.distributed.run train.py\n", ("nodes=1",), []),
+        ("exec python3 -m torch.distributed.run train.py\n", (), ["runs exec python3 -m torch.dist"]),
+        ("torchrun --nnodes=2 train.py\n", ("script.start=node",), []),
+        ("# not torchrun\npython train.py\n", (), []),
+    ],
+)
+def test_a_batch_script_is_warned_of(
+    text: str, words: tuple[str, ...], expected: list[str], here: Path
+) -> None:
+    (here / "job.sh").write_text(text)
+    found = list(script_warnings(composed(LOCAL, "nodes=2", *words, "--", "./job.sh")))
+    assert len(found) == len(expected)
+    assert all(word in warning for word, warning in zip(expected, found, strict=True))
+    assert list(script_warnings(composed(LOCAL, "nodes=2", *words, "--", "train.py", "job.sh"))) == []
+
+
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_any_number_of_devices_is_legal_whatever_a_training_would_need(nodes: int) -> None:
     config = composed(LOCAL, f"nodes={nodes}", "gpus_per_node=5", "--", "train.py")
@@ -236,13 +259,21 @@ def slurm_world(rank: int, **more: str) -> tuple[World, dict[str, str]]:
 def test_the_variables_are_those_of_torchrun(here: Path) -> None:
     world, environment = slurm_world(3)
     cluster: dict[str, object] = {"port": None, "master_suffix": "-ib", "start": "srun"}
-    config = {"cluster": cluster, "nodes": 2, "launcher": {"kind": "slurm"}}
+    script = {"start": "ranks"}
+    config = {"cluster": cluster, "nodes": 2, "launcher": {"kind": "slurm"}, "script": script}
     folder = RunFolder(here)
     found = script_rank.torchrun_variables(folder, config, world=world, environment=environment)
     assert found.items() >= {
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
         "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "n1-ib", "MASTER_PORT": "21234",
+        "TORCHELASTIC_RESTART_COUNT": "0",
     }.items()  # fmt: skip
+    attempts.end(folder, how="killed")
+    for start, count in (("ranks", "1"), ("torchrun", "2")):
+        script["start"] = start
+        variables = {**environment, "TORCHELASTIC_RESTART_COUNT": "2"}
+        found = script_rank.torchrun_variables(folder, config, world=world, environment=variables)
+        assert found["TORCHELASTIC_RESTART_COUNT"] == count
     moved = script_rank.rendezvous(config, world=world, environment=environment, start=4)
     assert moved == ("n1-ib", "21230")  # 20000 + (41234 + 4 * 4999) % 20000
     other = {**environment, "SLURM_STEP_ID": "3"}  # another run of the same packed job

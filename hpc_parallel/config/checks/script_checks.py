@@ -14,7 +14,7 @@ from pathlib import Path
 from hpc_parallel.config.checks.suggestions import paths_near
 from hpc_parallel.config.job_python import environment_key, is_chosen
 from hpc_parallel.config.schema import RunConfig
-from hpc_parallel.config.script import KINDS, NODE, RANKS, TASK, TORCHRUN, absolute, may_mention
+from hpc_parallel.config.script import KINDS, NODE, RANKS, TASK, TORCHRUN, absolute, beginning, may_mention
 from hpc_parallel.config.task_schema import ScriptConfig
 from hpc_parallel.layout.layout import processes_per_node
 from hpc_parallel.problems import Problem, Problems, shell_word
@@ -28,6 +28,13 @@ LAUNCHERS = (
 )  # fmt: skip
 _INTERPRETER = re.compile(r"python[\d.]*|(ba|da|k|z)?sh")
 _GIVEN = re.compile(r"-\w*c|-m|.+\.(py|sh)")  # how an interpreter is told what to run
+# A line of a shell script that starts processes, and the options of a batch script.
+_STARTS = re.compile(
+    r"^\s*(?:exec\s+)?(?:srun|torchrun|mpirun|mpiexec|accelerate launch|deepspeed"
+    r"|\S*python[\d.]* -m torch\.distributed\.(?:run|launch))\b", re.MULTILINE,
+)  # fmt: skip
+_SHELL = re.compile(r"\.(sh|sbatch|slurm)$")
+_SBATCH = re.compile("^#SBATCH ", re.MULTILINE)
 # Words in a program that knows that it is one of several processes.
 _DISTRIBUTED = re.compile(
     rb"RANK|WORLD_SIZE|SLURM_|init_process_group|torch\.distributed|torchrun|accelerate|lightning|deepspeed"
@@ -82,13 +89,32 @@ def script_warnings(config: RunConfig) -> Iterator[str]:
             f"{script.command} is a program here: what it runs is not checked, is not kept (later edits "
             f"change the run), and launcher.python does not choose it. Try -- {program}."
         )
-    if config.task.name != TASK or file is None:
+    if config.task.name != TASK:
         return
     processes = config.nodes * processes_per_node(config.strategy, gpus_per_node=config.gpus_per_node)
+    yield from _shell_warnings(script, processes=processes)
+    if file is None:
+        return
     if processes > 1 and not may_mention(absolute(file), _DISTRIBUTED):
         yield (
             f"{file} never reads RANK or WORLD_SIZE and calls no init_process_group: each of the "
             f"{processes} processes will do the whole work."
+        )
+
+
+def _shell_warnings(script: ScriptConfig, *, processes: int) -> Iterator[str]:
+    """Warn about a batch script, and about a shell script that each process would start with its launcher."""
+    file = next(filter(_SHELL.search, [script.command, *script.words[:1]] if script.command else []), "")
+    content = beginning(absolute(file)).decode(errors="replace")
+    if _SBATCH.search(content):
+        yield (
+            f"The #SBATCH lines of {file} are not read: give nodes=, gpus_per_node= and keys of launcher. "
+            "before --, and the Python script in place of the batch script."
+        )
+    if script.start == RANKS and processes > 1 and (launcher := _STARTS.search(content)):
+        yield (
+            f"{file} runs {launcher[0].strip()}, and each of the {processes} processes will start it. Name "
+            "the Python script alone after --, or try script.start=node, which starts it once a node."
         )
 
 
