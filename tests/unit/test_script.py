@@ -224,8 +224,9 @@ def test_an_interpreter_that_is_typed_before_the_script_is_warned_of(
         ("torchrun --standalone train.py\n", (), ["runs torchrun"]),
         ("#SBATCH -N 2\n  srun python train.py\n", (), ["#SBATCH", "runs srun"]),
         ("exec python3 -m torch.distributed.run train.py\n", ("nodes=1",), []),
-        ("exec python3 -m torch.distributed.run train.py\n", (), ["runs exec python3 -m torch.dist"]),
+        ("exec python3 -m torch.distributed.run train.py\n", (), ["runs python3 -m torch.dist"]),
         ("torchrun --nnodes=2 train.py\n", ("script.start=node",), []),
+        ("OMP_NUM_THREADS=1 time torchrun train.py\n", (), ["runs torchrun"]),
         ("# not torchrun\npython train.py\n", (), []),
     ],
 )

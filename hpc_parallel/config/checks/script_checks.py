@@ -30,7 +30,7 @@ _INTERPRETER = re.compile(r"python[\d.]*|(ba|da|k|z)?sh")
 _GIVEN = re.compile(r"-\w*c|-m|.+\.(py|sh)")  # how an interpreter is told what to run
 # A line of a shell script that starts processes, and the options of a batch script.
 _STARTS = re.compile(
-    r"^\s*(?:exec\s+)?(?:srun|torchrun|mpirun|mpiexec|accelerate launch|deepspeed"
+    r"^[ \t]*(?:(?:exec|time|\w+=\S*)[ \t]+)*(srun|torchrun|mpirun|mpiexec|accelerate launch|deepspeed"
     r"|\S*python[\d.]* -m torch\.distributed\.(?:run|launch))\b", re.MULTILINE,
 )  # fmt: skip
 _SHELL = re.compile(r"\.(sh|sbatch|slurm)$")
@@ -113,7 +113,7 @@ def _shell_warnings(script: ScriptConfig, *, processes: int) -> Iterator[str]:
         )
     if script.start == RANKS and processes > 1 and (launcher := _STARTS.search(content)):
         yield (
-            f"{file} runs {launcher[0].strip()}, and each of the {processes} processes will start it. Name "
+            f"{file} runs {launcher[1]}, and each of the {processes} processes will start it. Name "
             "the Python script alone after --, or try script.start=node, which starts it once a node."
         )
 
