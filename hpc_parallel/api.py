@@ -113,7 +113,7 @@ class Run:
 
     @property
     def state(self) -> State:
-        """State of the run or its Slurm job: `word` (running, completed, ...), `reason`, `ended`, `job`."""
+        """State of the run or its Slurm job: `name` (running, completed, ...), `reason`, `ended`, `job`."""
         return states([self._recorded])[0]
 
     @property
@@ -201,7 +201,8 @@ class Run:
 
 
 def _parse(overrides: Sequence[str], config_dir: str | PathLike[str] | None) -> CommandLine:
-    if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
+    is_text, overrides = isinstance(overrides, str), [*overrides]  # a generator can be read once
+    if is_text or not all(isinstance(override, str) for override in overrides):
         raise TypeError('compose() takes a list of overrides: ["strategy=pipeline", "nodes=2"]')
     flags = [override for override in overrides if override.startswith("-")]
     if flags:

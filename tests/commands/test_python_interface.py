@@ -100,6 +100,10 @@ class TestCompose:
         with pytest.raises(TypeError, match="a list of overrides"):
             hpc_parallel.compose(words)
 
+    def test_overrides_that_can_be_read_once(self) -> None:
+        words: Any = iter(["nodes=2", "seed=7"])
+        assert hpc_parallel.compose(words).nodes == 2
+
     def test_hydras_state_is_left_as_it_was(self, here: Path) -> None:
         """Also after a refusal, beside a Hydra of the user's own with a resolver of the same name."""
         (here / "own.yaml").write_text("own: ${product:2,3}\n")
