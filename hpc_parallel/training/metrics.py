@@ -17,6 +17,7 @@ from torch import Tensor
 from hpc_parallel.machine.device_state import EnergyCounter
 from hpc_parallel.machine.topology import nvml_module
 from hpc_parallel.record.values import finite
+from hpc_parallel.start.join import tf32
 from hpc_parallel.start.start_checks import gpu_uuid
 from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
 
@@ -220,9 +221,7 @@ def peak_flops(device: torch.device, *, precision: str) -> float | None:
     """Returns the peak of one device in `training.precision`, in FLOP/s; None if it is not known."""
     if device.type != "cuda":
         return None
-    return peak_of(
-        torch.cuda.get_device_name(device), precision=precision, tf32=torch.backends.cuda.matmul.allow_tf32
-    )
+    return peak_of(torch.cuda.get_device_name(device), precision=precision, tf32=tf32()["matmul"])
 
 
 def peak_of(name: str, *, precision: str, tf32: bool = False) -> float | None:
