@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hpc_parallel.machine.device_state import EnergyCounter
 from hpc_parallel.machine.topology import nvml_module
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.values import finite
 from hpc_parallel.start.join import tf32
 from hpc_parallel.start.start_checks import gpu_uuid
@@ -141,10 +142,22 @@ class Metrics:
         peak_bytes = float(peak_memory_bytes(self._device))
         data_s = sum(self.data_s) / max(len(self.data_s), 1)
         joules = math.nan if self._energy is None else self._energy.counter.joules()
-        losses, norms, peaks, times, waits, energies, *skips = all_gather_numbers(
-            [loss_share, gradient_norm, peak_bytes, self._step_time_s, data_s, joules, *skipped],
+        losses, norms, peaks, times, waits, energies, rates, *skips = all_gather_numbers(
+            [
+                loss_share,
+                gradient_norm,
+                peak_bytes,
+                self._step_time_s,
+                data_s,
+                joules,
+                learning_rate,
+                *skipped,
+            ],
             device=self._device,
         )
+        if not math.isclose(min(rates), max(rates)):  # of a schedule of the user's own
+            rule = "the ranks must have one learning rate, but optimizer.schedule gives them"
+            raise ConfigError([f"step {step}: {rule} {min(rates):g} to {max(rates):g}"])
         if self._energy is not None:
             counted = [joules for joules in energies if math.isfinite(joules)]
             self.energy = {
