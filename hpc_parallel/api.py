@@ -153,7 +153,7 @@ class Run:
         """
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         if self._watcher is not None:  # the watcher may write the summary after the state says `ended`
-            self._watcher.join(timeout_s)
+            self._watcher.join(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX))
         while not (state := self.state).ended:
             left_s = deadline - time.monotonic()
             if left_s <= 0:

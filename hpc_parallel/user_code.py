@@ -43,6 +43,10 @@ _HINTS = (  # messages of torch and of the system
         re.compile(r"mark a variable ready only once|got mixed torch\.Tensor and DTensor"),
         "If the loss uses weights, let forward use them: it may return a tuple of tensors",
     ),
+    (
+        re.compile(r"KeyError: 'SLURM_\w+'"),
+        "Slurm sets it in its jobs, if at all: RANK, LOCAL_RANK and WORLD_SIZE are always set",
+    ),
 )
 
 

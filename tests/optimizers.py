@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -121,6 +122,10 @@ class Averaging(Lion):
 
 def triangle(step: int, steps: int) -> float:
     return 1 - abs(2 * step / steps - 1)
+
+
+def halved(step: int, steps: int) -> np.float32:
+    return np.float32(0.5)
 
 
 def endless(step: int, steps: int) -> float:

@@ -117,8 +117,9 @@ def _names_in(source: Path, changed_ns: int) -> frozenset[str] | None:
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        elif not isinstance(node, ast.Expr | ast.AnnAssign):
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.Expr):
+            parts = (part for part in ast.walk(node) if isinstance(part, ast.Name))
+            names |= {part.id for part in parts if isinstance(part.ctx, ast.Store)}
+        else:
             return None  # a condition or a loop, which may bind anything
     return None if "*" in names or "__getattr__" in names else frozenset(names)

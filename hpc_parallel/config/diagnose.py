@@ -290,6 +290,9 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
         return f"{text} If it is an option of sbatch, try {option}."
     if choices := _choices(name):
         return f"{text} Try {name}={replacement or (nearest(value, choices) or choices)[0]}."
+    if _is_open(plain, name):
+        inside = "" if value.startswith("{") else ".KEY"
+        return f"{text} Try {shell_word(f'+{name}{inside}={value}')}."
     if OmegaConf.is_dict(OmegaConf.select(plain, name)):
         return f"{text} {_keys_of(name, plain)}"
     if equals:
@@ -300,7 +303,7 @@ def _unknown(override: str, *, key: str, value: str, plain: DictConfig) -> str:
 
 
 def _keys_of(table: str, plain: DictConfig) -> str:
-    return f"Keys of {table}: {', '.join(flat(plain[table])) or 'any'}."
+    return f"Keys of {table}: {', '.join(flat(OmegaConf.select(plain, table)))}."
 
 
 def _is_open(plain: DictConfig, key: str) -> bool:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Any
 
 from hydra.utils import get_method
@@ -87,10 +88,15 @@ SCHEDULES: dict[str, Callable[[int, int, int, float], float]] = {
 
 
 def _users_factor(step: int, *, steps: int, path: str) -> float:
-    factor = get_method(path)(step, steps)
-    if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+    factor, again = (get_method(path)(step, steps) for _ in range(2))
+    if not isinstance(factor, Real) or not 0 <= float(factor) < math.inf:
         raise ValueError(
             f"optimizer.schedule={path} returned {factor!r} at step {step} of {steps}, not a finite number "
             "of at least 0."
+        )
+    if again != factor:  # other ranks, and a run that continues, would have other rates
+        raise ValueError(
+            f"optimizer.schedule={path} returned {factor!r} and then {again!r} for step {step} of {steps}: "
+            "it must depend on the step and the number of steps alone."
         )
     return float(factor)

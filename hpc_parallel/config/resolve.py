@@ -9,7 +9,7 @@ from dataclasses import asdict, fields, is_dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard, cast
 
-from omegaconf import BooleanNode, DictConfig, OmegaConf
+from omegaconf import BooleanNode, DictConfig, OmegaConf, errors
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from hpc_parallel.config.key_suggestions import suggest
@@ -73,6 +73,8 @@ def resolve(config: DictConfig, *, preset: Mapping[str, Any] = MappingProxyType(
         run = typed(values)
     except OmegaConfBaseException as error:
         refused = f"{error.full_key}: {str(error).splitlines()[0].rstrip('.')}."
+        if isinstance(error, errors.InterpolationKeyError | errors.UnsupportedInterpolationType):
+            refused += r" ${...} stands for another key. Try \${...} for a variable of the shell."
         raise UnresolvedError(_problems_of_keys(config) or [refused]) from error
     except MistypedError as error:
         raise UnresolvedError(_problems_of_keys(config) or error.problems) from error

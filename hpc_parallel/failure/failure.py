@@ -206,7 +206,7 @@ def record_reason(
     details: dict[str, Any] | None = None,
 ) -> None:
     """Record a failure that another process has described in a text."""
-    message = message[:_MESSAGE_CHARACTERS]
+    message = message[:_MESSAGE_CHARACTERS] + hint(message)
     _write(folder, world=world, kind=kind, message=message, lines=lines, details=details)
 
 

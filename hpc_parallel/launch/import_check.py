@@ -148,7 +148,8 @@ def _tables(config: RunConfig) -> list[tuple[str, dict[str, Any]]]:
     optimizer = config.optimizer
     classes: dict[str, str | None] = {"optimizer": optimizer._target_}
     classes |= {f"optimizer.groups.{name}": rule.get("_target_") for name, rule in optimizer.groups.items()}
-    classes["optimizer.schedule"] = optimizer.schedule if "." in optimizer.schedule else None
+    if "." in optimizer.schedule:  # a function of (step, steps)
+        tables.append(("optimizer.schedule", {"_target_": optimizer.schedule, "_args_": [1, 1]}))
     # The trainer adds the arguments.
     functions = [(key, path) for key, path in classes.items() if path is not None]
     return [*tables, *((key, {"_target_": path, "_partial_": True}) for key, path in functions)]

@@ -110,9 +110,10 @@ def _changed(composed: Mapping[str, Any], target: Mapping[str, Any], prefix: str
 
 
 def _inexpressible(composed: Mapping[str, Any], target: Mapping[str, Any]) -> list[Problem | str]:
-    rule = "was set in Python, but no override can set it. Try compose() with overrides that do"
+    rule = "was set in Python as a {}, but no override can set it. Try compose() with overrides that do"
     problems: list[Problem | str] = [
-        Problem(key, value, rule) for key, value in _changed(composed, target).items()
+        Problem(key, value, rule.format(type(value).__name__))
+        for key, value in _changed(composed, target).items()
     ]
     removed = flatten(_changed(target, composed)).keys() - flatten(target).keys()
     problems += [

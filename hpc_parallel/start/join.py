@@ -185,8 +185,10 @@ def describe(
 
 
 def tf32() -> dict[str, bool]:
-    """Whether float32 products of matrices and of convolutions are rounded to TF32's 11 bits."""
-    return {
-        "matmul": torch.backends.cuda.matmul.allow_tf32,
-        "convolution": torch.backends.cudnn.allow_tf32,
-    }
+    """Whether float32 products of matrices and of convolutions are rounded to TF32's 11 bits.
+
+    A user's module may have set it by either of torch's names. `allow_tf32` then raises an error.
+    """
+    backends: Any = torch.backends
+    users = {"matmul": backends.cuda.matmul, "convolution": backends.cudnn.conv}
+    return {name: user.fp32_precision == "tf32" for name, user in users.items()}

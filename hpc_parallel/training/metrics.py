@@ -16,7 +16,9 @@ from torch import Tensor
 
 from hpc_parallel.machine.device_state import EnergyCounter
 from hpc_parallel.machine.topology import nvml_module
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.record.values import finite
+from hpc_parallel.start.join import tf32
 from hpc_parallel.start.start_checks import gpu_uuid
 from hpc_parallel.strategies.exchange import all_gather, all_gather_numbers
 
@@ -140,10 +142,22 @@ class Metrics:
         peak_bytes = float(peak_memory_bytes(self._device))
         data_s = sum(self.data_s) / max(len(self.data_s), 1)
         joules = math.nan if self._energy is None else self._energy.counter.joules()
-        losses, norms, peaks, times, waits, energies, *skips = all_gather_numbers(
-            [loss_share, gradient_norm, peak_bytes, self._step_time_s, data_s, joules, *skipped],
+        losses, norms, peaks, times, waits, energies, rates, *skips = all_gather_numbers(
+            [
+                loss_share,
+                gradient_norm,
+                peak_bytes,
+                self._step_time_s,
+                data_s,
+                joules,
+                learning_rate,
+                *skipped,
+            ],
             device=self._device,
         )
+        if not math.isclose(min(rates), max(rates)):  # of a schedule of the user's own
+            rule = "the ranks must have one learning rate, but optimizer.schedule gives them"
+            raise ConfigError([f"step {step}: {rule} {min(rates):g} to {max(rates):g}"])
         if self._energy is not None:
             counted = [joules for joules in energies if math.isfinite(joules)]
             self.energy = {
@@ -220,9 +234,7 @@ def peak_flops(device: torch.device, *, precision: str) -> float | None:
     """Returns the peak of one device in `training.precision`, in FLOP/s; None if it is not known."""
     if device.type != "cuda":
         return None
-    return peak_of(
-        torch.cuda.get_device_name(device), precision=precision, tf32=torch.backends.cuda.matmul.allow_tf32
-    )
+    return peak_of(torch.cuda.get_device_name(device), precision=precision, tf32=tf32()["matmul"])
 
 
 def peak_of(name: str, *, precision: str, tf32: bool = False) -> float | None:

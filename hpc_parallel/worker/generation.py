@@ -21,6 +21,7 @@ from hpc_parallel.config.tasks import encoded_prompts, total_steps
 from hpc_parallel.data.codec import decode, reads_bytes
 from hpc_parallel.models.drawn_weights import tensor_seed
 from hpc_parallel.record.task_files import Continued, write_generated
+from hpc_parallel.start.join import tf32
 from hpc_parallel.start.start_times import synchronize
 from hpc_parallel.strategies import exchange
 from hpc_parallel.strategies.decode import Decoder
@@ -324,7 +325,7 @@ def _reason(wrong: Sequence[tuple[int, int]], *, largest: float, config: RunConf
 
 def _rounding(precision: str) -> float:
     """The step of numbers near 1 in a product."""
-    if precision == "float32" and torch.backends.cuda.matmul.allow_tf32:
+    if precision == "float32" and tf32()["matmul"]:
         return 2**-10
     return torch.finfo(HALF.get(precision, WEIGHTS[precision])).eps
 

@@ -292,6 +292,9 @@ def test_an_optimizer_is_tried_before_the_run_unless_it_is_one_of_ours(
     )
     assert run([*words, "+optimizer.options.bettas=[0.9,0.95]"]) == 2
     assert "optimizer: torch.optim.AdamW takes no bettas. Its arguments are" in capsys.readouterr().err
+    (here / "rates.py").write_text("def halved(step): return 0.5\n")
+    assert run([*words, "optimizer.schedule=rates.halved"]) == 2
+    assert "too many positional arguments, raised by rates.halved (optimizer" in capsys.readouterr().err
     monkeypatch.setattr(import_check, "_tried", lambda *arguments: pytest.fail("a process was started"))
     assert run([*words, "optimizer=muon", "dry_run=true"]) == 0
 

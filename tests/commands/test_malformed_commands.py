@@ -69,6 +69,12 @@ UNKNOWN = [
     wrong("script=a.py", "script=a.py: script is a table. Keys of script: file, module, command, "),
     wrong("strategy.foo=1", "no key strategy.foo"),
     wrong("launcher.extra.mail-type=END", "plus", offers="+launcher.extra.mail-type=END"),
+    wrong(
+        "launcher.environment={A:x}",
+        "no key launcher.environment",
+        offers="+cluster.environment={A:x}",
+    ),
+    wrong("launcher.setup=[ls${SCRATCH:-x}]", "launcher.setup[0]", "another key. Try \\${...} for"),
     wrong("strategy=pipelin", "strategy", "is not one of", "pipeline", offers="strategy=pipeline"),
     wrong("launcher=slrum", "launcher", offers="launcher=slurm"),
     wrong("data=imagenet", "data", offers="data=text"),

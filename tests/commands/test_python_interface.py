@@ -315,6 +315,7 @@ class TestChangedConfiguration:
         [
             ("nodes", 0, r"nodes = 0 must be at least 1\. Try nodes=1\."),
             ("training.steps", "few", "training.steps = few is not a whole number"),
+            ("training.steps", "3", "training.steps = 3 was set in Python as a str, but no override can"),
             ("nodez", 2, r"there is no key nodez\. Try nodes=2"),
             ("training.stepz", 2, r"there is no key training\.stepz\. Try training\.steps=2"),
             ("training.learning_rate", 2, r"there is no key training\.learning_rate"),

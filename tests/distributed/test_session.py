@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hpc_parallel.problems import ConfigError
 from hpc_parallel.profiling.rank_times import FIRST_STEP
 from hpc_parallel.training import metrics as metrics_module
 from hpc_parallel.training.metrics import Energy, Metrics, Scale, StepResult
@@ -71,6 +72,21 @@ def counted_energy() -> dict[str, float]:
 
 def test_a_line_has_the_energy_of_each_gpu_once(workers: Workers) -> None:
     assert workers.run(3, counted_energy) == [{"joules": 5.0, "gpus": 1, "of_gpus": 2}] * 3
+
+
+def refusal_of_rates() -> str:
+    metrics = Metrics(Scale(2, None, 1.0, 2, 2, None), device=torch.device("cpu"))
+    metrics.note(StepResult(torch.zeros(()), torch.zeros(())))
+    metrics.line(step=1, learning_rate=0.1 + dist.get_rank() * 1e-15)  # hosts may have other libraries
+    with pytest.raises(ConfigError) as raised:
+        metrics.line(step=2, learning_rate=0.1 + dist.get_rank())
+    return str(raised.value)
+
+
+def test_ranks_with_other_learning_rates_are_refused(workers: Workers) -> None:
+    """They would train on: only copies of a weight are compared, and fsdp has none."""
+    refusal = "step 2: the ranks must have one learning rate, but optimizer.schedule gives them 0.1 to 1.1"
+    assert workers.run(2, refusal_of_rates) == [refusal] * 2
 
 
 @pytest.mark.full

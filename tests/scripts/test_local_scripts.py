@@ -153,7 +153,10 @@ def test_a_later_edit_changes_neither_a_module_that_runs_nor_its_repetition(home
     [
         ("import sys; sys.exit('which file?')", r"the script ended with exit code 1: which file\?"),
         ("import os; os.kill(os.getpid(), 11)", r"killed by SIGSEGV at \S+/script\.py:1 in <module>"),
-        ("import nowhere_to_be_found", r"ModuleNotFoundError: No module named .* \(script\.py:1\)"),
+        (
+            "import os; os.environ['SLURM_PROCID']",
+            r"KeyError: 'SLURM_PROCID' \(script\.py:1\)\. Slurm sets it .*: RANK, .* are always set",
+        ),
         *in_full(
             [
                 ("import sys; sys.exit(75)", "the script ended with exit code 75"),

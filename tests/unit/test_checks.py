@@ -106,9 +106,10 @@ def test_a_class_below_a_folder_without_init_is_known(here: Path) -> None:
     (inner / "classes.py").write_text("class Known: ...\n")
     assert missing_part("outer.plain.inner.classes.Known") is None
     assert missing_part("outer.plain.inner.classes.Other") is not None
-    (inner / "classes.py").write_text("class Other: ...\n")
+    (inner / "classes.py").write_text("Other: type = object\n(Pair, _), Named = ((int, 1), str)\n")
     os.utime(inner / "classes.py", ns=(1, 1))
     assert missing_part("outer.plain.inner.classes.Other") is None, "a notebook checks the file as it is now"
+    assert [missing_part(f"outer.plain.inner.classes.{name}") for name in ("Pair", "Named")] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -104,9 +104,14 @@ def test_a_function_decides_every_step() -> None:
     config = replace(COSINE, schedule="tests.optimizers.triangle", warmup_steps=None)
     rates = [learning_rate(step, steps=8, config=config) for step in (1, 2, 4, 7, 8)]
     assert rates == pytest.approx([0.5, 1.0, 2.0, 0.5, 0.0])
+    halved = replace(config, schedule="tests.optimizers.halved")
+    assert learning_rate(3, steps=8, config=halved) == config.learning_rate / 2
     endless = replace(config, schedule="tests.optimizers.endless")
     with pytest.raises(ValueError, match="endless returned inf at step 3 of 8"):
         learning_rate(3, steps=8, config=endless)
+    random = replace(config, schedule="random.uniform")
+    with pytest.raises(ValueError, match=r"and then .* for step 3 of 8: it must depend on the step and"):
+        learning_rate(3, steps=8, config=random)
 
 
 def test_adamw_follows_its_equations() -> None:

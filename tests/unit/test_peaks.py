@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from hpc_parallel.config.places import find_folder
 from hpc_parallel.planning.hardware import hardware_names, read_hardware
+from hpc_parallel.start.join import tf32
 from hpc_parallel.training.metrics import peak_of
 
 FOLDERS = [find_folder("conf") / "hardware"]
@@ -48,6 +50,21 @@ def test_a_run_in_float32_is_judged_by_the_peak_of_float32() -> None:
     assert peak_of(h100, precision="float32") == 67e12
     assert peak_of(h100, precision="float32", tf32=True) == 494.5e12
     assert peak_of("NVIDIA GeForce RTX 4090", precision="float32") is None
+
+
+def test_tf32_is_seen_however_a_users_module_has_set_it() -> None:
+    """torch raises an error for `allow_tf32` after `fp32_precision` was set."""
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    kept = products.fp32_precision, convolutions.fp32_precision
+    try:
+        products.allow_tf32, convolutions.fp32_precision = True, "ieee"
+        assert tf32() == {"matmul": True, "convolution": False}
+        products.allow_tf32 = False
+        assert tf32() == {"matmul": False, "convolution": False}
+        products.fp32_precision = convolutions.fp32_precision = "tf32"
+        assert tf32() == {"matmul": True, "convolution": True}
+    finally:
+        products.fp32_precision, convolutions.fp32_precision = kept
 
 
 @pytest.mark.parametrize("name", GPUS)
