@@ -69,9 +69,9 @@ def _no_tensor(output: Any) -> str | None:
 
 def _loss_problems(model: LayeredModel, output: Any, targets: Tensor) -> Iterator[str]:
     loss = model.loss(output, targets)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
+    if not isinstance(loss, Tensor) or loss.shape:
         found = f"a {type(loss).__name__} of shape {list(getattr(loss, 'shape', []))}"
-        yield f"loss must return a tensor with one number, the SUM of its terms, but returns {found}"
+        yield f"loss must return one number (a tensor of shape []), the SUM of its terms, but returns {found}"
         return
     once = float(loss)
     twice = float(model.loss(_doubled(output), _doubled(targets)))

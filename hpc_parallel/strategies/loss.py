@@ -101,7 +101,10 @@ class WithMetrics:
         if count < size:
             self._require_rows(output, target, count=count)
             (output, target), _ = _divide(output, target, first=count)
-        values = self._metrics(output, target)
+        values: Any = self._metrics(output, target)
+        if not isinstance(values, Mapping):
+            rule = "it must be a dict of sums over the terms of the loss"
+            raise UserCodeError([f"{self._model}.metrics returned a {type(values).__name__}: {rule}"])
         if tuple(values) != self.names:
             for name, value in values.items():
                 self._require(name, value)

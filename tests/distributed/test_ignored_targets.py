@@ -53,9 +53,9 @@ class Ignoring(Transformer):
     ignore_index = -100
 
 
-class Each(Transformer):
+class WithDim(Transformer):
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
+        return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")[None]
 
 
 class Mean(Transformer):
@@ -135,9 +135,9 @@ def test_a_layout_follows_one_device(workers: Workers, reference: Trained, layou
         ),
         ("Mean", (), "Mean.loss must return the SUM of its terms"),
         (
-            "Each",
+            "WithDim",
             (),
-            "Each.loss must return a tensor with one number, the SUM of its terms, but returns a Tensor of",
+            "WithDim.loss must return one number (a tensor of shape []), the SUM of its terms, but returns",
         ),
         ("Counting", (), "Counting.loss_terms depends on the values of the targets"),
         (

@@ -74,9 +74,10 @@ def test_the_class_of_the_guide_counts() -> None:
         ({"Top 1": torch.zeros(())}, "Net.metrics returned 'Top 1'"),
         ({"hits": torch.zeros(2)}, r"Net.metrics returned a tensor of shape \[2\] for hits: it must be one"),
         ({"hits": 3}, "Net.metrics returned int for hits"),
+        (None, "Net.metrics returned a NoneType: it must be a dict of sums"),
     ],
 )
-def test_what_is_no_metric_is_refused(values: dict[str, Any], problem: str) -> None:
+def test_what_is_no_metric_is_refused(values: Any, problem: str) -> None:
     evaluation = WithMetrics(nn.functional.mse_loss, lambda output, target: values, **NET)
     x = torch.zeros(4)
     with torch.no_grad(), pytest.raises(ConfigError, match=problem):
