@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import warnings
@@ -60,6 +61,16 @@ class WeightsFile:
                 else:
                     tensor.copy_(values)
 
+    def digest(self) -> str:
+        """Hash of the size and of 4 KiB at each of 64 places; fast for large files too."""
+        size = self._path.stat().st_size
+        digest = hashlib.sha256(str(size).encode())
+        with self._path.open("rb") as file:
+            for place in range(64):
+                file.seek(max(0, size - 4096) * place // 63)
+                digest.update(file.read(4096))
+        return digest.hexdigest()
+
 
 class CheckpointWeights:
     """The weights and running statistics of a checkpoint. Each process reads independently."""
@@ -104,6 +115,7 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
             source = WeightsFile(path)
         except ValueError as error:
             raise ConfigError([f"weights = {path} can't be used: {error}"]) from error
+        require_one_content(source, path=path)
     state = {key.partition("/")[2]: tensor for key, tensor in state_of(assembled).items()}
     state, aliases = in_names_of(source.shapes, state, model=assembled.parts[0])
     require_fit(state, source.shapes, aliases=aliases, path=path)
@@ -122,6 +134,16 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
         for other in filter(None, others):
             print_warning(other)
     return str(path)
+
+
+def require_one_content(source: WeightsFile, *, path: Path) -> None:
+    """Raises ConfigError on all ranks if the file differs between hosts, whose ranks read their own slices."""
+    digests = exchange.all_gather(source.digest())
+    if others := [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]:
+        rule = f"has another content on rank {', '.join(others)} than on rank 0"
+        raise ConfigError(
+            [f"weights = {path} {rule}: the files differ between hosts. Name one that all share."]
+        )
 
 
 def other_settings(model: LayeredModel, path: Path) -> str | None:

@@ -142,18 +142,9 @@ class Metrics:
         peak_bytes = float(peak_memory_bytes(self._device))
         data_s = sum(self.data_s) / max(len(self.data_s), 1)
         joules = math.nan if self._energy is None else self._energy.counter.joules()
+        own = [loss_share, gradient_norm, peak_bytes, self._step_time_s, data_s, joules, learning_rate]
         losses, norms, peaks, times, waits, energies, rates, *skips = all_gather_numbers(
-            [
-                loss_share,
-                gradient_norm,
-                peak_bytes,
-                self._step_time_s,
-                data_s,
-                joules,
-                learning_rate,
-                *skipped,
-            ],
-            device=self._device,
+            [*own, *skipped], device=self._device
         )
         if not math.isclose(min(rates), max(rates)):  # of a schedule of the user's own
             rule = "the ranks must have one learning rate, but optimizer.schedule gives them"

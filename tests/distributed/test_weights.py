@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from hpc_parallel.__main__ import main as command
 from hpc_parallel.problems import ConfigError
 from tests.marks import in_full
 from tests.parity import largest_difference
-from tests.workers import Trained, Workers
+from tests.workers import Trained, Workers, do_or_refuse
 
 STEPS = 6
 DATA = ("training.precision=float64", "training.global_batch_size=16", "training.validation_samples=32")
@@ -147,6 +149,31 @@ def test_running_statistics_come_along(workers: Workers, tmp_path: Path) -> None
     folder = workers.do(*words, "task.batch_sizes=[2]", f"weights={path}")
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["validation_loss"] == pytest.approx(validation_loss(trained), rel=1e-10)
+
+
+def test_a_file_that_differs_between_hosts_is_refused(
+    workers: Workers, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank reads its slices on its own host, so a model would be made of two."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        own = {name: tensor + rank for name, tensor in load_file(file).items()}
+        save_file(own, tmp_path / str(rank) / "own.safetensors")
+    monkeypatch.chdir(tmp_path / "0")
+    name = "weights=/proc/self/cwd/own.safetensors"
+    run = workers.prepare(*COMMON, *TRANSFORMER, "strategy=fsdp", "nodes=2", name)
+    for told in workers.run(2, refusal_beside, str(run.folder.path), str(tmp_path)):
+        assert "own.safetensors has another content on rank 1 than on rank 0" in told
+
+
+def refusal_beside(run_folder: str, place: str) -> str:
+    """What a rank says whose working folder is the one of its number in `place`."""
+    before = os.getcwd()
+    os.chdir(Path(place, str(dist.get_rank())))
+    try:
+        return do_or_refuse(run_folder, place)
+    finally:
+        os.chdir(before)
 
 
 def test_weights_that_do_not_fit_are_refused_all_at_once(
