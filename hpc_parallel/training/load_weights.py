@@ -137,13 +137,11 @@ def start_from(config: RunConfig, assembled: Assembled) -> str:
 
 
 def require_one_content(source: WeightsFile, *, path: Path) -> None:
-    """Raises ConfigError on all ranks if the file differs between hosts, whose ranks read their own slices."""
+    """Raises ConfigError on all ranks if hosts have different files: each rank reads its own slices."""
     digests = exchange.all_gather(source.digest())
     if others := [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]:
-        rule = f"has another content on rank {', '.join(others)} than on rank 0"
-        raise ConfigError(
-            [f"weights = {path} {rule}: the files differ between hosts. Name one that all share."]
-        )
+        rule = f"has another content on rank {', '.join(others)} than on rank 0. Name a file that all share"
+        raise ConfigError([f"weights = {path} {rule}."])
 
 
 def other_settings(model: LayeredModel, path: Path) -> str | None:
